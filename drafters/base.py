@@ -1,0 +1,77 @@
+"""What a drafter is: two public protocols and nothing else.
+
+A *Drafter* belongs to a task (or to a request's own choice of drafter) and holds what is shared:
+corpus tables, calibration. A *DraftSession* belongs to one Sequence. Its life is explicit:
+
+    session = drafter.open(prompt_ids, seed_context)    # admission; must be cheap
+    session.settle()                                    # heavy work, off the step's critical path
+    tree = session.propose(budget=16, max_depth=16)     # any number of times
+    session.extend(emitted_ids)                         # after each accept
+    mark = session.checkpoint(); session.rollback(mark) # exact slices, re-verification
+    session.close()                                     # idempotent; any later call raises
+
+All run on the CPU, on the engine's thread, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from drafters.tree import DraftTree
+
+__all__ = ["DraftSession", "DraftTree", "Drafter", "SessionClosedError"]
+
+
+class SessionClosedError(RuntimeError):
+    """A DraftSession was used after close()."""
+
+
+@runtime_checkable
+class DraftSession(Protocol):
+    """Proposes continuations of one Sequence. Never changes what the target draws."""
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        """At most `budget` nodes, none deeper than `max_depth` (a root's child has depth 1).
+
+        Nodes are in topological order (a parent before its children), siblings by survival,
+        the likeliest path first where that is possible, so that KV of it need not move.
+        Returns DraftTree.empty() when nothing matches or budget or max_depth is 0. Never padded.
+        """
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tokens that were emitted (verified) after the last call, in order."""
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Outcome of a proposed tree: `accepted` holds the node indexes on the accepted path.
+
+        Called before `extend` of the same step; calibration learns here.
+        """
+
+    def settle(self) -> None:
+        """Do deferred heavy work (index building); called while the device works."""
+
+    def checkpoint(self) -> int:
+        """A mark of the present state: the number of tokens it has seen since open()."""
+
+    def rollback(self, mark: int) -> None:
+        """Forget everything after `mark`. Raises ValueError for a mark that lies ahead."""
+
+    def close(self) -> None:
+        """Release what the session holds. Idempotent."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Makes sessions. Shared state only; safe to use for many sessions at once on one thread."""
+
+    name: str
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> DraftSession:
+        """A session for a prompt. `context_span` marks the prompt's context for the trie."""

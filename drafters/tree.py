@@ -1,0 +1,98 @@
+"""DraftTree: candidate continuations as flat arrays, and pure functions on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+
+def _empty_i32() -> Int32:
+    return np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A tree of drafted tokens hanging off the last verified token.
+
+    token_ids: int32 [num_nodes]. parents: int32 [num_nodes], -1 = the last verified token, else
+    the index of an earlier node (parents[i] < i). survival: float32 [num_nodes], the estimated
+    chance that the whole path to the node is accepted, never above its parent's. source: uint8
+    [num_nodes], an index into the drafter's `sources`. Siblings have distinct tokens.
+    """
+
+    token_ids: Int32
+    parents: Int32
+    survival: Float32
+    source: UInt8 = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    @staticmethod
+    def empty() -> DraftTree:
+        """The tree without nodes: the plain decode path."""
+        return DraftTree(
+            _empty_i32(), _empty_i32(), np.empty(0, np.float32), np.empty(0, np.uint8)
+        )
+
+    @staticmethod
+    def chain(token_ids: list[int], survival: list[float] | None = None) -> DraftTree:
+        """A tree that is one path; survival falls by a factor of 0.9 a token when not given."""
+        num = len(token_ids)
+        if survival is None:
+            survival = [0.9 ** (i + 1) for i in range(num)]
+        return DraftTree(
+            np.asarray(token_ids, np.int32),
+            np.arange(-1, num - 1, dtype=np.int32),
+            np.asarray(survival, np.float32),
+            np.zeros(num, np.uint8),
+        )
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    def depths(self) -> Int32:
+        """int32 [num_nodes]: 1 for a child of the root."""
+        depths = np.zeros(len(self), np.int32)
+        for i, parent in enumerate(self.parents.tolist()):
+            depths[i] = 1 if parent < 0 else depths[parent] + 1
+        return depths
+
+    def keep(self, num_nodes: int) -> DraftTree:
+        """The `num_nodes` nodes of highest survival (ties to the earlier node), closed under parents.
+
+        Because survival never rises along a path and parents come first, the top nodes by
+        (survival descending, index ascending) are closed already.
+        """
+        if num_nodes >= len(self):
+            return self
+        order = np.argsort(-self.survival, kind="stable")[:num_nodes]
+        order.sort()
+        renumber = np.full(len(self) + 1, -1, np.int32)
+        renumber[order] = np.arange(order.shape[0], dtype=np.int32)
+        return DraftTree(
+            self.token_ids[order],
+            renumber[self.parents[order]],
+            self.survival[order],
+            self.source[order] if self.source.shape[0] else self.source,
+        )
+
+    def validate(self) -> None:
+        """Raise ValueError when an invariant of the docstring does not hold."""
+        num = len(self)
+        if not (self.parents.shape[0] == self.survival.shape[0] == num):
+            raise ValueError("token_ids, parents and survival differ in length")
+        seen: set[tuple[int, int]] = set()
+        for i in range(num):
+            parent = int(self.parents[i])
+            if not -1 <= parent < i:
+                raise ValueError(f"node {i} has parent {parent}")
+            if parent >= 0 and self.survival[i] > self.survival[parent] + 1e-6:
+                raise ValueError(f"node {i} survives more often than its parent")
+            key = (parent, int(self.token_ids[i]))
+            if key in seen:
+                raise ValueError(f"node {i} repeats a sibling's token")
+            seen.add(key)

@@ -1,0 +1,159 @@
+"""Batch: all rows of one step and its draws, and the Runner that turns it into ids.
+
+A *Row* is one position fed to the model: a prompt token, a last token or a tree node. There is
+no separate prefill mode. The keys a row attends to are exactly
+
+    slots of positions [0, prefix_len) of its sequence, through its block table,
+    then the slots of its ancestors inside the draft tree and its own, root's child first:
+    path_slots[path_start : path_start + path_len].
+
+A prompt or last-token row writes its KV into the slot of its own position, so it has
+prefix_len = position + 1 and an empty path. A tree node at depth d (1-based) under a root at
+position p has prefix_len = p + 1, position p + d and a path of d slots ending in its own.
+
+Everything here is numpy and frozen: a device may copy it and run one step ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from server.types import ModelInfo, SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
+UInt64 = npt.NDArray[np.uint64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """What the sampler needs of one sequence beyond the row's logits. One per (sequence, version).
+
+    sampling: the request's parameters.
+    choice_id: mixed into the noise key.
+    banned_until: EOS and stop ids, ascending: banned while fewer than sampling.min_tokens tokens
+        are generated. Empty when min_tokens is 0.
+    count_ids / count_out / count_prompt: int32 [u], ids ascending: how often the id was generated
+        and whether it is in the prompt (0/1). Empty without penalties.
+    num_generated: tokens generated (emitted) before the root of this step.
+    """
+
+    sampling: SamplingParams
+    choice_id: int
+    banned_until: Int32
+    count_ids: Int32
+    count_out: Int32
+    count_prompt: Int32
+    num_generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All rows of one step. Frozen flat arrays; R rows, S sequences, D draws, C scores.
+
+    Rows (each int32 [R] unless said):
+      token_ids; token_from (-1, or the index of the draw of the previous Batch whose id this row
+      takes, so a device can run one step ahead); positions (depth, not slot); seq_ids (index into
+      block_tables); slots (where this row's K and V are written; unique in the batch);
+      prefix_len; path_start, path_len (into path_slots).
+    path_slots: int32 [P].
+    block_tables: int32 [S, max_blocks], unused entries 0. Slot of position p of sequence s =
+      block_tables[s, p // block_size] * block_size + p % block_size.
+
+    Draws, one id each (int32 [D]): draw_rows (the row whose logits are drawn from; several draws
+      may share a row: the choices of one prompt), draw_params (index into params), draw_parent
+      (index of the draw of the tree parent, or -1: the node's path of drafted tokens adds to the
+      penalty counts and to num_generated; the token that is added is token_ids[draw_rows[d]] for
+      each d on the path), draw_positions (absolute position of the token being drawn = the row's
+      position + 1).
+    draw_mask: int32 [D], -1 or a row of `masks`; masks: uint32 [G, ceil(V / 32)], bit set = id
+      allowed (grammar).
+    params: DrawParams of the sequences that draw.
+
+    Scores, for prompt logprobs: score_rows, score_targets int32 [C]: the logprob of `target` under
+      the logits of `row`, with score_top[c] most likely ids beside it.
+
+    num_prefill_rows, num_draft_rows: of the R rows, for metrics and the cost table.
+    """
+
+    token_ids: Int32
+    token_from: Int32
+    positions: Int32
+    seq_ids: Int32
+    slots: Int32
+    prefix_len: Int32
+    path_start: Int32
+    path_len: Int32
+    path_slots: Int32
+    block_tables: Int32
+    draw_rows: Int32
+    draw_params: Int32
+    draw_parent: Int32
+    draw_positions: Int32
+    draw_mask: Int32
+    masks: UInt32
+    params: tuple[DrawParams, ...]
+    score_rows: Int32
+    score_targets: Int32
+    score_top: Int32
+    num_prefill_rows: int
+    num_draft_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_draws(self) -> int:
+        return int(self.draw_rows.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a Runner returns for a Batch.
+
+    token_ids: int32 [D]. For draws whose params ask for logprobs (else NaN / rank 0 / empty):
+    logprobs float32 [D] = log-softmax of the *raw* logits (fp32) at the drawn id; ranks int32 [D],
+    1 = most likely; top[d] = tuple of (id, logprob), (logprob descending, id ascending).
+    score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws.
+    """
+
+    token_ids: Int32
+    logprobs: Float32
+    ranks: Int32
+    top: Sequence[tuple[tuple[int, float], ...]]
+    score_logprobs: Float32
+    score_ranks: Int32
+    score_top: Sequence[tuple[tuple[int, float], ...]]
+    model_s: float = 0.0
+
+
+class Runner(Protocol):
+    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory."""
+
+    info: ModelInfo
+
+    def launch(self, batch: Batch) -> None:
+        """Start a step. Returns as soon as it can; no host sync on a GPU. One step in flight."""
+
+    def wait(self) -> Drawn:
+        """The result of the step in flight. Raises what the step raised."""
+
+    def move_slots(self, src: Int32, dst: Int32) -> None:
+        """Copy KV of slots src[i] to dst[i] in all layers: gather to a temporary, then scatter.
+
+        Ordered after the last launched step and before the next one.
+        """
+
+    def copy_blocks(self, src: Int32, dst: Int32) -> None:
+        """Copy whole blocks (the tail block of a fork). Same order as move_slots."""
+
+    def close(self) -> None:
+        """Release the device. Idempotent."""

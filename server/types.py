@@ -1,0 +1,230 @@
+"""The words of the project as frozen dataclasses. This module imports nothing of ours.
+
+A *Request* is what a client asked, in ids, and never changes. A *Delta* is what one choice
+gained in one step. Everything that crosses the channel between the API process and an engine
+process is built from these and holds only ints, floats, strings, bytes and tuples of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+VocabularyMode = Literal["full", "slice", "exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one choice draws its tokens. Every number is validated at the API's edge.
+
+    The order of processing is fixed (DESIGN.md 1.1): bias, grammar and min_tokens, penalties,
+    temperature, top-k, top-p, min-p.
+
+    temperature: 0.0 is greedy (argmax, ties to the lowest id, no noise).
+    top_k: 0 is off. top_p: 1.0 is off. min_p: 0.0 is off.
+    presence_penalty, frequency_penalty: over *generated* tokens, as OpenAI and vLLM count them.
+    repetition_penalty: over prompt and generated tokens, as transformers and vLLM do; 1.0 is off.
+    logit_bias: (token id, bias) pairs, ids unique and ascending; a bias of -100 or lower bans the id.
+    allowed_token_ids: ascending ids the draw is restricted to, or None for all.
+    min_tokens: EOS and stop ids are banned until this many tokens are generated.
+    stop_token_ids: further ids that end the choice (the id itself is kept, its text is not).
+    stop: stop strings as UTF-8 bytes; the engine matches them on bytes.
+    seed: 64 bits; fixed by the API when the client gave none.
+    num_logprobs: None = no logprobs; k >= 0 = the drawn token's logprob and the k most likely.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[bytes, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int = 0
+    num_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when token counts change the distribution."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """Which drafter proposes for a request, and how much.
+
+    drafter: a name registered in the engine ("off", "suffix", ...).
+    max_draft_tokens: most tree nodes a step may carry for this sequence; 0 is off.
+    options: drafter parameters as (name, value) pairs, dotted names ("trie.n"), sorted.
+    corpus: name of a task corpus, or None for the task's own.
+    prediction_ids: OpenAI's Predicted Outputs content in ids; a private corpus of this request.
+    context_span: [start, end) of the prompt ids that the task marks as its context, or None for
+        the whole prompt.
+    """
+
+    drafter: str = "off"
+    max_draft_tokens: int = 0
+    options: tuple[tuple[str, float | int | str | bool], ...] = ()
+    corpus: str | None = None
+    prediction_ids: tuple[int, ...] = ()
+    context_span: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyParams:
+    """What part of the LM head a request uses (DESIGN.md section 6)."""
+
+    mode: VocabularyMode = "full"
+    profile: str | None = None
+    verify_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and its choices, frozen at admission.
+
+    request_id: unique in the server's life.
+    task: the task's name (metrics label, affinity key). model: name of the target model.
+    prompt_ids: int token ids, never empty.
+    num_choices: choices the engine runs (the API's best_of); each is one Sequence.
+    echo_logprobs: None, or how many top logprobs per *prompt* position are wanted (0..20): such a
+        request writes the prefix cache but does not read it.
+    cache_salt: mixed into the prefix-cache keys; requests with different salts share no block.
+    priority: lower runs first; ties by arrival.
+    arrival_s: time.monotonic() at the API, for queue time and deadlines.
+    """
+
+    request_id: str
+    task: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    vocabulary: VocabularyParams = field(default_factory=VocabularyParams)
+    num_choices: int = 1
+    echo_logprobs: int | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The logprob of one token and the k most likely at its position (natural log).
+
+    `rank` counts from 1. `top` is ordered by (logprob descending, id ascending).
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What speculation did for one choice in the steps a Delta covers; sums are additive.
+
+    num_steps: decode steps (a step that emitted at least one token of this choice), drafted or not.
+    num_drafts: steps that carried at least one draft node.
+    num_drafted: verified draft rows. num_accepted: draft tokens kept *after* the cut at
+        EOS/stop/max_tokens. accepted_by_depth[d]: accepted at depth d; offered_by_depth[d]: whether
+        the tree had a node at depth d (counted per draft).
+    by_source: (source name, drafted, accepted) triples.
+    no_draft_reason: "" or why no node was carried ("off", "no_match", "budget", "cooldown",
+        "length", "prefill").
+    """
+
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+    offered_by_depth: tuple[int, ...] = ()
+    by_source: tuple[tuple[str, int, int], ...] = ()
+    no_draft_reason: str = ""
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New, released tokens of one choice after one step.
+
+    token_ids: may be empty only when finish_reason is set.
+    logprobs: one per token when asked for, else empty.
+    prompt_logprobs: on the first delta of a choice that asked for them: one per prompt token,
+        None for the first.
+    finish_reason: set on the last delta of a choice.
+    stop_reason: the stop string (bytes) or stop id that ended it, if one did; None for EOS.
+    error: a message when finish_reason is "error".
+    num_cached_tokens: prompt tokens read from the prefix cache (first delta).
+    queue_s: seconds between arrival and the first step (first delta).
+    """
+
+    request_id: str
+    choice_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | bytes | None = None
+    error: str | None = None
+    error_code: str | None = None
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    counts: StepCounts = field(default_factory=StepCounts)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of one engine, sent with the Deltas of a step and when idle."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    step_s: float = 0.0
+    model_s: float = 0.0
+    propose_s: float = 0.0
+    host_s: float = 0.0
+    num_rows: int = 0
+    num_prefill_rows: int = 0
+    num_draft_rows: int = 0
+    draft_budget: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What an engine tells the API when it is ready."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    fingerprint: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
