@@ -1,0 +1,275 @@
+"""Every error of the server, in one tree. Each class knows its HTTP status, OpenAI type and code.
+
+    class                                      status type                  code
+    TailorError                                500    server_error          -
+    ├── ConfigError (start-up)                 500    server_error          config_error
+    ├── UnsupportedTokenizerError (start-up)   500    server_error          unsupported_tokenizer
+    ├── RequestError                           400    invalid_request_error -
+    │   ├── InvalidRequestError                400    invalid_request_error invalid_value
+    │   │   ├── InvalidBodyError               400    invalid_request_error invalid_body
+    │   │   ├── UnknownFieldError              400    invalid_request_error unknown_parameter
+    │   │   ├── UnsupportedFieldError          400    invalid_request_error unsupported_parameter
+    │   │   ├── LimitExceededError             400    invalid_request_error limit_exceeded
+    │   │   └── ContextLengthExceededError     400    invalid_request_error context_length_exceeded
+    │   ├── AuthenticationError                401    invalid_request_error invalid_api_key
+    │   ├── PermissionDeniedError              403    permission_error      permission_denied
+    │   ├── RouteNotFoundError                 404    invalid_request_error not_found
+    │   ├── ModelNotFoundError                 404    invalid_request_error model_not_found
+    │   ├── MethodNotAllowedError              405    invalid_request_error method_not_allowed
+    │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
+    │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
+    │   ├── UnsupportedMediaTypeError          415    invalid_request_error unsupported_media_type
+    │   └── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
+    └── ServerError                            500    server_error          internal_error
+        ├── EngineError                        500    server_error          engine_error
+        │   └── EngineDiedError                500    server_error          engine_died
+        └── UnavailableError (Retry-After)     503    server_error          service_unavailable
+            ├── LoadingError                   503    server_error          loading
+            ├── DrainingError                  503    server_error          draining
+            └── NoEngineError                  503    server_error          no_engine
+
+A message is shown to the client, so it never holds more than `MAX_ECHO` characters of what the
+client sent (`echoed` cuts it) and nothing about the machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+MAX_ECHO = 200
+"""Most characters of a client's input that a message may repeat."""
+
+
+def echoed(value: object, limit: int = 80) -> str:
+    """A short, printable form of a client's value for an error message.
+
+    At most min(limit, MAX_ECHO) characters; control characters are escaped, so that a log line or
+    a terminal cannot be forged. Long strings and containers are cut before they are formatted.
+    """
+    limit = min(limit, MAX_ECHO)
+    if isinstance(value, (str, bytes)):
+        text = ascii(value[:limit]) if isinstance(value, str) else repr(value[:limit])
+    elif isinstance(value, (list, tuple)):
+        return f"a list of {len(value)} items"
+    elif isinstance(value, dict):
+        return f"an object of {len(value)} members"
+    elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return "a very large integer"
+    else:
+        text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class TailorError(Exception):
+    """The root. `message` is for people; the rest is for programs."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class ConfigError(TailorError):
+    """A configuration file is wrong. The message names the file, the line and the key."""
+
+    code = "config_error"
+
+
+class UnsupportedTokenizerError(TailorError):
+    """A tokenizer whose ids cannot be turned into bytes one by one (neither byte-level BPE nor
+    SentencePiece-like)."""
+
+    code = "unsupported_tokenizer"
+
+
+class RequestError(TailorError):
+    """The client's fault, or a refusal it can act on."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class InvalidRequestError(RequestError):
+    """A field holds a value that is not allowed; `param` names it."""
+
+    code = "invalid_value"
+
+
+class InvalidBodyError(InvalidRequestError):
+    """The body is not one JSON object in UTF-8 (syntax, duplicate keys, NaN, depth, encoding)."""
+
+    code = "invalid_body"
+
+
+class UnknownFieldError(InvalidRequestError):
+    """The body has fields that the route does not know."""
+
+    code = "unknown_parameter"
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field that this model, task or server cannot honour."""
+
+    code = "unsupported_parameter"
+
+
+class LimitExceededError(InvalidRequestError):
+    """A value is above a limit of the server or of the task."""
+
+    code = "limit_exceeded"
+
+
+class ContextLengthExceededError(InvalidRequestError):
+    """Prompt and max_tokens do not fit the model's context. Prompts are never truncated."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(RequestError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(RequestError):
+    """The key is known but may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
+
+
+class RouteNotFoundError(RequestError):
+    """No such path."""
+
+    status = 404
+    code = "not_found"
+
+
+class ModelNotFoundError(RequestError):
+    """The `model` field names neither a task nor a model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class BodyTooLargeError(RequestError):
+    """The body is above the limit; it is not read to its end."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnsupportedMediaTypeError(RequestError):
+    """Not application/json, or a compressed body."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class QueueFullError(RequestError):
+    """Too many requests or too many prompt tokens are waiting."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class ServerError(TailorError):
+    """Ours. The message says no more than the client needs."""
+
+    code = "internal_error"
+
+
+class EngineError(ServerError):
+    """The engine could not finish this request; others go on."""
+
+    code = "engine_error"
+
+
+class EngineDiedError(EngineError):
+    """The engine that held this request died; it is being restarted."""
+
+    code = "engine_died"
+
+
+class UnavailableError(ServerError):
+    """Nothing can serve this now; Retry-After says when to come back."""
+
+    status = 503
+    code = "service_unavailable"
+
+
+class LoadingError(UnavailableError):
+    """The model is still being loaded."""
+
+    code = "loading"
+
+
+class DrainingError(UnavailableError):
+    """The server is shutting down."""
+
+    code = "draining"
+
+
+class NoEngineError(UnavailableError):
+    """No engine of this model is alive."""
+
+    code = "no_engine"
+
+
+def error_for_engine_code(code: str | None, message: str) -> TailorError:
+    """The exception for a Delta whose finish_reason is "error".
+
+    An engine names its errors by the codes above; a code it does not share with the API is an
+    EngineError.
+    """
+    for cls in (
+        QueueFullError,
+        ContextLengthExceededError,
+        InvalidRequestError,
+        UnsupportedFieldError,
+        DrainingError,
+    ):
+        if code == cls.code:
+            return cls(message, retry_after_s=1.0 if issubclass(cls, QueueFullError) else None)
+    return EngineError(message)

@@ -1,0 +1,294 @@
+"""The id -> bytes table: what each token id adds to the text, as bytes.
+
+The engine matches stop strings on these bytes and the API turns ids into text with them, so both
+see the same thing, and neither calls the tokenizer per token. The table is built once per
+tokenizer, written to a file and memory-mapped by every process.
+
+Contract: the bytes of the ids of a text, joined and decoded as UTF-8 (errors="replace"), are the
+text that `tokenizer.decode(ids, skip_special_tokens=False)` gives, except for the leading space
+that SentencePiece-like decoders strip at the very start of a text (`strip_start` says how many).
+
+Two families are understood, by the tokenizer's own decoder:
+- byte-level BPE (GPT-2's byte alphabet: "Ġ" is a space);
+- SentencePiece-like: "▁" is a space, "<0xNN>" is one byte (byte fallback).
+Added and special tokens go through the same decoder, as in `tokenizers` itself.
+
+File (little-endian): magic b"TLRTOKB1" | uint32 version | uint32 V | uint64 blob bytes |
+uint32 number of special ids | uint32 strip_start | 32 bytes sha256 of the tokenizer's JSON |
+int64 offsets [V + 1] | int64 special ids | uint8 blob. It is written to a temporary file in the
+same folder, synced and renamed, so a reader never sees half a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from server.errors import UnsupportedTokenizerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tokenizers import Tokenizer
+
+__all__ = ["VERSION", "TokenBytes", "build", "load_or_build", "open_table", "save"]
+
+VERSION = 1
+_MAGIC = b"TLRTOKB1"
+_HEADER = struct.Struct("<8sIIQII32s")
+
+
+class TokenBytes:
+    """An immutable id -> bytes table.
+
+    offsets: int64 [V + 1]; the bytes of id i are blob[offsets[i] : offsets[i + 1]].
+    blob: uint8 [offsets[V]]. special_ids: int64, ascending: ids marked special in the tokenizer.
+    strip_start: leading spaces that the tokenizer's decode() drops at the start of a text (0 or 1).
+    fingerprint: sha256 (32 bytes) of the tokenizer's JSON and V.
+    Ids of V or above, and ids the tokenizer does not know (a padded vocabulary), have no bytes.
+    """
+
+    __slots__ = (
+        "_blob",
+        "_offsets",
+        "_special",
+        "blob",
+        "fingerprint",
+        "offsets",
+        "special_ids",
+        "strip_start",
+    )
+
+    def __init__(
+        self,
+        offsets: npt.NDArray[np.int64],
+        blob: npt.NDArray[np.uint8],
+        special_ids: npt.NDArray[np.int64],
+        strip_start: int,
+        fingerprint: bytes,
+    ) -> None:
+        if offsets.ndim != 1 or offsets.shape[0] < 1 or int(offsets[-1]) != blob.shape[0]:
+            raise ValueError("offsets and blob do not fit together")
+        self.offsets = offsets
+        self.blob = blob
+        self.special_ids = special_ids
+        self.strip_start = strip_start
+        self.fingerprint = fingerprint
+        # Python ints and memoryview slices: a numpy scalar per token would cost ten times more.
+        self._offsets = offsets.data
+        self._blob = blob.data
+        self._special = frozenset(int(i) for i in special_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: the number of ids in the table."""
+        return len(self._offsets) - 1
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one id; b"" for an id the table does not hold."""
+        if 0 <= token_id < len(self._offsets) - 1:
+            return bytes(self._blob[self._offsets[token_id] : self._offsets[token_id + 1]])
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the tokenizer marks the id as special (skipped by skip_special_tokens)."""
+        return token_id in self._special
+
+    def join(self, token_ids: Iterable[int], *, skip_special: bool) -> bytes:
+        """The bytes of several ids, without special ones if asked."""
+        if skip_special:
+            special = self._special
+            return b"".join(self.bytes_of(i) for i in token_ids if i not in special)
+        return b"".join(self.bytes_of(i) for i in token_ids)
+
+    def prompt_bytes(self, token_ids: Iterable[int], *, skip_special: bool) -> list[bytes]:
+        """The bytes of each id of a text that starts here: the leading space is stripped from the
+        first id that has text, as the tokenizer's decode() does. One item per id."""
+        pieces: list[bytes] = []
+        left = self.strip_start
+        for token_id in token_ids:
+            piece = b"" if skip_special and token_id in self._special else self.bytes_of(token_id)
+            if left and piece:
+                if piece.startswith(b" "):
+                    piece = piece[1:]
+                left = 0
+            pieces.append(piece)
+        return pieces
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable alphabet for bytes, character -> byte: bytes that are printable Latin-1
+    stand for themselves, the 68 others take U+0100 and up, in order (Radford et al. 2019)."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(b): b for b in own}
+    for i, b in enumerate(b for b in range(256) if b not in own):
+        alphabet[chr(0x100 + i)] = b
+    return alphabet
+
+
+def _decoder_steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    decoder = spec.get("decoder")
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+class _Decoder:
+    """Token string -> bytes, read from a tokenizer's decoder; one instance per build."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.alphabet: dict[str, int] | None = None
+        self.byte_fallback = False
+        self.replacements: list[tuple[str, str]] = []
+        self.strip_start = 0
+        steps = _decoder_steps(spec)
+        for step in steps:
+            kind = step["type"]
+            if kind == "ByteLevel":
+                self.alphabet = _byte_alphabet()
+            elif kind == "Replace" and "String" in step["pattern"]:
+                self.replacements.append((step["pattern"]["String"], step["content"]))
+            elif kind == "ByteFallback":
+                self.byte_fallback = True
+            elif kind == "Metaspace":
+                self.replacements.append((step.get("replacement", "▁"), " "))
+                if step.get("prepend_scheme", "always") != "never":
+                    self.strip_start = 1
+            elif kind == "Strip" and step["content"] == " " and step["stop"] == 0:
+                self.strip_start = int(step["start"])
+            elif kind != "Fuse":
+                raise UnsupportedTokenizerError(f"the tokenizer's decoder step {kind!r}")
+        if not steps:
+            # tokenizers joins tokens with spaces when there is no decoder: not a table.
+            raise UnsupportedTokenizerError("the tokenizer has no decoder")
+        if self.strip_start > 1:
+            raise UnsupportedTokenizerError("a decoder that strips more than one leading space")
+
+    def bytes_of(self, token: str) -> bytes:
+        if self.alphabet is not None:
+            codes = [self.alphabet.get(c) for c in token]
+            if None not in codes:
+                return bytes(c for c in codes if c is not None)
+            return token.encode()
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
+            try:
+                return bytes((int(token[3:5], 16),))
+            except ValueError:
+                pass
+        return token.encode()
+
+
+def _fingerprint(spec_json: str, vocab_size: int) -> bytes:
+    return hashlib.sha256(f"{VERSION}:{vocab_size}:".encode() + spec_json.encode()).digest()
+
+
+def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
+    """The table of a tokenizer, V = max(vocab_size, the tokenizer's own ids).
+
+    vocab_size: the model's vocabulary, which may be padded above the tokenizer's.
+    Raises UnsupportedTokenizerError for a decoder that is neither byte-level nor
+    SentencePiece-like.
+    """
+    spec_json = tokenizer.to_str()
+    spec = json.loads(spec_json)
+    decoder = _Decoder(spec)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(max(vocab.values(), default=-1) + 1, vocab_size or 0)
+    pieces = [b""] * size
+    for token, token_id in vocab.items():
+        pieces[token_id] = decoder.bytes_of(token)
+    offsets = np.zeros(size + 1, np.int64)
+    np.cumsum([len(p) for p in pieces], out=offsets[1:])
+    special = sorted(t["id"] for t in spec.get("added_tokens", ()) if t["special"])
+    return TokenBytes(
+        offsets,
+        np.frombuffer(b"".join(pieces), np.uint8),
+        np.asarray(special, np.int64),
+        decoder.strip_start,
+        _fingerprint(spec_json, size),
+    )
+
+
+def save(table: TokenBytes, path: str | os.PathLike[str]) -> None:
+    """Write the table atomically. Raises OSError."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    header = _HEADER.pack(
+        _MAGIC,
+        VERSION,
+        table.vocab_size,
+        table.blob.shape[0],
+        table.special_ids.shape[0],
+        table.strip_start,
+        table.fingerprint,
+    )
+    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(header)
+            file.write(np.ascontiguousarray(table.offsets, "<i8").tobytes())
+            file.write(np.ascontiguousarray(table.special_ids, "<i8").tobytes())
+            file.write(table.blob.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def open_table(path: str | os.PathLike[str]) -> TokenBytes:
+    """Memory-map a table written by `save`; pages are shared between processes.
+
+    Raises ValueError when the file is not a table of this version or is cut short, OSError when
+    it cannot be read.
+    """
+    with open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(data) < _HEADER.size:
+        raise ValueError(f"{path}: not a token table")
+    magic, version, size, num_blob, num_special, strip_start, fingerprint = _HEADER.unpack_from(
+        data
+    )
+    if magic != _MAGIC or version != VERSION:
+        raise ValueError(f"{path}: not a token table of version {VERSION}")
+    at_special = _HEADER.size + 8 * (size + 1)
+    at_blob = at_special + 8 * num_special
+    if len(data) != at_blob + num_blob:
+        raise ValueError(f"{path}: the token table is cut short")
+    return TokenBytes(
+        np.frombuffer(data, "<i8", size + 1, _HEADER.size),
+        np.frombuffer(data, np.uint8, num_blob, at_blob),
+        np.frombuffer(data, "<i8", num_special, at_special),
+        strip_start,
+        fingerprint,
+    )
+
+
+def load_or_build(
+    tokenizer: Tokenizer, path: str | os.PathLike[str], vocab_size: int | None = None
+) -> TokenBytes:
+    """The table at `path` if it is this tokenizer's, else a new one, written there and mapped."""
+    vocab = tokenizer.get_vocab_size(with_added_tokens=True)
+    size = max(vocab, vocab_size or 0)
+    try:
+        table = open_table(path)
+        if table.fingerprint == _fingerprint(tokenizer.to_str(), table.vocab_size) and (
+            table.vocab_size >= size
+        ):
+            return table
+    except (OSError, ValueError):
+        pass
+    save(build(tokenizer, vocab_size), path)
+    return open_table(path)
