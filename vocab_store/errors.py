@@ -1,0 +1,48 @@
+"""The exceptions of vocab_store, one tree.
+
+VocabStoreError (ValueError)
+|-- EmbeddingFileError    a safetensors file or tensor cannot serve as an embedding table
+|-- MissingIdsError       a vocabulary map lacks ids that must always be inside
+|-- ProfileFileError      a profile file is damaged, of another version or of another tokenizer
+`-- SliceCapacityError    the slices of running sequences do not fit in the slice cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class VocabStoreError(ValueError):
+    """Base of everything vocab_store raises on bad data."""
+
+
+class EmbeddingFileError(VocabStoreError):
+    """A safetensors file, or the tensor in it, cannot serve as an embedding table."""
+
+
+class MissingIdsError(VocabStoreError):
+    """A vocabulary map lacks ids that must always be inside it.
+
+    kind: "EOS", "special", "byte" or "other"; ids: what is missing, ascending.
+    """
+
+    def __init__(self, kind: str, ids: Sequence[int], names: Sequence[str] = ()) -> None:
+        self.kind = kind
+        self.ids = tuple(ids)
+        shown = [
+            f"{token_id} ({names[i]!r})" if i < len(names) else str(token_id)
+            for i, token_id in enumerate(self.ids[:8])
+        ]
+        more = f" and {len(self.ids) - 8} more" if len(self.ids) > 8 else ""
+        super().__init__(
+            f"the vocabulary map lacks {kind} token ids {', '.join(shown)}{more}: "
+            "a model cut to it could not stop or could not write every text"
+        )
+
+
+class ProfileFileError(VocabStoreError):
+    """A profile file is damaged, of another format version, or made for another tokenizer."""
+
+
+class SliceCapacityError(VocabStoreError):
+    """The pinned rows of running sequences leave no room in the slice cache."""
