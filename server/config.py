@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -591,17 +591,17 @@ def _dotted(path: Path_) -> str:
     return text
 
 
-class _CoreLoader(yaml.SafeLoader):  # type: ignore[misc]
+class _CoreLoader(yaml.SafeLoader):
     """YAML 1.2's core schema, without tags, anchors, aliases, merge keys and bottomless nesting."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way to start from none)
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(None, None, "anchors and aliases are not read", _mark(event))
         if getattr(event, "tag", None):
