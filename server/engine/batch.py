@@ -157,3 +157,16 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Idempotent."""
+
+
+class DrawError(ValueError):
+    """Some draws of a step have no answer: NaN logits, or constraints that exclude every id.
+
+    A Runner's wait() raises it. failed: (draw index, message) pairs. drawn: the step's results, with
+    token id -1 for the failed draws; the others are good, so that a failed request fails alone.
+    """
+
+    def __init__(self, failed: tuple[tuple[int, str], ...], drawn: Drawn) -> None:
+        super().__init__("; ".join(f"draw {draw_id}: {message}" for draw_id, message in failed))
+        self.failed = failed
+        self.drawn = drawn
