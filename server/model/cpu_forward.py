@@ -1,0 +1,421 @@
+"""The forward pass on a CPU, fused: one numba call runs every layer for all rows of a step.
+
+What: embedding rows in, final hidden states out, for the families of shape.py. Weights are panels
+(cpu_kernels.py), K and V live in a paged cache. What not: weights loading and Batches
+(cpu_runner.py), the LM head's draws (cpu_sampler.py).
+
+Every row's result is a function of that row and of the keys it attends to, bit for bit, whatever
+rows stand beside it, however the rows before it were cut into steps, and whether a key was
+written by a prompt row or by an accepted tree node:
+  - products sum over k in order (cpu_kernels.py);
+  - a row's keys are numbered by position; scores are sums over head_dim in order, the softmax
+    adds 16 lanes by position mod 16, values are added in position order.
+
+Cache layout: keys float32 [layers, kv_heads, blocks, head_dim, 16], so that one vector holds the
+same dimension of 16 keys; values float32 [layers, kv_heads, blocks, 16, value_width] with
+value_width = head_dim rounded up to 16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from server.model.cpu_kernels import (
+    LANES,
+    MANY_ROWS,
+    PANEL,
+    PANELS_AT_ONCE,
+    add_weighted,
+    block_scores,
+    exp_shifted,
+    fetch_add,
+    gelu_gate,
+    max_of,
+    panel_product,
+    rms_norm,
+    silu_gate,
+)
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+
+# Columns of the weight address table, one line a layer.
+QKV, OUT, GATE_UP, DOWN = 0, 1, 2, 3
+# Rows of the norm table, one plane a layer.
+NORM_IN, NORM_MLP, NORM_POST_ATTENTION, NORM_POST_MLP = 0, 1, 2, 3
+
+# Under this many rows the work between products is too small to share between threads.
+_SERIAL_ROWS = 4
+
+# Rows of one work item when there are many: their inputs stay in a core's L2.
+_ROW_SPAN = 16 * MANY_ROWS
+
+
+@_serial
+def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter):  # type: ignore[no-untyped-def]
+    """One thread's share of out = x @ W: panels are taken from a shared counter.
+
+    With many rows an item is PANELS_AT_ONCE panels for one span of rows, small enough for L2.
+    """
+    size = k * PANEL * (2 if bf16 else 4)
+    step, span = 1, num_rows
+    if num_rows >= 2 * MANY_ROWS:
+        step, span = PANELS_AT_ONCE, _ROW_SPAN
+    num_columns = (num_panels + step - 1) // step
+    num_items = num_columns * ((num_rows + span - 1) // span)
+    item = fetch_add(counter)
+    while item < num_items:
+        p = item % num_columns * step
+        first = item // num_columns * span
+        panel_product(
+            x + first * ldx * 4, ldx, min(span, num_rows - first), panels + p * size,
+            min(step, num_panels - p), k, out + (first * ldo + p * PANEL) * 4, ldo, bf16,
+        )
+        item = fetch_add(counter)
+
+
+@_parallel
+def _product_parallel(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads):  # type: ignore[no-untyped-def]
+    for _ in prange(threads):
+        _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter)
+
+
+@_serial
+def product(x, num_rows, panels, num_panels, out, bf16, counter, threads):  # type: ignore[no-untyped-def]
+    """out[m, :] = W @ x[m, :] for m < num_rows; x [*, k], out [*, num_panels * PANEL]."""
+    counter[0] = 0
+    k = x.shape[1]
+    if threads == 1:
+        _product_share(
+            x.ctypes.data, k, num_rows, panels, num_panels, k, out.ctypes.data, out.shape[1],
+            bf16, counter.ctypes.data,
+        )
+    else:
+        _product_parallel(
+            x.ctypes.data, k, num_rows, panels, num_panels, k, out.ctypes.data, out.shape[1],
+            bf16, counter.ctypes.data, threads,
+        )
+
+
+@_serial
+def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter):  # type: ignore[no-untyped-def]
+    """One thread's share of out = act(x @ gate) * (x @ up); gate and up panels alternate."""
+    k = x.shape[1]
+    size = k * PANEL * (2 if bf16 else 4)
+    ldo = out.shape[1]
+    span = num_rows
+    if num_rows >= 2 * MANY_ROWS:
+        span = _ROW_SPAN
+    num_items = num_pairs * ((num_rows + span - 1) // span)
+    item = fetch_add(counter)
+    while item < num_items:
+        p = item % num_pairs
+        first = item // num_pairs * span
+        num = min(span, num_rows - first)
+        rows = x.ctypes.data + first * k * 4
+        at = panels + 2 * p * size
+        if PANELS_AT_ONCE == 2:
+            panel_product(rows, k, num, at, 2, k, scratch, 2 * PANEL, bf16)
+        else:
+            panel_product(rows, k, num, at, 1, k, scratch, 2 * PANEL, bf16)
+            panel_product(rows, k, num, at + size, 1, k, scratch + PANEL * 4, 2 * PANEL, bf16)
+        for m in range(num):
+            target = out.ctypes.data + ((first + m) * ldo + p * PANEL) * 4
+            gate = scratch + m * 2 * PANEL * 4
+            if gelu:
+                gelu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
+            else:
+                silu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
+        item = fetch_add(counter)
+
+
+@_parallel
+def _gated_parallel(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):  # type: ignore[no-untyped-def]
+    for t in prange(threads):
+        _gated_share(
+            x, num_rows, panels, num_pairs, out, bf16, gelu, scratch[t].ctypes.data, counter
+        )
+
+
+@_serial
+def gated_product(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):  # type: ignore[no-untyped-def]
+    """out = act(gate) * up, [*, num_pairs * PANEL]; scratch float32 [threads, 2 * max(rows, 96) * PANEL]."""
+    counter[0] = 0
+    if threads == 1:
+        _gated_share(
+            x, num_rows, panels, num_pairs, out, bf16, gelu, scratch[0].ctypes.data,
+            counter.ctypes.data,
+        )
+    else:
+        _gated_parallel(
+            x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter.ctypes.data, threads
+        )
+
+
+@_serial
+def _rotate(x, cos, sin):  # type: ignore[no-untyped-def]
+    """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    half = cos.shape[0]
+    for i in range(half):
+        a = x[i]
+        b = x[half + i]
+        x[i] = a * cos[i] - b * sin[i]
+        x[half + i] = b * cos[i] + a * sin[i]
+
+
+@_serial
+def _place_rows(first, step, num_rows, qkv, bias, positions, slots, keys, values, num_heads,
+                head_dim, q_norm, k_norm, has_qk_norm, eps, cos, sin):  # type: ignore[no-untyped-def]
+    """Bias, head norms and rope on q and k in place, then K and V into their slots."""
+    num_kv_heads = keys.shape[0]
+    d = head_dim
+    for r in range(first, num_rows, step):
+        row = qkv[r]
+        if bias.shape[0] > 0:
+            for i in range(bias.shape[0]):
+                row[i] += bias[i]
+        c = cos[positions[r]]
+        s = sin[positions[r]]
+        for h in range(num_heads + num_kv_heads):
+            head = row[h * d : (h + 1) * d]
+            if has_qk_norm:
+                rms_norm(head, q_norm if h < num_heads else k_norm, head, d, eps)
+            _rotate(head, c, s)
+        block = slots[r] // LANES
+        lane = slots[r] % LANES
+        for h in range(num_kv_heads):
+            key = row[(num_heads + h) * d : (num_heads + h + 1) * d]
+            value = row[(num_heads + num_kv_heads + h) * d : (num_heads + num_kv_heads + h + 1) * d]
+            k_block = keys[h, block]
+            v_row = values[h, block, lane]
+            for i in range(d):
+                k_block[i, lane] = key[i]
+                v_row[i] = value[i]
+
+
+@_parallel
+def _place_parallel(num_rows, qkv, bias, positions, slots, keys, values, num_heads, head_dim,
+                    q_norm, k_norm, has_qk_norm, eps, cos, sin, threads):  # type: ignore[no-untyped-def]
+    for t in prange(threads):
+        _place_rows(t, threads, num_rows, qkv, bias, positions, slots, keys, values, num_heads,
+                    head_dim, q_norm, k_norm, has_qk_norm, eps, cos, sin)
+
+
+@_serial
+def _attend_row(q, ldq, group, d, scale, window, position, prefix_len, path, table, keys, values,
+                scores, acc, out, ldo):  # type: ignore[no-untyped-def]
+    """One row, one KV head, its `group` query heads. keys [blocks, d, 16], values [blocks, 16, w].
+
+    scores: float32 [group, room]; acc: float32 [group, w + 16]. The last 16 columns of acc are
+    the scores of one block of path keys.
+    """
+    width = values.shape[2]
+    room = scores.shape[1]
+    num_path = path.shape[0]
+    num_keys = prefix_len + num_path
+    start = 0
+    if window > 0 and position - window + 1 > 0:
+        start = position - window + 1
+    first_block = start // LANES
+    base = first_block * LANES
+    end_block = (prefix_len + LANES - 1) // LANES
+    padded = (num_keys - base + LANES - 1) // LANES * LANES
+    s = scores.ctypes.data
+    for b in range(first_block, end_block):
+        block_scores(
+            q, ldq, group, keys[table[b]].ctypes.data, d, s + (b * LANES - base) * 4, room
+        )
+    last = -1
+    for j in range(num_path):
+        slot = path[j]
+        if slot // LANES != last:
+            last = slot // LANES
+            block_scores(
+                q, ldq, group, keys[last].ctypes.data, d, acc.ctypes.data + width * 4, acc.shape[1]
+            )
+        for g in range(group):
+            scores[g, prefix_len + j - base] = acc[g, width + slot % LANES]
+    for g in range(group):
+        for i in range(base, start):
+            scores[g, i - base] = -np.inf
+        for i in range(num_keys - base, padded):
+            scores[g, i] = -np.inf
+        row = s + g * room * 4
+        top = max_of(row, padded // LANES) * scale
+        total = exp_shifted(row, padded // LANES, scale, top)
+        acc[g, width] = np.float32(1.0) / total
+        for i in range(width):
+            acc[g, i] = np.float32(0.0)
+    for b in range(first_block, end_block):
+        low = max(start, b * LANES)
+        high = min(prefix_len, (b + 1) * LANES)
+        if high > low:
+            add_weighted(
+                s + (low - base) * 4, room, group,
+                values[table[b], low - b * LANES].ctypes.data, width, high - low, width,
+                acc.ctypes.data, acc.shape[1],
+            )
+    for j in range(num_path):
+        if prefix_len + j >= start:
+            add_weighted(
+                s + (prefix_len + j - base) * 4, room, group,
+                values[path[j] // LANES, path[j] % LANES].ctypes.data, width, 1, width,
+                acc.ctypes.data, acc.shape[1],
+            )
+    for g in range(group):
+        for i in range(d):
+            out[g * ldo + i] = acc[g, i] * acc[g, width]
+
+
+@_serial
+def _attend_share(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids, prefix_len,
+                  path_start, path_len, path_slots, tables, keys, values, scores, acc, out,
+                  counter):  # type: ignore[no-untyped-def]
+    num_kv_heads = keys.shape[0]
+    group = num_heads // num_kv_heads
+    item = fetch_add(counter)
+    while item < num_rows * num_kv_heads:
+        # Late rows have the most keys: hand them out first.
+        r = num_rows - 1 - item // num_kv_heads
+        h = item % num_kv_heads
+        begin = path_start[r]
+        _attend_row(
+            qkv[r].ctypes.data + h * group * d * 4, d, group, d, scale, window, positions[r],
+            prefix_len[r], path_slots[begin : begin + path_len[r]], tables[seq_ids[r]], keys[h],
+            values[h], scores, acc, out[r, h * group * d :], d,
+        )
+        item = fetch_add(counter)
+
+
+@_parallel
+def _attend_parallel(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids, prefix_len,
+                     path_start, path_len, path_slots, tables, keys, values, scores, acc, out,
+                     counter, threads):  # type: ignore[no-untyped-def]
+    for t in prange(threads):
+        _attend_share(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids, prefix_len,
+                      path_start, path_len, path_slots, tables, keys, values, scores[t], acc[t],
+                      out, counter)
+
+
+@_serial
+def _norm_rows(first, step, num_rows, x, weight, out, eps):  # type: ignore[no-untyped-def]
+    n = weight.shape[0]
+    for r in range(first, num_rows, step):
+        rms_norm(x[r], weight, out[r], n, eps)
+
+
+@_parallel
+def _norm_parallel(num_rows, x, weight, out, eps, threads):  # type: ignore[no-untyped-def]
+    for t in prange(threads):
+        _norm_rows(t, threads, num_rows, x, weight, out, eps)
+
+
+@_serial
+def norm_rows(num_rows, x, weight, out, eps, threads):  # type: ignore[no-untyped-def]
+    """out[r] = RMSNorm(x[r]) * weight for r < num_rows."""
+    if threads == 1 or num_rows <= 4 * _SERIAL_ROWS:
+        _norm_rows(0, 1, num_rows, x, weight, out, eps)
+    else:
+        _norm_parallel(num_rows, x, weight, out, eps, threads)
+
+
+@_serial
+def _add_rows(num_rows, x, y, bias):  # type: ignore[no-untyped-def]
+    """x[r] += y[r] (+ bias), the residual."""
+    n = x.shape[1]
+    for r in range(num_rows):
+        if bias.shape[0] > 0:
+            for i in range(n):
+                x[r, i] += y[r, i] + bias[i]
+        else:
+            for i in range(n):
+                x[r, i] += y[r, i]
+
+
+@_serial
+def forward(num_rows, x, positions, slots, seq_ids, prefix_len, path_start, path_len, path_slots,
+            tables, weights, bf16, panels, norms, qk_norms, qkv_bias, out_bias, final_norm, cos,
+            sin, rope_ids, windows, keys, values, num_heads, head_dim, scale, eps, has_qk_norm,
+            sandwich, gelu, normed, qkv, attended, projected, inner, scratch, scores, acc, hidden,
+            counter, threads):  # type: ignore[no-untyped-def]
+    """All layers for `num_rows` rows; x [rows, hidden_size] is the residual stream, in and out.
+
+    weights: int64 [layers, 4] addresses of panels (QKV, OUT, GATE_UP, DOWN). panels: int64 [4]
+    how many. hidden: out, the final-normed states. The other arrays are scratch.
+    """
+    caddr = counter.ctypes.data
+    num_layers = weights.shape[0]
+    num_kv_heads = keys.shape[1]
+    for layer in range(num_layers):
+        norm_rows(num_rows, x, norms[layer, NORM_IN], normed, eps, threads)
+        product(normed, num_rows, weights[layer, QKV], panels[QKV], qkv, bf16, counter, threads)
+        c = cos[rope_ids[layer]]
+        s = sin[rope_ids[layer]]
+        if threads == 1 or num_rows <= _SERIAL_ROWS:
+            _place_rows(0, 1, num_rows, qkv, qkv_bias[layer], positions, slots, keys[layer],
+                        values[layer], num_heads, head_dim, qk_norms[layer, 0],
+                        qk_norms[layer, 1], has_qk_norm, eps, c, s)
+        else:
+            _place_parallel(num_rows, qkv, qkv_bias[layer], positions, slots, keys[layer],
+                            values[layer], num_heads, head_dim, qk_norms[layer, 0],
+                            qk_norms[layer, 1], has_qk_norm, eps, c, s, threads)
+        counter[0] = 0
+        if threads == 1 or num_rows * num_kv_heads == 1:
+            _attend_share(num_rows, qkv, num_heads, head_dim, scale, windows[layer], positions,
+                          seq_ids, prefix_len, path_start, path_len, path_slots, tables,
+                          keys[layer], values[layer], scores[0], acc[0], attended, caddr)
+        else:
+            _attend_parallel(num_rows, qkv, num_heads, head_dim, scale, windows[layer], positions,
+                             seq_ids, prefix_len, path_start, path_len, path_slots, tables,
+                             keys[layer], values[layer], scores, acc, attended, caddr, threads)
+        product(attended, num_rows, weights[layer, OUT], panels[OUT], projected, bf16, counter,
+                threads)
+        if sandwich:
+            norm_rows(num_rows, projected, norms[layer, NORM_POST_ATTENTION], projected, eps,
+                      threads)
+        _add_rows(num_rows, x, projected, out_bias[layer])
+        norm_rows(num_rows, x, norms[layer, NORM_MLP], normed, eps, threads)
+        gated_product(normed, num_rows, weights[layer, GATE_UP], panels[GATE_UP] // 2, inner,
+                      bf16, gelu, scratch, counter, threads)
+        product(inner, num_rows, weights[layer, DOWN], panels[DOWN], projected, bf16, counter,
+                threads)
+        if sandwich:
+            norm_rows(num_rows, projected, norms[layer, NORM_POST_MLP], projected, eps, threads)
+        _add_rows(num_rows, x, projected, out_bias[layer, :0])
+    norm_rows(num_rows, x, final_norm, hidden, eps, threads)
+
+
+@_serial
+def move_slots(src, dst, keys, values, key_buffer, value_buffer):  # type: ignore[no-untyped-def]
+    """KV of slots src[i] to dst[i], all layers: gathered first, so that overlaps are safe."""
+    layers, heads, _, d, _ = keys.shape
+    width = values.shape[4]
+    for layer in range(layers):
+        for h in range(heads):
+            k = keys[layer, h]
+            v = values[layer, h]
+            for i in range(src.shape[0]):
+                b = src[i] // LANES
+                lane = src[i] % LANES
+                for j in range(d):
+                    key_buffer[i, j] = k[b, j, lane]
+                for j in range(width):
+                    value_buffer[i, j] = v[b, lane, j]
+            for i in range(src.shape[0]):
+                b = dst[i] // LANES
+                lane = dst[i] % LANES
+                for j in range(d):
+                    k[b, j, lane] = key_buffer[i, j]
+                for j in range(width):
+                    v[b, lane, j] = value_buffer[i, j]
+
+
+@_serial
+def copy_blocks(src, dst, keys, values):  # type: ignore[no-untyped-def]
+    """KV of whole blocks src[i] to dst[i], all layers."""
+    for layer in range(keys.shape[0]):
+        for h in range(keys.shape[1]):
+            for i in range(src.shape[0]):
+                keys[layer, h, dst[i]] = keys[layer, h, src[i]]
+                values[layer, h, dst[i]] = values[layer, h, src[i]]

@@ -1,0 +1,467 @@
+"""CpuRunner: the Runner for CPUs. Weights in panels, the fused forward pass, draws.
+
+What: owns the packed weights, the paged KV cache and the step buffers; a Batch in, one id per
+draw out. Models: Llama, Qwen2, Qwen3, Mistral, Gemma 3 (shape.py). dtype float32, or bfloat16
+for the *stored weights*: activations, sums and logits are float32 either way.
+
+`launch` runs the whole step on a worker thread of its own (numba releases the interpreter lock),
+so the engine's host work overlaps with it as on a GPU. Bits do not depend on the thread count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Batch, DrawParams, Drawn, Int32
+from server.engine.sampling import noise_key
+from server.model import cpu_forward, cpu_sampler
+from server.model.cpu_kernels import LANES, PANEL, pack_panels
+from server.model.shape import ModelShape
+from server.types import ModelInfo
+
+Float32 = npt.NDArray[np.float32]
+
+BLOCK_SIZE = LANES
+"""Slots per block: one vector of keys."""
+
+_EMPTY_IDS = np.empty(0, np.int64)
+_EMPTY_MASK = np.empty(0, np.uint32)
+_EMPTY_BIAS = np.empty(0, np.float64)
+
+
+class Weights(Protocol):
+    """Named tensors read one at a time (loader.WeightReader)."""
+
+    def names(self) -> Sequence[str]:
+        """Names as transformers' state dict has them."""
+
+    def get(self, name: str) -> Any:
+        """The tensor, on the CPU."""
+
+
+def default_threads() -> int:
+    """Threads for the products: the cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def kv_bytes_per_block(shape: ModelShape) -> int:
+    """Bytes of K and V that one block of 16 slots takes, all layers, float32."""
+    width = -(-shape.head_dim // LANES) * LANES
+    per_layer = shape.num_kv_heads * BLOCK_SIZE * (shape.head_dim + width)
+    return 4 * shape.num_layers * per_layer
+
+
+def _as_stored(tensor: Any, bf16: bool) -> npt.NDArray[Any]:
+    """A torch tensor as float32, or as the bits of its bfloat16 rounding (uint16)."""
+    import torch
+
+    if bf16:
+        stored: npt.NDArray[Any] = tensor.to(torch.bfloat16).view(torch.int16).numpy()
+        return stored.view(np.uint16)
+    as_float: npt.NDArray[Any] = tensor.float().numpy()
+    return as_float
+
+
+def _panels(num_outputs: int) -> int:
+    return -(-num_outputs // PANEL)
+
+
+class PackedWeights:
+    """All weights of a model in the kernels' layout, in one arena. Read-only after construction.
+
+    Peak memory while packing is the arena and one tensor. num_bytes: arena and norms; head_bytes:
+    the LM head's panels, a second copy of a tied embedding table (which stays in its file).
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        *,
+        dtype: str = "float32",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"the CPU runner stores weights as float32 or bfloat16, not {dtype}")
+        names = set(weights.names())
+        if any(name.endswith("mlp.down_proj.bias") for name in names):
+            raise ValueError("MLP biases are not supported on the CPU")
+        self.bf16 = dtype == "bfloat16"
+        s = shape
+        qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        attended = s.num_heads * s.head_dim
+        pairs = _panels(s.intermediate_size)
+        self.inner_size = pairs * PANEL
+        self.panels = np.array(
+            [_panels(qkv), _panels(s.hidden_size), 2 * pairs, _panels(s.hidden_size)], np.int64
+        )
+        widths = [s.hidden_size, attended, s.hidden_size, self.inner_size]
+        sizes = [int(p) * k * PANEL for p, k in zip(self.panels, widths, strict=True)]
+        self.head_panels = _panels(s.vocab_size)
+        head_size = self.head_panels * s.hidden_size * PANEL
+        item = np.uint16 if self.bf16 else np.float32
+        self._arena = np.zeros(s.num_layers * sum(sizes) + head_size + 16, item)
+        # Vectors that straddle cache lines cost a tenth of the bandwidth.
+        skip = (-self._arena.ctypes.data % 64) // self._arena.itemsize
+        arena = self._arena[skip:]
+        self.addresses = np.zeros((s.num_layers, 4), np.int64)
+        self.norms = np.zeros((s.num_layers, 4, s.hidden_size), np.float32)
+        self.qk_norms = np.zeros((s.num_layers, 2, s.head_dim), np.float32)
+        has_bias = "model.layers.0.self_attn.q_proj.bias" in names
+        has_out_bias = "model.layers.0.self_attn.o_proj.bias" in names
+        self.qkv_bias = np.zeros((s.num_layers, qkv if has_bias else 0), np.float32)
+        self.out_bias = np.zeros((s.num_layers, s.hidden_size if has_out_bias else 0), np.float32)
+        norm_names = {
+            cpu_forward.NORM_IN: "input_layernorm",
+            cpu_forward.NORM_MLP: "post_attention_layernorm",
+        }
+        if s.sandwich_norms:
+            norm_names[cpu_forward.NORM_MLP] = "pre_feedforward_layernorm"
+            norm_names[cpu_forward.NORM_POST_ATTENTION] = "post_attention_layernorm"
+            norm_names[cpu_forward.NORM_POST_MLP] = "post_feedforward_layernorm"
+
+        def vector(name: str) -> Float32:
+            value: Float32 = weights.get(name).float().numpy()
+            return value
+
+        at = 0
+        for layer in range(s.num_layers):
+            prefix = f"model.layers.{layer}."
+            attention = prefix + "self_attn."
+            views = []
+            for column, (num, k) in enumerate(zip(self.panels, widths, strict=True)):
+                view = arena[at : at + sizes[column]].reshape(int(num), k, PANEL)
+                self.addresses[layer, column] = view.ctypes.data
+                views.append(view)
+                at += sizes[column]
+            parts = [_as_stored(weights.get(f"{attention}{n}_proj.weight"), self.bf16) for n in "qkv"]
+            pack_panels(np.concatenate(parts), views[cpu_forward.QKV])
+            out = _as_stored(weights.get(f"{attention}o_proj.weight"), self.bf16)
+            pack_panels(out, views[cpu_forward.OUT])
+            for half, part in enumerate(("gate", "up")):
+                weight = _as_stored(weights.get(f"{prefix}mlp.{part}_proj.weight"), self.bf16)
+                pack_panels(weight, views[cpu_forward.GATE_UP][half::2])
+            down = _as_stored(weights.get(f"{prefix}mlp.down_proj.weight"), self.bf16)
+            padded = np.zeros((s.hidden_size, self.inner_size), down.dtype)
+            padded[:, : s.intermediate_size] = down
+            pack_panels(padded, views[cpu_forward.DOWN])
+            for row, name in norm_names.items():
+                self.norms[layer, row] = vector(f"{prefix}{name}.weight") + s.norm_offset
+            if s.qk_norm:
+                self.qk_norms[layer, 0] = vector(f"{attention}q_norm.weight") + s.norm_offset
+                self.qk_norms[layer, 1] = vector(f"{attention}k_norm.weight") + s.norm_offset
+            if has_bias:
+                self.qkv_bias[layer] = np.concatenate(
+                    [vector(f"{attention}{n}_proj.bias") for n in "qkv"]
+                )
+            if has_out_bias:
+                self.out_bias[layer] = vector(f"{attention}o_proj.bias")
+            if progress is not None:
+                progress(layer + 1, s.num_layers + 1)
+        head = arena[at : at + head_size].reshape(self.head_panels, s.hidden_size, PANEL)
+        self.head_address = head.ctypes.data
+        head_name = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
+        table = weights.get(head_name)
+        for first in range(0, self.head_panels, 256):
+            rows = table[first * PANEL : min((first + 256) * PANEL, s.vocab_size)]
+            pack_panels(_as_stored(rows, self.bf16), head, first_panel=first)
+        self.final_norm = vector("model.norm.weight") + np.float32(s.norm_offset)
+        self.embedding = weights.get("model.embed_tokens.weight")
+        self.head_bytes = head.nbytes
+        self.num_bytes = self._arena.nbytes + self.norms.nbytes
+        if progress is not None:
+            progress(s.num_layers + 1, s.num_layers + 1)
+
+
+class CpuRunner:
+    """Runner on a CPU. One step in flight, on a worker thread of its own.
+
+    num_blocks: blocks of 16 KV slots. max_rows: most rows a Batch may have. max_model_len: most
+    positions a sequence may reach. Raises ValueError for sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: PackedWeights,
+        cos: Float32,
+        sin: Float32,
+        info: ModelInfo,
+        *,
+        num_blocks: int,
+        max_rows: int,
+        max_model_len: int,
+        num_threads: int | None = None,
+    ) -> None:
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError("num_heads is not a multiple of num_kv_heads")
+        if cos.shape[1] < max_model_len:
+            raise ValueError(f"rope tables end at {cos.shape[1]}, before {max_model_len}")
+        self.info = info
+        self._shape = shape
+        self._weights = weights
+        self._threads = num_threads or default_threads()
+        s, t = shape, self._threads
+        self._cos, self._sin = cos, sin
+        self._rope_ids = np.asarray(s.rope_ids, np.int64)
+        self._windows = np.asarray(s.windows, np.int64)
+        width = -(-s.head_dim // LANES) * LANES
+        self._keys = np.zeros(
+            (s.num_layers, s.num_kv_heads, num_blocks, s.head_dim, BLOCK_SIZE), np.float32
+        )
+        self._values = np.zeros(
+            (s.num_layers, s.num_kv_heads, num_blocks, BLOCK_SIZE, width), np.float32
+        )
+        group = s.num_heads // s.num_kv_heads
+        room = -(-max_model_len // LANES) * LANES + 4 * LANES + max_rows // LANES * LANES
+        self._scores = np.zeros((t, group, room), np.float32)
+        self._acc = np.zeros((t, group, width + LANES), np.float32)
+        panels = weights.panels
+        self._x = np.zeros((max_rows, s.hidden_size), np.float32)
+        self._normed = np.zeros_like(self._x)
+        self._hidden = np.zeros_like(self._x)
+        self._qkv = np.zeros((max_rows, int(panels[cpu_forward.QKV]) * PANEL), np.float32)
+        self._attended = np.zeros((max_rows, s.num_heads * s.head_dim), np.float32)
+        self._projected = np.zeros((max_rows, int(panels[cpu_forward.OUT]) * PANEL), np.float32)
+        self._inner = np.zeros((max_rows, weights.inner_size), np.float32)
+        self._scratch = np.zeros((t, 2 * max(max_rows, 128) * PANEL), np.float32)
+        self._counter = np.zeros(8, np.int64)
+        self._head_rows = np.zeros((0, s.hidden_size), np.float32)
+        self._logits = np.zeros((0, weights.head_panels * PANEL), np.float32)
+        self._wide = np.zeros(s.vocab_size, np.float64)
+        self._top_ids = np.zeros(32, np.int64)
+        self._top_logprobs = np.zeros(32, np.float32)
+        self._last_ids = np.zeros(0, np.int32)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
+        self._in_flight: Future[Drawn] | None = None
+        self.body_s = 0.0
+        self.head_s = 0.0
+        self.draw_s = 0.0
+
+    def launch(self, batch: Batch) -> None:
+        """Start a step on the worker thread. Raises RuntimeError when one is in flight."""
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight already")
+        if batch.num_rows > self._x.shape[0]:
+            raise ValueError(f"{batch.num_rows} rows, at most {self._x.shape[0]} fit")
+        self._in_flight = self._worker.submit(self._step, batch)
+
+    def wait(self) -> Drawn:
+        """The ids of the step in flight; raises what the step raised."""
+        if self._in_flight is None:
+            raise RuntimeError("no step is in flight")
+        try:
+            return self._in_flight.result()
+        finally:
+            self._in_flight = None
+
+    def move_slots(self, src: Int32, dst: Int32) -> None:
+        """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
+        num, s = src.shape[0], self._shape
+        keys = np.empty((num, s.head_dim), np.float32)
+        values = np.empty((num, self._values.shape[4]), np.float32)
+        cpu_forward.move_slots(src, dst, self._keys, self._values, keys, values)
+
+    def copy_blocks(self, src: Int32, dst: Int32) -> None:
+        """Copy KV of blocks src[i] to dst[i]. No step may be in flight."""
+        cpu_forward.copy_blocks(src, dst, self._keys, self._values)
+
+    def close(self) -> None:
+        """Stop the worker thread. Idempotent."""
+        self._worker.shutdown(wait=True)
+
+    def _step(self, batch: Batch) -> Drawn:
+        started = time.perf_counter()
+        self._forward(batch)
+        after_body = time.perf_counter()
+        rows, places = self._head(batch)
+        after_head = time.perf_counter()
+        drawn = self._draw(batch, places, started)
+        self._last_ids = drawn.token_ids
+        self.body_s = after_body - started
+        self.head_s = after_head - after_body
+        self.draw_s = time.perf_counter() - after_head
+        return drawn
+
+    def _forward(self, batch: Batch) -> None:
+        """Fill _hidden[: num_rows] with the final-normed states."""
+        s, w, num = self._shape, self._weights, batch.num_rows
+        ids = batch.token_ids
+        if (batch.token_from >= 0).any():
+            ids = np.where(batch.token_from >= 0, self._last_ids[batch.token_from], ids)
+        import torch
+
+        gathered = w.embedding[torch.from_numpy(ids.astype(np.int64))]
+        self._x[:num] = gathered.float().numpy()
+        if s.embedding_scale != 1.0:
+            self._x[:num] *= np.float32(s.embedding_scale)
+        cpu_forward.forward(
+            num, self._x, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len,
+            batch.path_start, batch.path_len, batch.path_slots, batch.block_tables,
+            w.addresses, w.bf16, w.panels, w.norms, w.qk_norms, w.qkv_bias, w.out_bias,
+            w.final_norm, self._cos, self._sin, self._rope_ids, self._windows, self._keys,
+            self._values, s.num_heads, s.head_dim, np.float32(s.attention_scale),
+            np.float32(s.norm_eps), s.qk_norm, s.sandwich_norms, s.activation != "silu",
+            self._normed, self._qkv, self._attended, self._projected, self._inner,
+            self._scratch, self._scores, self._acc, self._hidden, self._counter, self._threads,
+        )  # fmt: skip
+
+    def _head(self, batch: Batch) -> tuple[Int32, dict[int, int]]:
+        """Logits of the rows that draw or score, each once; row -> place in _logits."""
+        rows = np.unique(np.concatenate((batch.draw_rows, batch.score_rows)))
+        num = rows.shape[0]
+        if num > self._head_rows.shape[0]:
+            room = max(num, 2 * self._head_rows.shape[0])
+            self._head_rows = np.zeros((room, self._shape.hidden_size), np.float32)
+            self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
+        if num:
+            self._head_rows[:num] = self._hidden[rows]
+            cpu_forward.product(
+                self._head_rows, num, self._weights.head_address, self._weights.head_panels,
+                self._logits, self._weights.bf16, self._counter, self._threads,
+            )  # fmt: skip
+            self._logits[:num, self._shape.vocab_size :] = -np.inf
+        return rows, {int(row): i for i, row in enumerate(rows)}
+
+    def _draw(self, batch: Batch, places: dict[int, int], started: float) -> Drawn:
+        num = batch.num_draws
+        token_ids = np.empty(num, np.int32)
+        logprobs = np.full(num, np.nan, np.float32)
+        ranks = np.zeros(num, np.int32)
+        top: list[tuple[tuple[int, float], ...]] = [()] * num
+        rows = np.array([places[r] for r in batch.draw_rows.tolist()], np.int64)
+        plain = [
+            _is_plain_greedy(batch.params[p], batch.draw_mask[d])
+            for d, p in enumerate(batch.draw_params.tolist())
+        ]
+        if all(plain):
+            cpu_sampler.greedy(rows, self._logits, self._head_rows, token_ids)
+        else:
+            for d in range(num):
+                token_ids[d] = self._draw_one(batch, d, int(rows[d]), plain[d])
+        for d, p in enumerate(batch.draw_params.tolist()):
+            wanted = batch.params[p].sampling.num_logprobs
+            if wanted is not None and token_ids[d] >= 0:
+                logprobs[d], ranks[d], top[d] = self._logprob(
+                    int(rows[d]), int(token_ids[d]), wanted
+                )
+        scored = [
+            self._logprob(places[int(r)], int(t), int(k))
+            for r, t, k in zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
+        ]
+        return Drawn(
+            token_ids,
+            logprobs,
+            ranks,
+            top,
+            np.array([x[0] for x in scored], np.float32),
+            np.array([x[1] for x in scored], np.int32),
+            [x[2] for x in scored],
+            time.perf_counter() - started,
+        )
+
+    def _draw_one(self, batch: Batch, d: int, row: int, plain: bool) -> int:
+        if not cpu_sampler.is_finite_row(self._head_rows[row]):
+            return cpu_sampler.FAILED
+        if plain:
+            return int(cpu_sampler.argmax(self._logits[row]))
+        params = batch.params[batch.draw_params[d]]
+        s = params.sampling
+        path = _path_tokens(batch, d)
+        ids, out, prompt = _EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS
+        if s.has_penalties:
+            ids, out, prompt = _counts(params, path)
+        banned = _EMPTY_IDS
+        if params.num_generated + len(path) < s.min_tokens:
+            banned = params.banned_until.astype(np.int64)
+        bias_ids, biases = _EMPTY_IDS, _EMPTY_BIAS
+        if s.logit_bias:
+            bias_ids = np.array([i for i, _ in s.logit_bias], np.int64)
+            biases = np.array([b for _, b in s.logit_bias], np.float64)
+        allowed = _EMPTY_IDS
+        if s.allowed_token_ids is not None:
+            allowed = np.array(s.allowed_token_ids, np.int64)
+        mask_id = int(batch.draw_mask[d])
+        mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
+        key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
+        return int(
+            cpu_sampler.draw(
+                self._logits[row], self._shape.vocab_size, float(s.temperature), int(s.top_k),
+                float(s.top_p), float(s.min_p), np.uint32(key[0]), np.uint32(key[1]), bias_ids,
+                biases, allowed, s.allowed_token_ids is not None, mask, banned, ids, out, prompt,
+                float(s.repetition_penalty), float(s.frequency_penalty),
+                float(s.presence_penalty), self._wide,
+            )
+        )  # fmt: skip
+
+    def _logprob(
+        self, row: int, token_id: int, num_top: int
+    ) -> tuple[float, int, tuple[tuple[int, float], ...]]:
+        num_top = min(num_top, self._shape.vocab_size)
+        if num_top > self._top_ids.shape[0]:
+            self._top_ids = np.zeros(num_top, np.int64)
+            self._top_logprobs = np.zeros(num_top, np.float32)
+        value, rank = cpu_sampler.logprob(
+            self._logits[row], self._shape.vocab_size, token_id, num_top, self._top_ids,
+            self._top_logprobs,
+        )  # fmt: skip
+        top = zip(
+            self._top_ids[:num_top].tolist(), self._top_logprobs[:num_top].tolist(), strict=True
+        )
+        return float(value), int(rank), tuple(top)
+
+
+def _is_plain_greedy(params: DrawParams, mask_id: int) -> bool:
+    """Whether the draw is the argmax of the raw logits."""
+    s = params.sampling
+    return (
+        s.temperature == 0.0
+        and mask_id < 0
+        and not s.logit_bias
+        and s.allowed_token_ids is None
+        and not s.has_penalties
+        and s.min_tokens == 0
+    )
+
+
+def _path_tokens(batch: Batch, d: int) -> list[int]:
+    """Drafted tokens between the root and the row of draw d."""
+    tokens = []
+    while batch.draw_parent[d] >= 0:
+        tokens.append(int(batch.token_ids[batch.draw_rows[d]]))
+        d = int(batch.draw_parent[d])
+    return tokens
+
+
+def _counts(
+    params: DrawParams, path: list[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Penalty counts of a node: its sequence's, plus its path's."""
+    ids = params.count_ids.astype(np.int64)
+    out = params.count_out.astype(np.int64)
+    prompt = params.count_prompt.astype(np.int64)
+    if not path:
+        return ids, out, prompt
+    # A path is short and the sampler does not need the ids in order: known ids are counted in
+    # place, new ones appended.
+    new: dict[int, int] = {}
+    for token in path:
+        at = int(np.searchsorted(ids, token))
+        if at < ids.shape[0] and ids[at] == token:
+            out[at] += 1
+        else:
+            new[token] = new.get(token, 0) + 1
+    if not new:
+        return ids, out, prompt
+    return (
+        np.concatenate((ids, np.fromiter(new.keys(), np.int64))),
+        np.concatenate((out, np.fromiter(new.values(), np.int64))),
+        np.concatenate((prompt, np.zeros(len(new), np.int64))),
+    )
