@@ -34,9 +34,7 @@ class DraftTree:
     @staticmethod
     def empty() -> DraftTree:
         """The tree without nodes: the plain decode path."""
-        return DraftTree(
-            _empty_i32(), _empty_i32(), np.empty(0, np.float32), np.empty(0, np.uint8)
-        )
+        return DraftTree(_empty_i32(), _empty_i32(), np.empty(0, np.float32), np.empty(0, np.uint8))
 
     @staticmethod
     def chain(token_ids: list[int], survival: list[float] | None = None) -> DraftTree:
@@ -62,7 +60,7 @@ class DraftTree:
         return depths
 
     def keep(self, num_nodes: int) -> DraftTree:
-        """The `num_nodes` nodes of highest survival (ties to the earlier node), closed under parents.
+        """The `num_nodes` nodes of highest survival (ties: the earlier), closed under parents.
 
         Because survival never rises along a path and parents come first, the top nodes by
         (survival descending, index ascending) are closed already.

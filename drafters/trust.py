@@ -1,0 +1,67 @@
+"""Trust: how far each kind of context is believed, and how that is learned.
+
+grow_tree blends the next-token shares of all contexts; the weight of a context is the trust of
+its cell (source, match length, occurrences, agreement, coverage). A Trust holds these weights and
+the evidence for them. Evidence is decayed, so that a task that changes is followed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.growth import (
+    NUM_AGREEMENTS,
+    NUM_BUCKETS,
+    NUM_CELLS,
+    NUM_OCCURRENCES,
+    NUM_SOURCES,
+)
+
+Float64 = npt.NDArray[np.float64]
+
+__all__ = ["Trust", "default_weights"]
+
+
+def default_weights() -> Float64:
+    """float64 [NUM_CELLS]: weights before any evidence, rising with length and agreement."""
+    by_length = np.asarray([0.02, 0.30, 0.50, 0.62, 0.70, 0.76, 0.82, 0.87, 0.91, 0.94])
+    weights = np.empty((NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, 2), np.float64)
+    odds = by_length / (1.0 - by_length)
+    for occurrences in range(NUM_OCCURRENCES):
+        for agreement in range(NUM_AGREEMENTS):
+            factor = (0.7 + 0.3 * occurrences) * (0.8, 1.0, 1.6)[agreement]
+            value = odds * factor
+            weights[:, :, occurrences, agreement, :] = (value / (1.0 + value))[None, :, None]
+    return weights.reshape(NUM_CELLS)
+
+
+class Trust:
+    """Weights of the cells with their evidence. One writer: the Drafter that owns it.
+
+    weights: float64 [NUM_CELLS], read by grow_tree. evidence: float64 [2, NUM_CELLS], expected
+    times asked and answered. A cell's weight is (answered + k w0) / (asked + k), with w0 the
+    default and k = `prior_strength`; evidence is halved once a cell was asked `memory` times.
+    """
+
+    def __init__(
+        self,
+        weights: Float64 | None = None,
+        *,
+        prior_strength: float = 24.0,
+        memory: float = 20_000.0,
+    ) -> None:
+        self.prior: Float64 = default_weights() if weights is None else weights.copy()
+        self.weights: Float64 = self.prior.copy()
+        self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
+        self.prior_strength = prior_strength
+        self.memory = memory
+
+    def update(self) -> None:
+        """Fold the evidence into the weights."""
+        old = self.evidence[0] > self.memory
+        if old.any():
+            self.evidence[:, old] *= 0.5
+        k = self.prior_strength
+        np.divide(self.evidence[1] + k * self.prior, self.evidence[0] + k, out=self.weights)
+        np.clip(self.weights, 1e-4, 0.9995, out=self.weights)
