@@ -113,7 +113,7 @@ def process_logits(
         rep = ids[seen]
         x[rep] = np.where(x[rep] > 0, x[rep] / s.repetition_penalty, x[rep] * s.repetition_penalty)
         x[ids] -= s.frequency_penalty * out + s.presence_penalty * (out > 0)
-    if s.temperature == 0.0:
+    if s.temperature == 0.0 or not np.isfinite(x.max()):
         return x
     x /= s.temperature
     needs_order = 0 < s.top_k < x.shape[0] or s.top_p < 1.0

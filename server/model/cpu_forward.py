@@ -15,6 +15,8 @@ Cache layout: keys float32 [layers, kv_heads, blocks, head_dim, 16], so that one
 same dimension of 16 keys; values float32 [layers, kv_heads, blocks, 16, value_width] with
 value_width = head_dim rounded up to 16.
 """
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -37,6 +39,9 @@ from server.model.cpu_kernels import (
     silu_gate,
 )
 
+# Long argument lists are kept in groups that belong together.
+# fmt: off
+
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 _parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
@@ -53,7 +58,7 @@ _ROW_SPAN = 16 * MANY_ROWS
 
 
 @_serial
-def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter):  # type: ignore[no-untyped-def]
+def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter):
     """One thread's share of out = x @ W: panels are taken from a shared counter.
 
     With many rows an item is PANELS_AT_ONCE panels for one span of rows, small enough for L2.
@@ -76,13 +81,13 @@ def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, coun
 
 
 @_parallel
-def _product_parallel(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads):  # type: ignore[no-untyped-def]
+def _product_parallel(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads):
     for _ in prange(threads):
         _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter)
 
 
 @_serial
-def product(x, num_rows, panels, num_panels, out, bf16, counter, threads):  # type: ignore[no-untyped-def]
+def product(x, num_rows, panels, num_panels, out, bf16, counter, threads):
     """out[m, :] = W @ x[m, :] for m < num_rows; x [*, k], out [*, num_panels * PANEL]."""
     counter[0] = 0
     k = x.shape[1]
@@ -99,7 +104,7 @@ def product(x, num_rows, panels, num_panels, out, bf16, counter, threads):  # ty
 
 
 @_serial
-def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter):  # type: ignore[no-untyped-def]
+def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter):
     """One thread's share of out = act(x @ gate) * (x @ up); gate and up panels alternate."""
     k = x.shape[1]
     size = k * PANEL * (2 if bf16 else 4)
@@ -131,7 +136,7 @@ def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, count
 
 
 @_parallel
-def _gated_parallel(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):  # type: ignore[no-untyped-def]
+def _gated_parallel(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):
     for t in prange(threads):
         _gated_share(
             x, num_rows, panels, num_pairs, out, bf16, gelu, scratch[t].ctypes.data, counter
@@ -139,8 +144,11 @@ def _gated_parallel(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, co
 
 
 @_serial
-def gated_product(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):  # type: ignore[no-untyped-def]
-    """out = act(gate) * up, [*, num_pairs * PANEL]; scratch float32 [threads, 2 * max(rows, 96) * PANEL]."""
+def gated_product(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):
+    """out = act(gate) * up, [*, num_pairs * PANEL].
+
+    scratch: float32 [threads, 2 * max(rows, _ROW_SPAN) * PANEL].
+    """
     counter[0] = 0
     if threads == 1:
         _gated_share(
@@ -154,7 +162,7 @@ def gated_product(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, coun
 
 
 @_serial
-def _rotate(x, cos, sin):  # type: ignore[no-untyped-def]
+def _rotate(x, cos, sin):
     """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     half = cos.shape[0]
     for i in range(half):
@@ -166,7 +174,7 @@ def _rotate(x, cos, sin):  # type: ignore[no-untyped-def]
 
 @_serial
 def _place_rows(first, step, num_rows, qkv, bias, positions, slots, keys, values, num_heads,
-                head_dim, q_norm, k_norm, has_qk_norm, eps, cos, sin):  # type: ignore[no-untyped-def]
+                head_dim, q_norm, k_norm, has_qk_norm, eps, cos, sin):
     """Bias, head norms and rope on q and k in place, then K and V into their slots."""
     num_kv_heads = keys.shape[0]
     d = head_dim
@@ -196,7 +204,7 @@ def _place_rows(first, step, num_rows, qkv, bias, positions, slots, keys, values
 
 @_parallel
 def _place_parallel(num_rows, qkv, bias, positions, slots, keys, values, num_heads, head_dim,
-                    q_norm, k_norm, has_qk_norm, eps, cos, sin, threads):  # type: ignore[no-untyped-def]
+                    q_norm, k_norm, has_qk_norm, eps, cos, sin, threads):
     for t in prange(threads):
         _place_rows(t, threads, num_rows, qkv, bias, positions, slots, keys, values, num_heads,
                     head_dim, q_norm, k_norm, has_qk_norm, eps, cos, sin)
@@ -204,7 +212,7 @@ def _place_parallel(num_rows, qkv, bias, positions, slots, keys, values, num_hea
 
 @_serial
 def _attend_row(q, ldq, group, d, scale, window, position, prefix_len, path, table, keys, values,
-                scores, acc, out, ldo):  # type: ignore[no-untyped-def]
+                scores, acc, out, ldo):
     """One row, one KV head, its `group` query heads. keys [blocks, d, 16], values [blocks, 16, w].
 
     scores: float32 [group, room]; acc: float32 [group, w + 16]. The last 16 columns of acc are
@@ -271,7 +279,7 @@ def _attend_row(q, ldq, group, d, scale, window, position, prefix_len, path, tab
 @_serial
 def _attend_share(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids, prefix_len,
                   path_start, path_len, path_slots, tables, keys, values, scores, acc, out,
-                  counter):  # type: ignore[no-untyped-def]
+                  counter):
     num_kv_heads = keys.shape[0]
     group = num_heads // num_kv_heads
     item = fetch_add(counter)
@@ -291,7 +299,7 @@ def _attend_share(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids
 @_parallel
 def _attend_parallel(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids, prefix_len,
                      path_start, path_len, path_slots, tables, keys, values, scores, acc, out,
-                     counter, threads):  # type: ignore[no-untyped-def]
+                     counter, threads):
     for t in prange(threads):
         _attend_share(num_rows, qkv, num_heads, d, scale, window, positions, seq_ids, prefix_len,
                       path_start, path_len, path_slots, tables, keys, values, scores[t], acc[t],
@@ -299,20 +307,20 @@ def _attend_parallel(num_rows, qkv, num_heads, d, scale, window, positions, seq_
 
 
 @_serial
-def _norm_rows(first, step, num_rows, x, weight, out, eps):  # type: ignore[no-untyped-def]
+def _norm_rows(first, step, num_rows, x, weight, out, eps):
     n = weight.shape[0]
     for r in range(first, num_rows, step):
         rms_norm(x[r], weight, out[r], n, eps)
 
 
 @_parallel
-def _norm_parallel(num_rows, x, weight, out, eps, threads):  # type: ignore[no-untyped-def]
+def _norm_parallel(num_rows, x, weight, out, eps, threads):
     for t in prange(threads):
         _norm_rows(t, threads, num_rows, x, weight, out, eps)
 
 
 @_serial
-def norm_rows(num_rows, x, weight, out, eps, threads):  # type: ignore[no-untyped-def]
+def norm_rows(num_rows, x, weight, out, eps, threads):
     """out[r] = RMSNorm(x[r]) * weight for r < num_rows."""
     if threads == 1 or num_rows <= 4 * _SERIAL_ROWS:
         _norm_rows(0, 1, num_rows, x, weight, out, eps)
@@ -321,7 +329,7 @@ def norm_rows(num_rows, x, weight, out, eps, threads):  # type: ignore[no-untype
 
 
 @_serial
-def _add_rows(num_rows, x, y, bias):  # type: ignore[no-untyped-def]
+def _add_rows(num_rows, x, y, bias):
     """x[r] += y[r] (+ bias), the residual."""
     n = x.shape[1]
     for r in range(num_rows):
@@ -338,7 +346,7 @@ def forward(num_rows, x, positions, slots, seq_ids, prefix_len, path_start, path
             tables, weights, bf16, panels, norms, qk_norms, qkv_bias, out_bias, final_norm, cos,
             sin, rope_ids, windows, keys, values, num_heads, head_dim, scale, eps, has_qk_norm,
             sandwich, gelu, normed, qkv, attended, projected, inner, scratch, scores, acc, hidden,
-            counter, threads):  # type: ignore[no-untyped-def]
+            counter, threads):
     """All layers for `num_rows` rows; x [rows, hidden_size] is the residual stream, in and out.
 
     weights: int64 [layers, 4] addresses of panels (QKV, OUT, GATE_UP, DOWN). panels: int64 [4]
@@ -387,7 +395,7 @@ def forward(num_rows, x, positions, slots, seq_ids, prefix_len, path_start, path
 
 
 @_serial
-def move_slots(src, dst, keys, values, key_buffer, value_buffer):  # type: ignore[no-untyped-def]
+def move_slots(src, dst, keys, values, key_buffer, value_buffer):
     """KV of slots src[i] to dst[i], all layers: gathered first, so that overlaps are safe."""
     layers, heads, _, d, _ = keys.shape
     width = values.shape[4]
@@ -412,7 +420,7 @@ def move_slots(src, dst, keys, values, key_buffer, value_buffer):  # type: ignor
 
 
 @_serial
-def copy_blocks(src, dst, keys, values):  # type: ignore[no-untyped-def]
+def copy_blocks(src, dst, keys, values):
     """KV of whole blocks src[i] to dst[i], all layers."""
     for layer in range(keys.shape[0]):
         for h in range(keys.shape[1]):

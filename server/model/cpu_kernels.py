@@ -14,6 +14,8 @@ memory once; MR rows share each load, which is where verification of a draft bec
 
 Not here: the shape of a model (cpu_runner.py), sampling (cpu_sampler.py).
 """
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -24,16 +26,18 @@ import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import config, njit, types
+from numba.extending import intrinsic as numba_intrinsic
 
 LANES = 16
 """float32 lanes of one IR vector; LLVM splits it in two on a CPU with 256-bit registers."""
 
 
 def _has_avx512() -> bool:
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("avx512f", False))
+    """Whether numba compiles for 512-bit registers (NUMBA_CPU_FEATURES overrides the host's)."""
+    if config.CPU_FEATURES is not None:
+        return "+avx512f" in config.CPU_FEATURES.split(",")
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
 VECTORS_PER_PANEL = 2 if _has_avx512() else 1
@@ -58,6 +62,8 @@ _I16 = ir.IntType(16)
 _VEC = ir.VectorType(_F32, LANES)
 _VECI = ir.VectorType(_I32, LANES)
 
+
+intrinsic: Any = numba_intrinsic
 
 # --- IR building blocks ---------------------------------------------------------------------
 
@@ -285,8 +291,7 @@ def _make_weighted(num_heads: int, vectors: int) -> Any:
                 at = b.add(b.mul(ldp, _i64(g)), loop.index)
                 weight = _splat(b, b.load(b.gep(pf, [at])))
                 new += [
-                    _fma(b, weight, value[c], loop.carried[g * vectors + c])
-                    for c in range(vectors)
+                    _fma(b, weight, value[c], loop.carried[g * vectors + c]) for c in range(vectors)
                 ]
             for at, result in zip(where, loop.close(new), strict=True):
                 _store(b, result, af, at)
@@ -432,7 +437,7 @@ inline: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @inline
-def _few_rows(x, ldx, num_rows, panel, k, c, ldc, bf16):  # type: ignore[no-untyped-def]
+def _few_rows(x, ldx, num_rows, panel, k, c, ldc, bf16):
     """Rows against one panel, 8 (with enough registers), 4, 2 and 1 at a time."""
     m = 0
     if bf16:
@@ -464,7 +469,7 @@ def _few_rows(x, ldx, num_rows, panel, k, c, ldc, bf16):  # type: ignore[no-unty
 
 
 @inline
-def panel_product(x, ldx, num_rows, panel, num_panels, k, c, ldc, bf16):  # type: ignore[no-untyped-def]
+def panel_product(x, ldx, num_rows, panel, num_panels, k, c, ldc, bf16):
     """All rows against num_panels (1 or PANELS_AT_ONCE) panels: the same bits each way."""
     m = 0
     size = k * PANEL * (2 if bf16 else 4)
@@ -478,13 +483,19 @@ def panel_product(x, ldx, num_rows, panel, num_panels, k, c, ldc, bf16):  # type
     if num_rows > m:
         for j in range(num_panels):
             _few_rows(
-                x + m * ldx * 4, ldx, num_rows - m, panel + j * size, k,
-                c + (m * ldc + j * PANEL) * 4, ldc, bf16,
+                x + m * ldx * 4,
+                ldx,
+                num_rows - m,
+                panel + j * size,
+                k,
+                c + (m * ldc + j * PANEL) * 4,
+                ldc,
+                bf16,
             )
 
 
 @inline
-def block_scores(q, ldq, num_heads, block, head_dim, s, lds):  # type: ignore[no-untyped-def]
+def block_scores(q, ldq, num_heads, block, head_dim, s, lds):
     """Scores of all query heads of one KV head against one block of 16 keys."""
     g = 0
     while num_heads - g >= 4:
@@ -499,7 +510,7 @@ def block_scores(q, ldq, num_heads, block, head_dim, s, lds):  # type: ignore[no
 
 
 @inline
-def _weighted_columns(p, ldp, num_heads, v, ldv, num_keys, acc, lda, wide):  # type: ignore[no-untyped-def]
+def _weighted_columns(p, ldp, num_heads, v, ldv, num_keys, acc, lda, wide):
     g = 0
     while num_heads - g >= 4:
         if wide:
@@ -527,23 +538,19 @@ def _weighted_columns(p, ldp, num_heads, v, ldv, num_keys, acc, lda, wide):  # t
 
 
 @inline
-def add_weighted(p, ldp, num_heads, v, ldv, num_keys, width, acc, lda):  # type: ignore[no-untyped-def]
-    """acc[g, 0:width] += p[g, keys] @ v[keys, 0:width], keys in order; width is a multiple of 16."""
+def add_weighted(p, ldp, num_heads, v, ldv, num_keys, width, acc, lda):
+    """acc[g, 0:width] += p[g, keys] @ v[keys, 0:width], keys in order; width % 16 == 0."""
     c = 0
     while width - c >= 4 * LANES:
-        _weighted_columns(
-            p, ldp, num_heads, v + c * 4, ldv, num_keys, acc + c * 4, lda, True
-        )
+        _weighted_columns(p, ldp, num_heads, v + c * 4, ldv, num_keys, acc + c * 4, lda, True)
         c += 4 * LANES
     while width - c >= LANES:
-        _weighted_columns(
-            p, ldp, num_heads, v + c * 4, ldv, num_keys, acc + c * 4, lda, False
-        )
+        _weighted_columns(p, ldp, num_heads, v + c * 4, ldv, num_keys, acc + c * 4, lda, False)
         c += LANES
 
 
 @inline
-def rms_norm(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
+def rms_norm(x, weight, out, n, eps):
     """out = x / sqrt(mean(x^2) + eps) * weight over 1-D float32 arrays of n elements."""
     whole = n // LANES
     total = np.float32(0.0)
@@ -556,9 +563,7 @@ def rms_norm(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
         out[i] = (x[i] * scale) * weight[i]
 
 
-def pack_panels(
-    weight: npt.NDArray[Any], out: npt.NDArray[Any], *, first_panel: int = 0
-) -> None:
+def pack_panels(weight: npt.NDArray[Any], out: npt.NDArray[Any], *, first_panel: int = 0) -> None:
     """Write `weight` [N, K] into `out` [panels, K, PANEL] from panel `first_panel` on.
 
     Both float32, or both uint16 holding bfloat16 bits. Columns past N are zero.

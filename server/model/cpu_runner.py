@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawParams, Drawn, Int32
+from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int32
 from server.engine.sampling import noise_key
 from server.model import cpu_forward, cpu_sampler
 from server.model.cpu_kernels import LANES, PANEL, pack_panels
@@ -141,7 +141,9 @@ class PackedWeights:
                 self.addresses[layer, column] = view.ctypes.data
                 views.append(view)
                 at += sizes[column]
-            parts = [_as_stored(weights.get(f"{attention}{n}_proj.weight"), self.bf16) for n in "qkv"]
+            parts = [
+                _as_stored(weights.get(f"{attention}{n}_proj.weight"), self.bf16) for n in "qkv"
+            ]
             pack_panels(np.concatenate(parts), views[cpu_forward.QKV])
             out = _as_stored(weights.get(f"{attention}o_proj.weight"), self.bf16)
             pack_panels(out, views[cpu_forward.OUT])
@@ -281,9 +283,13 @@ class CpuRunner:
         started = time.perf_counter()
         self._forward(batch)
         after_body = time.perf_counter()
-        rows, places = self._head(batch)
+        places = self._head(batch)
         after_head = time.perf_counter()
-        drawn = self._draw(batch, places, started)
+        try:
+            drawn = self._draw(batch, places, started)
+        except DrawError as error:
+            self._last_ids = error.drawn.token_ids
+            raise
         self._last_ids = drawn.token_ids
         self.body_s = after_body - started
         self.head_s = after_head - after_body
@@ -313,7 +319,7 @@ class CpuRunner:
             self._scratch, self._scores, self._acc, self._hidden, self._counter, self._threads,
         )  # fmt: skip
 
-    def _head(self, batch: Batch) -> tuple[Int32, dict[int, int]]:
+    def _head(self, batch: Batch) -> dict[int, int]:
         """Logits of the rows that draw or score, each once; row -> place in _logits."""
         rows = np.unique(np.concatenate((batch.draw_rows, batch.score_rows)))
         num = rows.shape[0]
@@ -328,7 +334,7 @@ class CpuRunner:
                 self._logits, self._weights.bf16, self._counter, self._threads,
             )  # fmt: skip
             self._logits[:num, self._shape.vocab_size :] = -np.inf
-        return rows, {int(row): i for i, row in enumerate(rows)}
+        return {int(row): i for i, row in enumerate(rows)}
 
     def _draw(self, batch: Batch, places: dict[int, int], started: float) -> Drawn:
         num = batch.num_draws
@@ -356,7 +362,7 @@ class CpuRunner:
             self._logprob(places[int(r)], int(t), int(k))
             for r, t, k in zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
         ]
-        return Drawn(
+        result = Drawn(
             token_ids,
             logprobs,
             ranks,
@@ -366,6 +372,19 @@ class CpuRunner:
             [x[2] for x in scored],
             time.perf_counter() - started,
         )
+        if (token_ids == cpu_sampler.FAILED).any():
+            failed = [
+                (int(d), self._reason(int(rows[d])))
+                for d in np.flatnonzero(token_ids == cpu_sampler.FAILED)
+            ]
+            raise DrawError(tuple(failed), result)
+        return result
+
+    def _reason(self, row: int) -> str:
+        """Why no id could be drawn from a head row."""
+        if cpu_sampler.is_finite_row(self._head_rows[row]):
+            return "no token is left to draw: the request's constraints exclude all ids"
+        return "the model produced values that are not finite"
 
     def _draw_one(self, batch: Batch, d: int, row: int, plain: bool) -> int:
         if not cpu_sampler.is_finite_row(self._head_rows[row]):

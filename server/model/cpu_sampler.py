@@ -3,6 +3,8 @@
 What makes it fast without changing a draw: plain greedy rows never leave float32; noise is
 computed only for ids that can still win; a nucleus is sorted only as deep as it reaches.
 """
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _CHUNK = 256
 
 
 @_serial
-def is_finite_row(x):  # type: ignore[no-untyped-def]
+def is_finite_row(x):
     """Whether a hidden state (float32 [n]) has no NaN and no infinity."""
     n = x.shape[0]
     whole = n // LANES
@@ -33,7 +35,7 @@ def is_finite_row(x):  # type: ignore[no-untyped-def]
 
 
 @_serial
-def argmax(x):  # type: ignore[no-untyped-def]
+def argmax(x):
     """Lowest index of the largest of float32 [n], n a multiple of 16."""
     n = x.shape[0]
     best = np.float32(-np.inf)
@@ -51,7 +53,7 @@ def argmax(x):  # type: ignore[no-untyped-def]
 
 
 @_serial
-def greedy(rows, logits, hidden, out):  # type: ignore[no-untyped-def]
+def greedy(rows, logits, hidden, out):
     """out[i] = argmax of logits[rows[i]], or FAILED where the hidden row is not finite."""
     for i in range(rows.shape[0]):
         r = rows[i]
@@ -59,7 +61,7 @@ def greedy(rows, logits, hidden, out):  # type: ignore[no-untyped-def]
 
 
 @_serial
-def _fmix32(h):  # type: ignore[no-untyped-def]
+def _fmix32(h):
     h ^= h >> np.uint32(16)
     h = np.uint32(h * np.uint32(0x85EBCA6B))
     h ^= h >> np.uint32(13)
@@ -68,17 +70,17 @@ def _fmix32(h):  # type: ignore[no-untyped-def]
 
 
 @_serial
-def _hash(token_id, key0, key1):  # type: ignore[no-untyped-def]
+def _hash(token_id, key0, key1):
     return _fmix32(np.uint32(_fmix32(np.uint32(np.uint32(token_id) ^ key0)) + key1))
 
 
 @_serial
-def _gumbel(h):  # type: ignore[no-untyped-def]
+def _gumbel(h):
     return -np.log(-np.log((np.float64(h) + 0.5) / 4294967296.0))
 
 
 @_serial
-def _draw_all(x, top_id, key0, key1):  # type: ignore[no-untyped-def]
+def _draw_all(x, top_id, key0, key1):
     """Gumbel-max over all finite x. The likeliest id sets the bar; most ids fail it by bits.
 
     An id that lies d >= 0 below the best score so far wins only if -log(-log u) > d, which needs
@@ -105,7 +107,7 @@ def _draw_all(x, top_id, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @_serial
-def _ordered(x, top, num_wanted, reach):  # type: ignore[no-untyped-def]
+def _ordered(x, top, num_wanted, reach):
     """Ids by (x descending, id ascending): all with x >= top - reach, reach doubled until at
     least num_wanted ids (or all finite ones) are in."""
     n = x.shape[0]
@@ -133,10 +135,12 @@ def _ordered(x, top, num_wanted, reach):  # type: ignore[no-untyped-def]
     return ids[order], num == num_finite
 
 
+# fmt: off
 @_serial
 def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_ids, biases,
          allowed_ids, has_allowed, mask, banned_ids, count_ids, count_out, count_prompt,
-         repetition, frequency, presence, x):  # type: ignore[no-untyped-def]
+         repetition, frequency, presence, x):
+    # fmt: on
     """One draw with everything; see sampling.process_logits for the order. Returns the id.
 
     logits: float32 [>= vocab_size]; x: float64 scratch [vocab_size].
@@ -236,7 +240,7 @@ def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_
 
 
 @_serial
-def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):  # type: ignore[no-untyped-def]
+def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
     """(log-softmax of the raw logits at token_id in float32, its rank from 1).
 
     logits: float32 [n], n a multiple of 16, -inf past vocab_size. Fills the first num_top of
