@@ -1,0 +1,99 @@
+"""Blocks of languages: facts about writing systems, and tokens that are parts of characters."""
+
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vocab_store.unicode_blocks import (
+    UnknownBlockError,
+    blocks_of_languages,
+    scripts_of_language,
+)
+
+
+@pytest.mark.parametrize(
+    ("tag", "scripts"),
+    [
+        ("en", {"Latn"}),
+        ("it-IT", {"Latn"}),
+        ("zh", {"Hani"}),
+        ("zh-Hant-TW", {"Hani"}),
+        ("ja", {"Hani", "Hira", "Kana"}),
+        ("ko", {"Hani", "Hang"}),
+        ("ru", {"Cyrl"}),
+        ("sr", {"Cyrl"}),
+        ("sr-Latn", {"Latn"}),
+        ("hi", {"Deva"}),
+    ],
+)
+def test_scripts(tag: str, scripts: set[str]) -> None:
+    assert scripts_of_language(tag) == scripts
+
+
+@pytest.mark.parametrize(
+    ("languages", "inside", "outside"),
+    [
+        (["en"], "naïve résumé, “quoted” — 5 € × 3 ≤ 20 ✓ 😀", "жαא中あ한ก"),
+        (["it"], "perché così è già lì", "жα中あ"),
+        (["zh"], "今天，天气。「很好」！（……）—— 100% A", "あア한ж"),
+        (["ja"], "今日は、カタカナ。ｶﾅ", "한жก"),
+        (["ko"], "안녕하세요 漢字", "あжก"),
+        (["ru"], "Привет — 5 €", "α中あ"),
+        (["el"], "Καλημέρα", "ж中"),
+        (["en", "zh"], "naïve 今天，", "жあ"),
+    ],
+)
+def test_texts_of_a_language_lie_inside(languages: list[str], inside: str, outside: str) -> None:
+    blocks = blocks_of_languages(languages)
+    assert [c for c in inside if not blocks.has_code_point(ord(c))] == []
+    assert [c for c in outside if blocks.has_code_point(ord(c))] == []
+
+
+def test_symbols_can_be_left_out_and_blocks_added() -> None:
+    assert blocks_of_languages(["en"]).has_token("😀".encode())
+    assert not blocks_of_languages(["en"], symbols=False).has_token("😀".encode())
+    assert not blocks_of_languages(["en"]).has_token("α".encode())
+    with_greek = blocks_of_languages(["en"], extra_blocks=["Greek and Coptic"])
+    assert with_greek.has_token("α".encode())
+
+
+def test_unknown_languages_and_blocks_are_refused() -> None:
+    with pytest.raises(UnknownBlockError, match="not a BCP 47"):
+        blocks_of_languages(["not a tag!"])
+    with pytest.raises(UnknownBlockError, match="no script"):
+        blocks_of_languages(["und"])
+    with pytest.raises(UnknownBlockError, match="no script is known for the language tag 'qqq'"):
+        blocks_of_languages(["en", "qqq"])
+    with pytest.raises(UnknownBlockError, match="no block 'Greek'"):
+        blocks_of_languages(["en"], extra_blocks=["Greek"])
+    with pytest.raises(UnknownBlockError, match="at least one"):
+        blocks_of_languages([])
+
+
+def test_parts_of_characters() -> None:
+    """The pieces a byte-level BPE makes of 中 (E4 B8 AD), é (C3 A9) and 😀 (F0 9F 98 80)."""
+    english, chinese = blocks_of_languages(["en"], symbols=False), blocks_of_languages(["zh"])
+    assert chinese.has_token(b"\xe4\xb8") and not english.has_token(b"\xe4\xb8")
+    assert chinese.has_token(b" \xe4") and not english.has_token(b" \xe4")
+    assert english.has_token(b"\xc3") and english.has_token(b"caf\xc3")
+    assert not english.has_token(b"\xf0\x9f") and blocks_of_languages(["en"]).has_token(b"\xf0\x9f")
+    # A continuation alone says nothing; what follows it does.
+    assert english.has_token(b"\xad") and english.has_token(b"\xb8\xad x")
+    assert not english.has_token(b"\xad" + "中".encode())
+    # Bytes that are never UTF-8.
+    assert english.has_token(b"\xff") and english.has_token(b"")
+
+
+@given(text=st.text(min_size=1, max_size=4), cut=st.tuples(st.integers(0, 3), st.integers(0, 3)))
+def test_a_piece_of_an_allowed_text_is_allowed(text: str, cut: tuple[int, int]) -> None:
+    """The filter is sound: if every character lies inside, so does each slice of the bytes."""
+    blocks = blocks_of_languages(["en", "zh"])
+    data = text.encode()
+    if all(blocks.has_code_point(ord(char)) for char in text):
+        assert blocks.has_token(data[cut[0] : len(data) - cut[1]])
+    else:
+        assert not blocks.has_token(data)
