@@ -3,6 +3,9 @@
     class                                      status type                  code
     TailorError                                500    server_error          -
     ├── ConfigError (start-up)                 500    server_error          config_error
+    ├── ModelError (start-up)                  500    server_error          model_error
+    │   ├── UnsupportedModelError              500    server_error          unsupported_model
+    │   └── IntegrityError                     500    server_error          integrity_error
     ├── UnsupportedTokenizerError (start-up)   500    server_error          unsupported_tokenizer
     ├── RequestError                           400    invalid_request_error -
     │   ├── InvalidRequestError                400    invalid_request_error invalid_value
@@ -97,6 +100,24 @@ class ConfigError(TailorError):
     """A configuration file is wrong. The message names the file, the line and the key."""
 
     code = "config_error"
+
+
+class ModelError(TailorError):
+    """A model cannot be found, fetched, converted or read. The message says what to do."""
+
+    code = "model_error"
+
+
+class UnsupportedModelError(ModelError):
+    """A model or adapter that would not be computed right; the message says what it asks for."""
+
+    code = "unsupported_model"
+
+
+class IntegrityError(ModelError):
+    """A fetched or converted file is not the one that was expected."""
+
+    code = "integrity_error"
 
 
 class UnsupportedTokenizerError(TailorError):

