@@ -42,7 +42,7 @@ class DrawParams:
         are generated. Empty when min_tokens is 0.
     count_ids / count_out / count_prompt: int32 [u], ids ascending: how often the id was generated
         and whether it is in the prompt (0/1). Empty without penalties.
-    num_generated: tokens generated (emitted) before the root of this step.
+    num_generated: tokens generated so far, the root of this step included when it is one of them.
     """
 
     sampling: SamplingParams
@@ -119,10 +119,10 @@ class Batch:
 class Drawn:
     """What a Runner returns for a Batch.
 
-    token_ids: int32 [D]; -1 for a draw without an answer (NaN logits, or constraints that exclude
-    every id), whose request fails alone. For draws whose params ask for logprobs (else NaN / rank 0 / empty):
-    logprobs float32 [D] = log-softmax of the *raw* logits (fp32) at the drawn id; ranks int32 [D],
-    1 = most likely; top[d] = tuple of (id, logprob), (logprob descending, id ascending).
+    token_ids: int32 [D]; -1 for a draw without an answer, see DrawError. For draws whose params ask
+    for logprobs (else NaN / rank 0 / empty): logprobs float32 [D] = log-softmax of the *raw* logits
+    (fp32) at the drawn id; ranks int32 [D], 1 = most likely; top[d] = tuple of (id, logprob),
+    (logprob descending, id ascending).
     score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws.
     """
 
@@ -158,3 +158,16 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Idempotent."""
+
+
+class DrawError(ValueError):
+    """Some draws of a step have no answer: NaN logits, or constraints that exclude every id.
+
+    A Runner's wait() raises it. failed: (draw index, message) pairs. drawn: the step's results with
+    token id -1 for the failed draws; the others are good, so that a failed request fails alone.
+    """
+
+    def __init__(self, failed: tuple[tuple[int, str], ...], drawn: Drawn) -> None:
+        super().__init__("; ".join(f"draw {draw_id}: {message}" for draw_id, message in failed))
+        self.failed = failed
+        self.drawn = drawn
