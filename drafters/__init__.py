@@ -28,7 +28,9 @@ __all__ = [
 ]
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
+    "prompt": ("drafters.prompt", "PromptDrafter"),
     "suffix": ("drafters.suffix", "SuffixDrafter"),
+    "trie": ("drafters.trie", "TrieDrafter"),
 }
 
 DRAFTER_NAMES = ("off", *sorted(_CLASSES))

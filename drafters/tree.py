@@ -23,13 +23,16 @@ class DraftTree:
     token_ids: int32 [num_nodes]. parents: int32 [num_nodes], -1 = the last verified token, else
     the index of an earlier node (parents[i] < i). survival: float32 [num_nodes], the estimated
     chance that the whole path to the node is accepted, never above its parent's. source: uint8
-    [num_nodes], an index into the drafter's `sources`. Siblings have distinct tokens.
+    [num_nodes], an index into the drafter's `sources`. cell: int32 [num_nodes] or empty, the
+    drafter's own mark of what kind of evidence stands behind the node (its calibration reads it
+    back in feedback). Siblings have distinct tokens.
     """
 
     token_ids: Int32
     parents: Int32
     survival: Float32
     source: UInt8 = field(default_factory=lambda: np.empty(0, np.uint8))
+    cell: Int32 = field(default_factory=_empty_i32)
 
     @staticmethod
     def empty() -> DraftTree:
@@ -76,6 +79,7 @@ class DraftTree:
             renumber[self.parents[order]],
             self.survival[order],
             self.source[order] if self.source.shape[0] else self.source,
+            self.cell[order] if self.cell.shape[0] else self.cell,
         )
 
     def validate(self) -> None:

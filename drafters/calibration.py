@@ -1,0 +1,182 @@
+"""Calibration: how often a drafted token is accepted, given that its parent was.
+
+One table per task and drafter: (source x match-length bucket x predicted share) -> offered and
+accepted. A node's chance is read from it as (accepted + 1) / (offered + 2) and survival is the
+product along the path. Old evidence decays, so that a task that changes is followed; the table is
+saved atomically and survives a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.tree import DraftTree
+
+Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
+
+__all__ = ["Calibration", "CalibrationError"]
+
+VERSION = 1
+SHARE_EDGES = np.asarray(
+    [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]
+)
+SHARE_CENTRES = np.concatenate([[0.005], (SHARE_EDGES[1:] + SHARE_EDGES[:-1]) / 2, [0.998]])
+LENGTH_EDGES = np.asarray([1, 2, 3, 4, 5, 7, 10, 16, 32])
+
+
+class CalibrationError(ValueError):
+    """A saved calibration cannot be read, or belongs to other sources."""
+
+
+class Calibration:
+    """Conditional acceptance by (source, match length, predicted share). One writer.
+
+    sources: names of the drafter's sources, in DraftTree.source order.
+    prior: how many offers the starting value counts for; it says that a predicted share is right.
+    memory: a cell is halved once it holds more offers than this.
+    """
+
+    def __init__(
+        self, sources: Sequence[str], *, prior: float = 8.0, memory: float = 2000.0
+    ) -> None:
+        if prior < 0 or memory <= 0:
+            raise ValueError("prior must be >= 0 and memory > 0")
+        self.sources = tuple(sources)
+        self.prior = prior
+        self.memory = memory
+        shape = (len(self.sources), LENGTH_EDGES.shape[0] + 1, SHARE_CENTRES.shape[0])
+        self.shape = shape
+        self.offered: Float64 = np.full(shape, prior, np.float64).reshape(-1)
+        self.accepted: Float64 = (
+            np.broadcast_to(prior * SHARE_CENTRES, shape).astype(np.float64).reshape(-1)
+        )
+        self._chances: Float64 = np.empty(0)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._chances = (self.accepted + 1.0) / (self.offered + 2.0)
+
+    def cells(
+        self, source: npt.ArrayLike, match_length: npt.ArrayLike, share: npt.ArrayLike
+    ) -> Int32:
+        """Cell of each node: int32, broadcast from source index, match length and share in 0..1."""
+        length = np.searchsorted(LENGTH_EDGES, np.asarray(match_length), side="right")
+        share_bucket = np.searchsorted(SHARE_EDGES, np.asarray(share), side="right")
+        _, num_lengths, num_shares = self.shape
+        cells = (np.asarray(source) * num_lengths + length) * num_shares + share_bucket
+        return np.asarray(cells, np.int32)
+
+    def chances(self, cells: Int32) -> Float64:
+        """Chance of each node given that its parent was accepted."""
+        return self._chances[cells]
+
+    def survival(self, parents: Int32, cells: Int32) -> npt.NDArray[np.float32]:
+        """float32 [num_nodes]: products of chances along the paths; parents come first."""
+        chances = self._chances[cells].tolist()
+        out: list[float] = []
+        for parent, chance in zip(parents.tolist(), chances, strict=True):
+            out.append(chance if parent < 0 else out[parent] * chance)
+        return np.asarray(out, np.float32)
+
+    def record(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Count an outcome: every node whose parent was accepted was offered.
+
+        Trees without cells are ignored. `accepted`: node indexes on the accepted path.
+        """
+        if tree.cell.shape[0] == 0 or len(tree) == 0:
+            return
+        path = set(accepted)
+        reached = path | {-1}
+        for node, (parent, cell) in enumerate(
+            zip(tree.parents.tolist(), tree.cell.tolist(), strict=True)
+        ):
+            if parent in reached:
+                self.offered[cell] += 1.0
+                if node in path:
+                    self.accepted[cell] += 1.0
+                if self.offered[cell] > self.memory:
+                    self.offered[cell] *= 0.5
+                    self.accepted[cell] *= 0.5
+                self._chances[cell] = (self.accepted[cell] + 1.0) / (self.offered[cell] + 2.0)
+
+    def table(self) -> list[dict[str, Any]]:
+        """The cells that hold evidence, as plain values, for people: sorted by offers."""
+        _, num_lengths, num_shares = self.shape
+        rows = []
+        for cell in np.flatnonzero(self.offered > self.prior + 0.5).tolist():
+            source, rest = divmod(cell, num_lengths * num_shares)
+            length, share = divmod(rest, num_shares)
+            rows.append(
+                {
+                    "source": self.sources[source],
+                    "min_match_length": 0 if length == 0 else int(LENGTH_EDGES[length - 1]),
+                    "predicted_share": round(float(SHARE_CENTRES[share]), 4),
+                    "offered": round(float(self.offered[cell] - self.prior), 1),
+                    "chance": round(float(self._chances[cell]), 4),
+                }
+            )
+        return sorted(rows, key=lambda row: -row["offered"])
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically: a reader sees the old file or the new one, never a part."""
+        path = Path(path)
+        body = {
+            "kind": "drafter calibration",
+            "version": VERSION,
+            "sources": list(self.sources),
+            "shape": list(self.shape),
+            "prior": self.prior,
+            "memory": self.memory,
+            "offered": self.offered.tolist(),
+            "accepted": self.accepted.tolist(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w") as out:
+                json.dump(body, out)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: Path | str, sources: Sequence[str]) -> Calibration:
+        """Read what save() wrote; raises CalibrationError when it is not that or not for these."""
+        try:
+            body = json.loads(Path(path).read_text())
+            if body["kind"] != "drafter calibration" or body["version"] != VERSION:
+                raise CalibrationError(f"{path} is not a version {VERSION} drafter calibration")
+            if body["sources"] != list(sources):
+                raise CalibrationError(
+                    f"{path} is for the sources {body['sources']}, not {list(sources)}"
+                )
+            table = cls(sources, prior=float(body["prior"]), memory=float(body["memory"]))
+            offered = np.asarray(body["offered"], np.float64)
+            accepted = np.asarray(body["accepted"], np.float64)
+        except CalibrationError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(f"{path} cannot be read: {error}") from error
+        good = (
+            body["shape"] == list(table.shape)
+            and offered.shape == accepted.shape == table.offered.shape
+            and bool(np.isfinite(offered).all() and np.isfinite(accepted).all())
+            and bool((accepted >= 0).all() and (accepted <= offered + 1e-9).all())
+        )
+        if not good:
+            raise CalibrationError(f"{path} holds a table of another shape or impossible counts")
+        table.offered, table.accepted = offered, accepted
+        table._refresh()
+        return table

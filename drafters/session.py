@@ -1,0 +1,86 @@
+"""TextSession: the life cycle that the drafters over a plain text share.
+
+Holds prompt and output as one int32 buffer, cuts it back on rollback and refuses every call
+after close(). A drafter derives its session from it and writes `_draft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.base import SessionClosedError
+from drafters.calibration import Calibration
+from drafters.tree import DraftTree
+
+Int32 = npt.NDArray[np.int32]
+
+__all__ = ["TextSession"]
+
+
+class TextSession:
+    """Prompt and output of one Sequence. text: int32 [capacity], the first `size` are valid."""
+
+    __slots__ = ("_calibration", "_closed", "num_prompt", "size", "text")
+
+    def __init__(self, prompt_ids: Sequence[int], calibration: Calibration) -> None:
+        self.num_prompt = len(prompt_ids)
+        self.size = self.num_prompt
+        self.text: Int32 = np.empty(self.num_prompt + 256, np.int32)
+        self.text[: self.size] = prompt_ids
+        self._calibration = calibration
+        self._closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"this {type(self).__name__} is closed")
+
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        """The drafter's rule; budget and max_depth are at least 1."""
+        raise NotImplementedError
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        """See DraftSession.propose."""
+        self._check_open()
+        if budget <= 0 or max_depth <= 0:
+            return DraftTree.empty()
+        return self._draft(budget, max_depth)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append emitted tokens: O(1) each, amortised."""
+        self._check_open()
+        end = self.size + len(token_ids)
+        if end > self.text.shape[0]:
+            text = np.empty(2 * end, np.int32)
+            text[: self.size] = self.text[: self.size]
+            self.text = text
+        self.text[self.size : end] = token_ids
+        self.size = end
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Calibration learns what became of the tree."""
+        self._check_open()
+        self._calibration.record(tree, accepted)
+
+    def settle(self) -> None:
+        """Nothing is deferred unless a drafter says so."""
+        self._check_open()
+
+    def checkpoint(self) -> int:
+        """Tokens seen since open()."""
+        self._check_open()
+        return self.size - self.num_prompt
+
+    def rollback(self, mark: int) -> None:
+        """Forget all but the first `mark` tokens seen since open()."""
+        self._check_open()
+        if not 0 <= mark <= self.size - self.num_prompt:
+            raise ValueError(f"mark {mark} is not in 0..{self.size - self.num_prompt}")
+        self.size = self.num_prompt + mark
+
+    def close(self) -> None:
+        """Release the text. Idempotent."""
+        self._closed = True
+        self.text = np.empty(0, np.int32)

@@ -1,0 +1,343 @@
+"""`trie`: N-Gram-Trie speculative decoding, as published.
+
+"Faster In-Context Learning for LLMs via N-Gram Trie Speculative Decoding", EMNLP 2025 main,
+section 3. A window of n tokens slides over the prompt's context. Split at L_p, every sub-prefix
+with the window's rest, window[j:] for j in 0..L_p-1, is inserted into a trie, which adds to the
+frequency of every node passed. To draft, the last L_p *generated* tokens are matched from the
+root, one fewer at a time until they match, and the sub-tree below is cut to `num_draft` nodes by
+frequency.
+
+Where the paper leaves it open: windows at the text's end are shorter, down to L_p tokens; a span
+of the text that two windows yield counts once; the cut keeps exactly num_draft nodes when there
+are that many, ties going to the shallower and then to the earlier node, so that it stays closed
+under parents. (The authors' code drops the longest branches first and loses nodes by it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.calibration import Calibration
+from drafters.jit import compiled
+from drafters.session import TextSession
+from drafters.tree import DraftTree
+
+Int32 = npt.NDArray[np.int32]
+
+__all__ = ["NGramTrie", "TrieDrafter", "TrieSession"]
+
+
+@compiled
+def find_child(nodes: Int32, table: Int32, node: int, token: int) -> int:
+    """Slot of (node, token) in the hash int32 [2^k] of node ids, or the free slot for it.
+
+    nodes: int32 [6, capacity]: token, parent, frequency, first child, next sibling, depth.
+    """
+    mask = table.shape[0] - 1
+    mixed = (np.uint64(node) << np.uint64(32)) ^ np.uint64(token)
+    mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
+    slot = int(np.int64((mixed >> np.uint64(24)) & np.uint64(mask)))
+    while table[slot] >= 0:
+        child = table[slot]
+        if nodes[1, child] == node and nodes[0, child] == token:
+            break
+        slot = (slot + 1) & mask
+    return slot
+
+
+@compiled
+def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32, table: Int32) -> int:
+    """Insert all windows of `context`; returns the number of nodes (node 0 is the root)."""
+    size = context.shape[0]
+    nodes[:, 0] = -1
+    nodes[2, 0] = 0
+    nodes[5, 0] = 0
+    num = 1
+    for start in range(size):
+        # Spans that start here: from the windows at start - j, j < L_p, when these exist. Their
+        # ends differ until the text's end cuts them; equal spans count once.
+        longest = min(start + n, size) - start
+        fewest = longest + 1
+        spans = np.zeros(prefix_length, np.int32)
+        num_spans = 0
+        for j in range(prefix_length):
+            window = start - j
+            if window < 0 or size - window < prefix_length:
+                continue
+            length = min(window + n, size) - start
+            if length >= 1 and length < fewest:
+                fewest = length
+                spans[num_spans] = length
+                num_spans += 1
+        if num_spans == 0:
+            continue
+        node = 0
+        for depth in range(spans[0]):
+            token = context[start + depth]
+            slot = find_child(nodes, table, node, token)
+            child = table[slot]
+            if child < 0:
+                child = num
+                num += 1
+                table[slot] = child
+                nodes[0, child] = token
+                nodes[1, child] = node
+                nodes[2, child] = 0
+                nodes[3, child] = -1
+                nodes[4, child] = nodes[3, node]
+                nodes[3, node] = child
+                nodes[5, child] = depth + 1
+            for i in range(num_spans):
+                if spans[i] > depth:
+                    nodes[2, child] += 1
+            node = child
+    return num
+
+
+@compiled
+def cut_subtree(
+    nodes: Int32, top: int, num_draft: int, max_depth: int, out: Int32, heap: Int32
+) -> int:
+    """The `num_draft` most frequent nodes below `top`: by (frequency, shallow, early).
+
+    out: int32 [3, num_draft]: node, parent in out, depth below top. heap: int32 scratch
+    [2, capacity of nodes]: node and parent in out. Returns the number kept.
+    """
+    num = 0
+    heap_size = 0
+    at = top
+    place = -1
+    while True:
+        depth = 0 if place < 0 else out[2, place]
+        child = nodes[3, at] if depth < max_depth else -1
+        while child >= 0:
+            i = heap_size
+            heap_size += 1
+            while i > 0:
+                up = (i - 1) >> 1
+                other = heap[0, up]
+                if _before(nodes, other, child):
+                    break
+                heap[0, i], heap[1, i] = heap[0, up], heap[1, up]
+                i = up
+            heap[0, i], heap[1, i] = child, place
+            child = nodes[4, child]
+        if num >= num_draft or heap_size == 0:
+            return num
+        at = heap[0, 0]
+        out[0, num] = at
+        out[1, num] = heap[1, 0]
+        out[2, num] = nodes[5, at] - nodes[5, top]
+        place = num
+        num += 1
+        heap_size -= 1
+        moved = heap[0, heap_size]
+        i = 0
+        while True:
+            child = 2 * i + 1
+            if child >= heap_size:
+                break
+            if child + 1 < heap_size and _before(nodes, heap[0, child + 1], heap[0, child]):
+                child += 1
+            if _before(nodes, moved, heap[0, child]):
+                break
+            heap[0, i], heap[1, i] = heap[0, child], heap[1, child]
+            i = child
+        heap[0, i], heap[1, i] = moved, heap[1, heap_size]
+
+
+@compiled
+def _before(nodes: Int32, a: int, b: int) -> bool:
+    """Whether node a is kept rather than node b."""
+    if nodes[2, a] != nodes[2, b]:
+        return bool(nodes[2, a] > nodes[2, b])
+    if nodes[5, a] != nodes[5, b]:
+        return bool(nodes[5, a] < nodes[5, b])
+    return a < b
+
+
+class NGramTrie:
+    """The trie over one context. Built at once, never changed.
+
+    nodes: int32 [6, num_nodes]: token, parent, frequency, first child, next sibling, depth;
+    node 0 is the root.
+    """
+
+    __slots__ = ("_heap", "_table", "nodes", "num_nodes")
+
+    def __init__(self, context_ids: Sequence[int] | Int32, n: int, prefix_length: int) -> None:
+        context = np.asarray(context_ids, np.int32)
+        capacity = min(context.shape[0] * n + 1, 1 << 30)
+        slots = 64
+        while slots < 2 * capacity:
+            slots *= 2
+        self.nodes: Int32 = np.empty((6, capacity), np.int32)
+        self._table: Int32 = np.full(slots, -1, np.int32)
+        self.num_nodes = build_trie(context, n, prefix_length, self.nodes, self._table)
+        self.nodes = self.nodes[:, : self.num_nodes].copy()
+        self._heap: Int32 = np.empty((2, self.num_nodes), np.int32)
+
+    def find(self, token_ids: Sequence[int]) -> int:
+        """The node at the end of the path `token_ids` from the root, or -1."""
+        node = 0
+        for token in token_ids:
+            node = int(self._table[find_child(self.nodes, self._table, node, token)])
+            if node < 0:
+                return -1
+        return node
+
+    def subtree(self, node: int, num_draft: int, max_depth: int) -> Int32:
+        """int32 [3, kept]: nodes below `node`, their parents (index here, -1) and depths."""
+        out = np.empty((3, num_draft), np.int32)
+        return out[:, : cut_subtree(self.nodes, node, num_draft, max_depth, out, self._heap)]
+
+
+class TrieDrafter:
+    """Makes TrieSessions.
+
+    n: window length. prefix_length: the paper's L_p. num_draft: most nodes kept per draft.
+    """
+
+    name = "trie"
+    sources = ("trie",)
+
+    def __init__(
+        self,
+        *,
+        n: int = 13,
+        prefix_length: int = 3,
+        num_draft: int = 32,
+        calibration: Calibration | None = None,
+    ) -> None:
+        if not 2 <= n <= 64:
+            raise ValueError(f"n must be in 2..64, not {n}")
+        if not 1 <= prefix_length < n:
+            raise ValueError(f"prefix_length must be in 1..n-1, not {prefix_length}")
+        if not 1 <= num_draft <= 4096:
+            raise ValueError(f"num_draft must be in 1..4096, not {num_draft}")
+        self.n = n
+        self.prefix_length = prefix_length
+        self.num_draft = num_draft
+        self.calibration = calibration or Calibration(self.sources)
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> TrieSession:
+        """A session over prompt_ids[context_span], or over the whole prompt.
+
+        Raises ValueError for a span outside the prompt. `prediction_ids` are not used.
+        """
+        if context_span is not None:
+            start, end = context_span
+            if not 0 <= start <= end <= len(prompt_ids):
+                raise ValueError(f"context span {start}..{end} is not inside the prompt")
+        return TrieSession(self, prompt_ids, context_span)
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache."""
+        session = self.open([1, 2, 1, 2])
+        session.extend([1])
+        session.propose(2, 2)
+
+
+class TrieSession(TextSession):
+    """Drafts from the prompt's trie. The trie is built in settle(), or at the first draft."""
+
+    __slots__ = ("_drafter", "_span", "_trie")
+
+    def __init__(
+        self,
+        drafter: TrieDrafter,
+        prompt_ids: Sequence[int],
+        context_span: tuple[int, int] | None,
+    ) -> None:
+        super().__init__(prompt_ids, drafter.calibration)
+        self._drafter = drafter
+        self._span = context_span or (0, self.num_prompt)
+        self._trie: NGramTrie | None = None
+
+    def settle(self) -> None:
+        """Build the trie if that has not been done."""
+        self._check_open()
+        self._built()
+
+    def _built(self) -> NGramTrie:
+        if self._trie is None:
+            drafter = self._drafter
+            start, end = self._span
+            self._trie = NGramTrie(self.text[start:end], drafter.n, drafter.prefix_length)
+        return self._trie
+
+    def close(self) -> None:
+        """Release text and trie. Idempotent."""
+        super().close()
+        self._trie = None
+
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        drafter = self._drafter
+        trie = self._built()
+        num_generated = self.size - self.num_prompt
+        for length in range(min(drafter.prefix_length, num_generated), 0, -1):
+            node = trie.find(self.text[self.size - length : self.size].tolist())
+            if node <= 0 or trie.nodes[3, node] < 0:
+                continue
+            kept = trie.subtree(node, min(budget, drafter.num_draft), max_depth)
+            frequency = trie.nodes[2, kept[0]].astype(np.float64)
+            parents = kept[1].copy()
+            below = np.where(parents < 0, trie.nodes[2, node], frequency[parents])
+            # A window's last tokens belong to fewer spans, so shares fall there by rule, not by
+            # evidence; the calibration sees the share and the match's length with the path.
+            share = frequency / below
+            cells = drafter.calibration.cells(0, length + kept[2] - 1, share)
+            return _by_path(
+                trie.nodes[0, kept[0]], parents, cells, drafter.calibration.survival(parents, cells)
+            )
+        return DraftTree.empty()
+
+    def frequencies(self) -> dict[tuple[int, ...], int]:
+        """Every path of the trie with its frequency: for tests and for looking at small tries."""
+        self._check_open()
+        trie = self._built()
+        paths: list[tuple[int, ...]] = [()]
+        out: dict[tuple[int, ...], int] = {}
+        for node in range(1, trie.num_nodes):
+            path = (*paths[trie.nodes[1, node]], int(trie.nodes[0, node]))
+            paths.append(path)
+            out[path] = int(trie.nodes[2, node])
+        return out
+
+
+def _by_path(
+    token_ids: Int32, parents: Int32, cells: Int32, survival: npt.NDArray[np.float32]
+) -> DraftTree:
+    """The tree in depth-first order (as verified in the paper), siblings by survival."""
+    num = token_ids.shape[0]
+    children: list[list[int]] = [[] for _ in range(num + 1)]
+    for node, parent in enumerate(parents.tolist()):
+        children[parent].append(node)
+    rank = survival.tolist()
+    for siblings in children:
+        siblings.sort(key=lambda node: -rank[node])
+    order: list[int] = []
+    stack = children[-1][::-1]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(children[node][::-1])
+    places = np.asarray(order, np.int64)
+    renumber = np.full(num + 1, -1, np.int32)
+    renumber[places] = np.arange(num, dtype=np.int32)
+    return DraftTree(
+        token_ids[places],
+        renumber[parents[places]],
+        survival[places],
+        np.zeros(num, np.uint8),
+        cells[places],
+    )
