@@ -347,6 +347,67 @@ def exp_sum(typingctx: Any, s: Any, num: Any, shift: Any) -> Any:
     return sig, codegen
 
 
+def _exp64(b: Any, x: Any) -> Any:
+    """exp on 8 float64 lanes for x <= 0: Cephes' exp (rational, relative error < 3e-16); 0 below
+    -700."""
+    vec, bits = ir.VectorType(ir.DoubleType(), 8), ir.VectorType(_I64, 8)
+
+    def const(value: float) -> Any:
+        return ir.Constant(vec, [value] * 8)
+
+    def poly(z: Any, coefficients: tuple[float, ...]) -> Any:
+        value = const(coefficients[0])
+        for c in coefficients[1:]:
+            value = b.fadd(b.fmul(value, z), const(c))
+        return value
+
+    low = const(-700.0)
+    clamped = b.select(b.fcmp_ordered(">", x, low), x, low)
+    magic = const(6755399441055744.0)  # 1.5 * 2^52: adding it rounds to an integer
+    n = b.fsub(b.fadd(b.fmul(clamped, const(1.4426950408889634)), magic), magic)
+    r = b.fsub(clamped, b.fmul(n, const(6.93145751953125e-1)))
+    r = b.fsub(r, b.fmul(n, const(1.42860682030941723212e-6)))
+    z = b.fmul(r, r)
+    p = b.fmul(r, poly(z, (1.26177193074810590878e-4, 3.02994407707441961300e-2, 1.0)))
+    q = poly(
+        z, (3.00198505138664455042e-6, 2.52448340349684104192e-3, 2.27265548208155028766e-1, 2.0)
+    )
+    value = b.fadd(const(1.0), b.fmul(const(2.0), b.fdiv(p, b.fsub(q, p))))
+    power = b.shl(
+        b.add(b.fptosi(n, bits), ir.Constant(bits, [1023] * 8)), ir.Constant(bits, [52] * 8)
+    )
+    value = b.fmul(value, b.bitcast(power, vec))
+    return b.select(b.fcmp_ordered(">", x, low), value, const(0.0))
+
+
+@intrinsic
+def exp_sum64(typingctx: Any, s: Any, num: Any, shift: Any) -> Any:
+    """sum of exp(s[i] - shift) over 8 * num float64 at address s, none above shift.
+
+    The sum has 8 partial sums, lane by lane, added in order.
+    """
+    sig = types.float64(types.intp, types.intp, types.float64)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        s, num, shift = args
+        vec = ir.VectorType(ir.DoubleType(), 8)
+        base = b.inttoptr(s, ir.DoubleType().as_pointer())
+        one = b.insert_element(ir.Constant(vec, ir.Undefined), shift, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, 8), [0] * 8)
+        shift_v = b.shuffle_vector(one, ir.Constant(vec, ir.Undefined), zeros)
+        loop = _Loop(b, num, [ir.Constant(vec, [0.0] * 8)])
+        at = b.gep(base, [b.mul(loop.index, _i64(8))])
+        value = b.load(b.bitcast(at, vec.as_pointer()))
+        value.align = 8
+        (total,) = loop.close([b.fadd(loop.carried[0], _exp64(b, b.fsub(value, shift_v)))])
+        result = b.extract_element(total, ir.Constant(_I32, 0))
+        for lane in range(1, 8):
+            result = b.fadd(result, b.extract_element(total, ir.Constant(_I32, lane)))
+        return result
+
+    return sig, codegen
+
+
 @intrinsic
 def max_of(typingctx: Any, s: Any, num: Any) -> Any:
     """The largest of 16 * num floats at address s (no NaN among them)."""

@@ -107,7 +107,7 @@ class PackedWeights:
         self.head_panels = _panels(s.vocab_size)
         head_size = self.head_panels * s.hidden_size * PANEL
         item = np.uint16 if self.bf16 else np.float32
-        self._arena = np.zeros(s.num_layers * sum(sizes) + head_size + 16, item)
+        self._arena = np.zeros(s.num_layers * sum(sizes) + head_size + 64, item)
         # Vectors that straddle cache lines cost a tenth of the bandwidth.
         skip = (-self._arena.ctypes.data % 64) // self._arena.itemsize
         arena = self._arena[skip:]

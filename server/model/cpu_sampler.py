@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from server.model.cpu_kernels import LANES, exp_sum, max_of, sum_of_squares
+from server.model.cpu_kernels import LANES, exp_sum, exp_sum64, max_of, sum_of_squares
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -200,9 +200,11 @@ def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_
     limited = 0 < top_k < vocab_size
     total = 0.0
     if not limited:
-        for i in range(vocab_size):
-            if x[i] > top - 60.0:
-                total += np.exp(x[i] - top)
+        whole = vocab_size // 8
+        if whole > 0:
+            total = exp_sum64(x.ctypes.data, whole, top)
+        for i in range(8 * whole, vocab_size):
+            total += np.exp(x[i] - top)
     reach = 4.0
     while True:
         ids, is_all = _ordered(x, top, top_k if limited else 1, reach)
@@ -251,13 +253,14 @@ def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
     normaliser = top + np.log(exp_sum(logits.ctypes.data, num, top))
     target = logits[token_id]
     rank = 1
-    for i in range(vocab_size):
-        if logits[i] > target or (logits[i] == target and i < token_id):
-            rank += 1
+    for i in range(token_id):
+        rank += logits[i] >= target
+    for i in range(token_id + 1, vocab_size):
+        rank += logits[i] > target
     filled = 0
-    for i in range(vocab_size):
+    for i in range(vocab_size if num_top > 0 else 0):
         v = logits[i]
-        if filled == num_top and (num_top == 0 or v <= top_logprobs[filled - 1]):
+        if filled == num_top and v <= top_logprobs[num_top - 1]:
             continue
         j = filled if filled < num_top else num_top - 1
         while j > 0 and top_logprobs[j - 1] < v:
