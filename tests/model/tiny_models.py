@@ -1,0 +1,96 @@
+"""Tiny random models of every supported family, saved as a real checkpoint would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-scaled": (
+        "LlamaConfig",
+        {
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen2": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 24}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 10,
+        },
+    ),
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A small config of a family."""
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, name)(**{**_SIZES, **extra, **changes})
+    return config
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model, float32, with norms and biases that are not trivial."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.3 if parameter.ndim > 1 else 0.1
+            offset = 1.0 if "norm" in name and "gemma" not in family else 0.0
+            parameter.copy_(torch.randn_like(parameter) * scale + offset)
+    return model.eval()
+
+
+def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
+    """A byte-level BPE without merges, as large as the tiny models' vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: vocab_size - 3]
+    tokens = ["<pad>", "<s>", "</s>", *alphabet]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
+    """Save a tiny model and its tokenizer into `folder`; returns the model."""
+    shard = changes.pop("max_shard_size", "1GB")
+    model = tiny_model(family, seed, **changes)
+    model.save_pretrained(folder, max_shard_size=shard)
+    save_tokenizer(folder)
+    return model
