@@ -21,7 +21,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 TEXTS = [
     "The capital of France is Paris.\n\nThe answer",
-    "héllo wörld — ‘quotes’, 日本語, 👩‍👩‍👧 and 🇫🇷",
+    "héllo wörld — «quotes», 日本語, 👩‍👩‍👧 and 🇫🇷",
     "  two leading spaces\tand\ttabs  ",
     "\x00\x01 control \x7f",
 ]

@@ -1,0 +1,378 @@
+"""The HTTP application: routes, and `serve`, which runs it until it is told to stop.
+
+For the composition root (server/cli.py):
+
+    metrics = Metrics()
+    client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics,
+                          restart=RestartPolicy(...), max_queued_requests=..., ...)
+    app = create_app(config, tasks=tasks, models=models, client=client, metrics=metrics,
+                     drafters=DRAFTER_NAMES)
+    sys.exit(asyncio.run(serve(app, client, host=..., port=..., drain_s=config.limits.drain_s)))
+
+- `config` is a ServerConfig (limits, keys, metrics and cors are read), `tasks` the TaskConfigs by
+  name, `models` the ServedModels by name (the first is the default), one per model name in the
+  client's specs.
+- `EngineClient` must be made inside the running event loop or before it; `serve` starts the
+  engines, listens at once (/ready is 503 until they are loaded), and returns an exit status: 0
+  after SIGTERM or SIGINT and a drain, 1 when no engine is left.
+- `on_ready` of `serve` is called once with the port, when everything is loaded.
+
+`create_app` makes no hidden state: two apps in one process share nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server import __version__
+from server.api import protocol
+from server.api.body import read_object
+from server.api.client import EngineClient, Submission
+from server.api.completions import completion_events, completion_object
+from server.api.gate import CLIENT_GONE, ApiKey, Gate, error_response
+from server.api.intake import Intake, ServedModel
+from server.api.sse import DisconnectWatch, EventStream
+from server.config import ServerConfig, TaskConfig
+from server.errors import (
+    MethodNotAllowedError,
+    ModelNotFoundError,
+    RequestError,
+    RouteNotFoundError,
+    TailorError,
+    echoed,
+)
+from server.metrics import CONTENT_TYPE_LATEST, Metrics
+
+__all__ = ["create_app", "serve"]
+
+log = logging.getLogger("tailor.server")
+
+
+def create_app(
+    config: ServerConfig,
+    *,
+    tasks: Mapping[str, TaskConfig],
+    models: Mapping[str, ServedModel],
+    client: EngineClient,
+    metrics: Metrics,
+    drafters: Sequence[str] = ("off",),
+) -> FastAPI:
+    """The application. It owns nothing but its tokenizing threads; see the top of this file."""
+    intake = Intake(tasks=tasks, models=models, drafters=drafters, limits=config.limits)
+    routes: dict[str, str] = {}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> Any:
+        yield
+        intake.close()
+
+    middleware = []
+    if config.cors.allow_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.cors.allow_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type", "x-request-id"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    middleware.append(
+        Middleware(
+            Gate,
+            keys=[ApiKey.of(key.id, key.secret(), admin=key.admin) for key in config.keys],
+            metrics_need_key=config.metrics.require_key,
+            metrics=metrics,
+            routes=routes,
+        )
+    )
+    app = FastAPI(
+        title="Tailor",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        middleware=middleware,
+    )
+
+    @app.exception_handler(TailorError)
+    async def tailor_error(request: HttpRequest, error: TailorError) -> Response:
+        return _answer(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: HttpRequest, error: HTTPException) -> Response:
+        method, path = request.method[:16], echoed(request.url.path, 100)
+        if error.status_code == 404:
+            return _answer(request, RouteNotFoundError(f"There is no route {path}."))
+        if error.status_code == 405:
+            allow = (error.headers or {}).get("Allow", "")
+            return _answer(
+                request,
+                MethodNotAllowedError(
+                    f"The route {path} has no {echoed(method)}.", headers=(("allow", allow),)
+                ),
+            )
+        return _answer(request, RequestError("The request cannot be handled."))
+
+    async def body_of(request: HttpRequest) -> dict[str, Any]:
+        limits = config.limits
+        return await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+
+    # --- completions ---
+
+    @app.post("/v1/completions", **_documented(protocol.CompletionBody, "A text completion"))
+    async def completions(request: HttpRequest) -> Response:
+        body = protocol.validate(protocol.CompletionBody, await body_of(request))
+        _, model = intake.find(body.model)
+        info = client.info(model.name)
+        order = await intake.completion(
+            body, f"cmpl-{secrets.token_hex(12)}", None if info is None else info.max_model_len
+        )
+        if order.needs_engine:
+            submission = client.submit(order.requests)
+        else:
+            submission = Submission.answered(order.requests, metrics)
+        if order.stream:
+            return EventStream(completion_events(order, submission), submission.abort)
+        async with DisconnectWatch(request.receive, submission.abort) as watch:
+            try:
+                answer = await completion_object(order, submission)
+            finally:
+                submission.abort()
+        if watch.gone:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(answer)
+
+    # --- models ---
+
+    def model_entry(name: str) -> dict[str, Any]:
+        task, model = intake.find(name)
+        return protocol.model_object(
+            name,
+            created=model.created,
+            root=model.name,
+            max_model_len=model.max_model_len,
+            description="" if name == model.name else task.description,
+        )
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        names = [*intake.models, *(name for name in intake.tasks if name not in intake.models)]
+        return JSONResponse({"object": "list", "data": [model_entry(name) for name in names]})
+
+    @app.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> Response:
+        if not model:
+            raise ModelNotFoundError("The name of the model is empty.", param="model")
+        return JSONResponse(model_entry(model))
+
+    # --- tokens ---
+
+    @app.post("/tokenize", **_documented(protocol.TokenizeBody, "Token ids of a text"))
+    async def tokenize(request: HttpRequest) -> Response:
+        body = protocol.validate(protocol.TokenizeBody, await body_of(request))
+        _, model = intake.find(body.model)
+        ids = await intake.encode(model, body.prompt, add_special=body.add_special_tokens)
+        names = [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": model.max_model_len,
+                "tokens": ids,
+                "token_strs": names,
+            }
+        )
+
+    @app.post("/detokenize", **_documented(protocol.DetokenizeBody, "Text of token ids"))
+    async def detokenize(request: HttpRequest) -> Response:
+        body = protocol.validate(protocol.DetokenizeBody, await body_of(request))
+        _, model = intake.find(body.model)
+        return JSONResponse({"prompt": await intake.decode(model, body.tokens)})
+
+    # --- state ---
+
+    @app.get("/health")
+    async def health() -> Response:
+        states = [engine["state"] for engine in client.engines()]
+        if not client.is_alive:
+            status = "dead"
+        elif "ready" not in states:
+            status = "loading"
+        else:
+            status = "ok" if all(state == "ready" for state in states) else "degraded"
+        return JSONResponse(
+            {"status": status, "engines": client.engines()},
+            status_code=200 if client.is_alive else 503,
+        )
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        status = "draining" if client.is_draining else "ready" if client.is_ready else "loading"
+        return JSONResponse(
+            {"status": status},
+            status_code=200 if status == "ready" else 503,
+            headers={} if status == "ready" else {"retry-after": "1"},
+        )
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    routes.update(
+        {
+            path: path
+            for route in app.routes
+            if "{" not in (path := str(getattr(route, "path", "{")))
+        }
+    )
+    return app
+
+
+def _documented(body: type[Any], summary: str) -> dict[str, Any]:
+    """What /openapi.json says of a route whose body is read by hand."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    return {
+        "summary": summary,
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": _inline(schema, definitions)}},
+            }
+        },
+    }
+
+
+def _inline(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(schema, dict):
+        ref = schema.get("$ref")
+        if isinstance(ref, str):
+            return _inline(definitions[ref.rsplit("/", 1)[-1]], definitions)
+        return {key: _inline(value, definitions) for key, value in schema.items()}
+    if isinstance(schema, list):
+        return [_inline(item, definitions) for item in schema]
+    return schema
+
+
+def _answer(request: HttpRequest, error: TailorError) -> Response:
+    request.state.error_code = error.code or ""
+    status, body, headers = error_response(error)
+    response = Response(body, status)
+    response.raw_headers = headers
+    return response
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: `serve` drains before it lets go of the socket."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def serve(
+    app: FastAPI,
+    client: EngineClient,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    sockets: Sequence[socket.socket] | None = None,
+    drain_s: float = 30.0,
+    on_ready: Callable[[int], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Run the app and its engines; returns the exit status.
+
+    sockets: listening sockets to use instead of host and port. stop: ends the server like SIGTERM
+    (tests; where signals cannot be caught). A second SIGTERM or SIGINT ends the drain.
+
+    On the first signal /ready turns 503 and new completions are refused with 503, while open ones
+    go on for up to drain_s seconds; then they are aborted with an error, the engines are stopped
+    and the status is 0. When no engine is left and none will be restarted, the status is 1.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            access_log=False,
+            log_config=None,
+            ws="none",
+            lifespan="on",
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    stop = stop or asyncio.Event()
+    hurry = asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    caught = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, on_signal)
+            caught.append(number)
+    await client.start()
+    running = asyncio.create_task(server.serve(list(sockets) if sockets else None))
+    tasks = [
+        asyncio.create_task(stop.wait()),
+        asyncio.create_task(client.gave_up.wait()),
+        asyncio.create_task(_announce(server, client, on_ready)),
+    ]
+    try:
+        await asyncio.wait({running, *tasks[:2]}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set() and not client.gave_up.is_set():
+            log.info("draining: %d open requests", client.num_open)
+            drain = asyncio.create_task(client.drain(drain_s))
+            hurried = asyncio.create_task(hurry.wait())
+            await asyncio.wait({drain, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            drain.cancel()
+        gave_up = client.gave_up.is_set()
+        await client.stop()
+        server.should_exit = True
+        await running
+        return 1 if gave_up else 0
+    finally:
+        for task in tasks:
+            task.cancel()
+        for number in caught:
+            loop.remove_signal_handler(number)
+        await client.stop()
+
+
+async def _announce(
+    server: uvicorn.Server, client: EngineClient, on_ready: Callable[[int], None] | None
+) -> None:
+    """Call on_ready with the port once the socket listens and every model has an engine."""
+    while not (server.started and client.is_ready):
+        await asyncio.sleep(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    log.info("ready on port %d", port)
+    if on_ready is not None:
+        on_ready(port)

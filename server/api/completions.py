@@ -1,0 +1,298 @@
+"""Deltas into completions: the choices of one response, whole or in chunks, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.client import Submission
+from server.api.intake import CompletionOrder, PromptText
+from server.api.sse import DONE, event
+from server.api.text import CharCounter, TextStream, TokenNames
+from server.api.usage import speculation_report, usage_report
+from server.errors import TailorError
+from server.types import Delta, Request, TokenLogprob
+
+__all__ = ["completion_events", "completion_object"]
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have (as vLLM does)."""
+
+_quote = json.encoder.encode_basestring_ascii
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What one Delta adds to a choice's answer."""
+
+    text: str
+    logprobs: dict[str, list[Any]] | None
+    token_ids: tuple[int, ...]
+
+
+class _Choice:
+    """One choice: its text, logprobs and ids as they grow. Written by `take` alone."""
+
+    def __init__(
+        self, order: CompletionOrder, request: Request, prompt: PromptText, index: int
+    ) -> None:
+        sampling = request.sampling
+        self.index = index
+        self.finish_reason: str | None = None
+        self.stop_reason: int | bytes | None = None
+        self.sum_logprob = 0.0
+        self.num_tokens = 0
+        self.request = request
+        self._prompt = prompt
+        self._skip_special = sampling.skip_special_tokens
+        self._logprobs = order.logprobs
+        self._names = order.model.names
+        self._table = order.model.table
+        self._echo = order.echo
+        self._started = False
+        self._counter = CharCounter(len(prompt.text))
+        self._stream = TextStream(
+            order.model.table,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special=sampling.skip_special_tokens,
+        )
+
+    def take(self, delta: Delta, prompt_logprobs: tuple[TokenLogprob | None, ...]) -> _Piece:
+        """Add one Delta. prompt_logprobs: those of the prompt (echo with logprobs)."""
+        text = ""
+        logprobs: dict[str, list[Any]] | None = None
+        if self._logprobs is not None:
+            logprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        if not self._started:
+            self._started = True
+            if self._echo:
+                text = self._prompt.text
+                if logprobs is not None:
+                    self._echo_logprobs(logprobs, prompt_logprobs)
+        if delta.finish_reason is None:
+            text += self._stream.push(delta.token_ids)
+        else:
+            text += self._stream.finish(delta.token_ids, delta.finish_reason, delta.stop_reason)
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+        for entry in delta.logprobs:
+            self.sum_logprob += entry.logprob
+            if logprobs is not None:
+                data = self._table.join((entry.token_id,), skip_special=self._skip_special)
+                _add_logprob(logprobs, self._counter.push(data), entry, self._names)
+        self.num_tokens += len(delta.token_ids)
+        return _Piece(text, logprobs, delta.token_ids)
+
+    def _echo_logprobs(
+        self, logprobs: dict[str, list[Any]], entries: tuple[TokenLogprob | None, ...]
+    ) -> None:
+        counter = CharCounter()
+        for i, piece in enumerate(self._prompt.pieces):
+            offset = counter.push(piece)
+            entry = entries[i] if i < len(entries) else None
+            if entry is not None:
+                _add_logprob(logprobs, offset, entry, self._names)
+            else:
+                logprobs["text_offset"].append(offset)
+                logprobs["tokens"].append(self._names[self.request.prompt_ids[i]])
+                logprobs["token_logprobs"].append(None)
+                logprobs["top_logprobs"].append(None)
+
+    @property
+    def mean_logprob(self) -> float:
+        """What best_of ranks by."""
+        return self.sum_logprob / self.num_tokens if self.num_tokens else float("-inf")
+
+
+def _add_logprob(
+    logprobs: dict[str, list[Any]], offset: int, entry: TokenLogprob, names: TokenNames
+) -> None:
+    name, logprob = names[entry.token_id], max(entry.logprob, LOWEST_LOGPROB)
+    top: dict[str, float] = {}
+    for token_id, value in entry.top:
+        top.setdefault(names[token_id], max(value, LOWEST_LOGPROB))
+    top.setdefault(name, logprob)
+    logprobs["text_offset"].append(offset)
+    logprobs["tokens"].append(name)
+    logprobs["token_logprobs"].append(logprob)
+    logprobs["top_logprobs"].append(top)
+
+
+class _Choices:
+    """The choices of all prompts of an order, and the prompts' logprobs once they arrived."""
+
+    def __init__(self, order: CompletionOrder) -> None:
+        self._prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
+        self.of: list[list[_Choice]] = [
+            [
+                _Choice(order, request, prompt, i * request.num_choices + k)
+                for k in range(request.num_choices)
+            ]
+            for i, (request, prompt) in enumerate(zip(order.requests, order.prompts, strict=True))
+        ]
+
+    def take(self, arrived: list[tuple[int, Delta]]) -> Iterable[tuple[_Choice, Delta, _Piece]]:
+        for i, delta in arrived:
+            if delta.prompt_logprobs and i not in self._prompt_logprobs:
+                self._prompt_logprobs[i] = delta.prompt_logprobs
+        for i, delta in arrived:
+            choice = self.of[i][delta.choice_id]
+            yield choice, delta, choice.take(delta, self._prompt_logprobs.get(i, ()))
+
+
+def _stop_reason(stop_reason: int | bytes | None) -> int | str | None:
+    return stop_reason.decode() if isinstance(stop_reason, bytes) else stop_reason
+
+
+async def completion_object(order: CompletionOrder, submission: Submission) -> dict[str, Any]:
+    """The whole response, once every choice ended. Raises the TailorError that ended it early."""
+    choices = _Choices(order)
+    pieces: dict[int, list[_Piece]] = {}
+    async for arrived in submission:
+        for choice, _, piece in choices.take(arrived):
+            pieces.setdefault(choice.index, []).append(piece)
+    shown = []
+    for i, of_prompt in enumerate(choices.of):
+        best = of_prompt
+        if len(of_prompt) > order.num_choices:
+            best = sorted(of_prompt, key=lambda c: (-c.mean_logprob, c.index))[: order.num_choices]
+        for k, choice in enumerate(best):
+            own = pieces.get(choice.index, [])
+            entry: dict[str, Any] = {
+                "text": "".join(piece.text for piece in own),
+                "index": i * order.num_choices + k,
+                "logprobs": _join_logprobs(own) if order.logprobs is not None else None,
+                "finish_reason": choice.finish_reason,
+            }
+            if choice.stop_reason is not None:
+                entry["stop_reason"] = _stop_reason(choice.stop_reason)
+            if order.return_token_ids:
+                entry["token_ids"] = [t for piece in own for t in piece.token_ids]
+                entry["prompt_token_ids"] = list(order.requests[i].prompt_ids)
+            shown.append(entry)
+    response = {
+        "id": order.request_id,
+        "object": "text_completion",
+        "created": order.created,
+        "model": order.label,
+        "system_fingerprint": order.model.fingerprint or None,
+        "choices": shown,
+        "usage": usage_report(submission.accounts),
+    }
+    if order.include_speculation:
+        response["speculation"] = speculation_report(submission.accounts)
+    return response
+
+
+def _join_logprobs(pieces: list[_Piece]) -> dict[str, list[Any]]:
+    joined: dict[str, list[Any]] = {
+        "text_offset": [],
+        "token_logprobs": [],
+        "tokens": [],
+        "top_logprobs": [],
+    }
+    for piece in pieces:
+        if piece.logprobs is not None:
+            for name, values in piece.logprobs.items():
+                joined[name] += values
+    return joined
+
+
+class _ChunkWriter:
+    """Writes chunks as text. What never changes within a response is encoded once."""
+
+    def __init__(self, order: CompletionOrder, submission: Submission) -> None:
+        self._order = order
+        self._submission = submission
+        fingerprint = order.model.fingerprint
+        self._head = (
+            f'data: {{"id":{_quote(order.request_id)},"object":"text_completion",'
+            f'"created":{order.created},"model":{_quote(order.label)},"system_fingerprint":'
+            f'{_quote(fingerprint) if fingerprint else "null"},"choices":['
+        )
+        self._seen: set[int] = set()
+        self._num_sent = 0
+
+    def chunk(self, choice: _Choice, delta: Delta, piece: _Piece, *, is_last: bool) -> str:
+        """The chunk of one Delta, "" while its text may still be part of a stop string.
+
+        is_last: no further choice is open.
+        """
+        order = self._order
+        self._num_sent += len(delta.token_ids)
+        ended = delta.finish_reason is not None
+        has_logprobs = piece.logprobs is not None and bool(piece.logprobs["tokens"])
+        has_ids = order.return_token_ids and bool(piece.token_ids)
+        if not (piece.text or ended or has_logprobs or has_ids):
+            return ""
+        extra = ""
+        if order.return_token_ids:
+            extra = f',"token_ids":{json.dumps(piece.token_ids)}'
+            if choice.index not in self._seen:
+                self._seen.add(choice.index)
+                extra += f',"prompt_token_ids":{json.dumps(choice.request.prompt_ids)}'
+        if choice.stop_reason is not None:
+            extra += f',"stop_reason":{json.dumps(_stop_reason(choice.stop_reason))}'
+        finish = _quote(str(choice.finish_reason)) if ended else "null"
+        logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
+        return (
+            f'{self._head}{{"text":{_quote(piece.text)},"index":{choice.index},'
+            f'"logprobs":{logprobs},"finish_reason":{finish}{extra}}}]'
+            f"{self._tail(is_last and not order.include_usage)}}}\n\n"
+        )
+
+    def closing(self) -> str:
+        """The chunk without choices that has the sums (include_usage)."""
+        usage = json.dumps(usage_report(self._submission.accounts))
+        return f'{self._head}],"usage":{usage}{self._report()}}}\n\n'
+
+    def _tail(self, with_report: bool) -> str:
+        usage = ""
+        if self._order.continuous_usage:
+            # The accounts may be ahead: several Deltas can have arrived before this chunk.
+            sums = usage_report(self._submission.accounts)
+            sums["completion_tokens"] = self._num_sent
+            sums["total_tokens"] = sums["prompt_tokens"] + self._num_sent
+            usage = f',"usage":{json.dumps(sums)}'
+        elif self._order.include_usage:
+            usage = ',"usage":null'
+        return usage + (self._report() if with_report else "")
+
+    def _report(self) -> str:
+        if not self._order.include_speculation:
+            return ""
+        return f',"speculation":{json.dumps(speculation_report(self._submission.accounts))}'
+
+
+async def completion_events(
+    order: CompletionOrder, submission: Submission
+) -> AsyncGenerator[bytes, None]:
+    """The response as server-sent events, one byte string for all that arrived together.
+
+    Chunks of a choice come in order; its last one has the finish_reason. With include_usage every
+    chunk has `usage` (null unless continuous_usage_stats), and one more without choices has the
+    sums. The `speculation` object is in the last chunk. An error before the first chunk is raised;
+    later it becomes an event, as there is no status left to set. [DONE] is always last.
+    """
+    choices = _Choices(order)
+    writer = _ChunkWriter(order, submission)
+    num_open = sum(len(of_prompt) for of_prompt in choices.of)
+    started = False
+    try:
+        async for arrived in submission:
+            out: list[str] = []
+            for choice, delta, piece in choices.take(arrived):
+                num_open -= delta.finish_reason is not None
+                out.append(writer.chunk(choice, delta, piece, is_last=not num_open))
+            if data := "".join(out):
+                started = True
+                yield data.encode()
+    except TailorError as error:
+        if not started:
+            raise
+        yield event(error.body()) + DONE
+        return
+    yield (writer.closing().encode() if order.include_usage else b"") + DONE

@@ -1,0 +1,180 @@
+"""The gate every HTTP request passes: request id, API key, errors in one shape, one log line.
+
+A pure ASGI middleware: nothing is buffered, a disconnect reaches the route at once. Keys are
+checked before routing, on the same path string that the router matches, so no spelling of a path
+gets around them; unknown paths need a key too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import AuthenticationError, ServerError, TailorError
+from server.metrics import Metrics
+
+__all__ = ["ApiKey", "Gate", "error_response"]
+
+log = logging.getLogger("tailor.http")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+OPEN_PATHS = frozenset({"/health", "/ready"})
+CLIENT_GONE = 499
+"""nginx's status for a client that left; it is only ever logged and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key by its name and digest; the key itself is not kept."""
+
+    key_id: str
+    digest: bytes
+    admin: bool = False
+
+    @staticmethod
+    def of(key_id: str, secret: str, *, admin: bool = False) -> ApiKey:
+        """The ApiKey of a secret."""
+        return ApiKey(key_id, hashlib.sha256(secret.encode()).digest(), admin)
+
+
+def error_response(
+    error: TailorError,
+) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
+    """(status, body, headers) of an error in OpenAI's shape."""
+    body = json.dumps(error.body()).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+    headers += [(name.encode(), value.encode()) for name, value in error.headers]
+    return error.status, body, headers
+
+
+class Gate:
+    """app: what is behind it. keys: empty lets everyone in. routes: paths that metrics may name
+    (a client cannot make series by inventing paths)."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[ApiKey],
+        metrics_need_key: bool,
+        metrics: Metrics,
+        routes: Mapping[str, str],
+    ) -> None:
+        self.app = app
+        self._keys = tuple(keys)
+        self._open = OPEN_PATHS if metrics_need_key else OPEN_PATHS | {"/metrics"}
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        request_id = _request_id(scope)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        status, code = 0, ""
+
+        async def send_on(message: Message) -> None:
+            nonlocal status, code
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = list(message.get("headers", ()))
+                headers.append((b"x-request-id", request_id.encode()))
+                code = state.get("error_code", "")
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            if self._keys and scope["path"] not in self._open:
+                state["key"] = self._check_key(scope)
+            await self.app(scope, receive, send_on)
+        except ClientDisconnect:
+            status = CLIENT_GONE
+        except Exception as error:
+            if not isinstance(error, TailorError):
+                # Where it happened, but not its message: that may hold a prompt.
+                frames = traceback.extract_tb(error.__traceback__)[-8:]
+                log.error(
+                    "%s %s at %s",
+                    request_id,
+                    type(error).__name__,
+                    " < ".join(f"{f.name}:{f.lineno}" for f in reversed(frames)),
+                )
+                error = ServerError("The server had an internal error.")
+            if status == 0:
+                state["error_code"] = error.code or ""
+                answer, body, headers = error_response(error)
+                await send_on({"type": "http.response.start", "status": answer, "headers": headers})
+                await send_on({"type": "http.response.body", "body": body})
+            else:
+                raise ConnectionResetError("an error after the response began") from None
+        finally:
+            path = scope["path"]
+            route = self._routes.get(path, "other")
+            if route == "other" and path.startswith("/v1/models/"):
+                route = "/v1/models/{model}"
+            self._metrics.count_response(route, status or CLIENT_GONE, code)
+            if path not in self._open:
+                log.info(
+                    "%s %s %s %d %s %.1fms",
+                    request_id,
+                    scope["method"],
+                    ascii(path[:128])[1:-1],
+                    status or CLIENT_GONE,
+                    code or "-",
+                    (time.monotonic() - started_s) * 1e3,
+                )
+
+    def _check_key(self, scope: Scope) -> ApiKey:
+        """The key of a request, compared with all keys in constant time."""
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                scheme, _, rest = value.partition(b" ")
+                if scheme.lower() == b"bearer":
+                    given = rest.strip()
+        digest = hashlib.sha256(given).digest()
+        found: ApiKey | None = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        if found is None:
+            raise AuthenticationError(
+                "No API key was given: send it as 'Authorization: Bearer KEY'."
+                if not given
+                else "The API key is not valid.",
+                headers=(("www-authenticate", "Bearer"),),
+            )
+        return found
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's x-request-id if it is harmless in logs and headers, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(text):
+                return text
+            break
+    return f"req-{secrets.token_hex(12)}"

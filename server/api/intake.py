@@ -1,0 +1,592 @@
+"""A validated body into frozen Requests: the task, its defaults and hard limits, ids, the seed.
+
+What is decided here, in this order: the Task and its model (the `model` field) · how many prompts
+and choices · sampling (the request's value, else the task's, else OpenAI's default) · speculation
+within the task's limits · the ids of every prompt · whether they fit. A value above a limit is
+refused with a 400 that names the field; nothing is clamped or truncated, except a max_tokens that
+the client did not give, which is cut to the room that the prompt leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from server.api.protocol import MAX_STOP_CHARS, MAX_STOPS, CompletionBody
+from server.api.text import TokenNames
+from server.config import DEFAULT_TASK, LimitsConfig, TaskConfig
+from server.errors import (
+    ContextLengthExceededError,
+    InvalidRequestError,
+    LimitExceededError,
+    ModelNotFoundError,
+    UnsupportedFieldError,
+    echoed,
+)
+from server.token_bytes import TokenBytes
+from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+
+__all__ = ["CompletionOrder", "Intake", "PromptText", "ServedModel"]
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+
+LONG_TEXT_CHARS = 4096
+"""Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
+
+_ID = re.compile(r"[0-9]{1,10}")
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One target model as the API knows it; the engine has the weights.
+
+    vocab_size: V of the model (ids at or above are refused). max_model_len: tokens of prompt and
+    output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    table: TokenBytes
+    vocab_size: int
+    max_model_len: int
+    created: int = 0
+    fingerprint: str = ""
+    names: TokenNames = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # A tokenizer.json may carry truncation and padding: a prompt is never cut or padded.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        object.__setattr__(self, "names", TokenNames(self.table))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt as the client gave it (text), or as its ids read; pieces: the bytes of each id.
+
+    Both are empty unless the answer repeats the prompt (echo).
+    """
+
+    text: str = ""
+    pieces: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOrder:
+    """A POST /v1/completions after intake: Requests for the engines, and how to answer.
+
+    requests: one per prompt, in order. num_choices: n (each Request runs best_of). logprobs: what
+    the client asked for. needs_engine: False when there is nothing to compute (max_tokens 0 without
+    logprobs).
+    """
+
+    request_id: str
+    label: str
+    model: ServedModel
+    requests: tuple[Request, ...]
+    prompts: tuple[PromptText, ...]
+    num_choices: int
+    logprobs: int | None
+    echo: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    include_speculation: bool
+    created: int
+
+    @property
+    def needs_engine(self) -> bool:
+        first = self.requests[0]
+        return first.sampling.max_tokens > 0 or first.echo_logprobs is not None
+
+
+class Intake:
+    """Turns bodies into Requests.
+
+    tasks and models: by name; the first model is the default. drafters: names that engines know.
+    limits: the server's. Owns two threads for tokenizing long texts; `close` ends them.
+    """
+
+    def __init__(
+        self,
+        *,
+        tasks: Mapping[str, TaskConfig],
+        models: Mapping[str, ServedModel],
+        drafters: Sequence[str],
+        limits: LimitsConfig,
+    ) -> None:
+        if not models:
+            raise ValueError("no model")
+        self.tasks = dict(tasks)
+        self.tasks.setdefault(DEFAULT_TASK, TaskConfig(name=DEFAULT_TASK))
+        self.models = dict(models)
+        self._default_model = next(iter(self.models))
+        self._drafters = tuple(drafters)
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._longest = {
+            name: max(1, int((model.table.offsets[1:] - model.table.offsets[:-1]).max(initial=1)))
+            for name, model in self.models.items()
+        }
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def find(self, name: str | None) -> tuple[TaskConfig, ServedModel]:
+        """The task and the model that a `model` field names. Raises ModelNotFoundError."""
+        if name is None:
+            name = self._default_model
+        model = self.models.get(name)
+        if model is not None:
+            return self.tasks[DEFAULT_TASK], model
+        task = self.tasks.get(name)
+        if task is None:
+            raise ModelNotFoundError(f"The model {echoed(name)} does not exist.", param="model")
+        return task, self.models[task.model or self._default_model]
+
+    async def completion(
+        self, body: CompletionBody, request_id: str, max_model_len: int | None = None
+    ) -> CompletionOrder:
+        """The order of one body.
+
+        max_model_len: what the engine can hold, if it told less than the model's own. Raises the
+        errors of server.errors that are the client's fault (4xx).
+        """
+        arrival_s = time.monotonic()
+        task, model = self.find(body.model)
+        room = min(model.max_model_len, max_model_len or model.max_model_len)
+        _refuse_unsupported(body)
+        num_choices = body.n or 1
+        best_of = body.best_of if body.best_of is not None else num_choices
+        stream, echo = bool(body.stream), bool(body.echo)
+        self._check_choices(body, task, num_choices, best_of, stream)
+        prompts = _prompts_of(body.prompt)
+        most = min(self._limits.max_prompts, task.limits.max_prompts or self._limits.max_prompts)
+        if len(prompts) > most:
+            raise LimitExceededError(
+                f"prompt: {len(prompts)} prompts; at most {most} are allowed.", param="prompt"
+            )
+        sampling = self._sampling(body, task, model, num_choices, best_of, echo)
+        speculation = self._speculation(body, task)
+        echo_logprobs = body.logprobs if echo else None
+        marks = body.context or task.speculation.context
+        requests, texts = [], []
+        for i, prompt in enumerate(prompts):
+            where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            ids = await self._prompt_ids(body, prompt, model, room, where)
+            max_tokens = self._max_tokens(body, task, sampling, len(ids), room, where)
+            span = None
+            if marks is not None and speculation.drafter != "off":
+                span = _context_span(model.table, ids, marks.after, marks.before)
+            seed = body.seed if body.seed is not None else task.sampling.seed
+            requests.append(
+                Request(
+                    request_id=f"{request_id}-{i}",
+                    task=task.name,
+                    model=model.name,
+                    prompt_ids=ids,
+                    sampling=_replace_sampling(
+                        sampling,
+                        max_tokens=max_tokens,
+                        seed=secrets.randbits(64) if seed is None else seed & _MASK64,
+                    ),
+                    speculation=SpeculationParams(
+                        speculation.drafter,
+                        speculation.max_draft_tokens,
+                        speculation.options,
+                        speculation.corpus,
+                        (),
+                        span,
+                    ),
+                    vocabulary=VocabularyParams(
+                        task.vocabulary.mode,
+                        task.vocabulary.profile,
+                        task.vocabulary.verify_every or 0,
+                    ),
+                    num_choices=best_of,
+                    echo_logprobs=echo_logprobs,
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                    arrival_s=arrival_s,
+                )
+            )
+            texts.append(_echo_text(model, prompt, ids, sampling) if echo else PromptText())
+        total = sum(best_of * (len(r.prompt_ids) + r.sampling.max_tokens) for r in requests)
+        if total > self._limits.max_request_tokens:
+            raise LimitExceededError(
+                f"The request could take {total} tokens (prompts x best_of x (prompt + max_tokens))"
+                f"; the limit is {self._limits.max_request_tokens}.",
+                param="max_tokens",
+            )
+        options = body.stream_options
+        return CompletionOrder(
+            request_id=request_id,
+            label=body.model,
+            model=model,
+            requests=tuple(requests),
+            prompts=tuple(texts),
+            num_choices=num_choices,
+            logprobs=body.logprobs,
+            echo=echo,
+            stream=stream,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            return_token_ids=bool(body.return_token_ids),
+            include_speculation=bool(body.include_speculation),
+            created=int(time.time()),
+        )
+
+    async def encode(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
+        """The ids of a text; long texts are done in a thread."""
+
+        def work() -> list[int]:
+            ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special).ids
+            return ids
+
+        if len(text) < LONG_TEXT_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def decode(self, model: ServedModel, ids: Sequence[int]) -> str:
+        """The text of ids, special ones included, as vLLM's /detokenize gives it."""
+        if any(i >= model.vocab_size for i in ids):
+            raise InvalidRequestError(
+                f"tokens: ids must be below the vocabulary size, {model.vocab_size}.",
+                param="tokens",
+            )
+
+        def work() -> str:
+            text: str = model.tokenizer.decode(list(ids), skip_special_tokens=False)
+            return text
+
+        if len(ids) < LONG_TEXT_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # --- parts ---
+
+    def _check_choices(
+        self, body: CompletionBody, task: TaskConfig, n: int, best_of: int, stream: bool
+    ) -> None:
+        most = min(self._limits.max_choices, task.limits.max_choices or self._limits.max_choices)
+        for name, value in (("n", n), ("best_of", best_of)):
+            if value > most:
+                raise LimitExceededError(f"{name}: at most {most}; got {value}.", param=name)
+        if best_of < n:
+            raise InvalidRequestError(
+                f"best_of must be at least n; got best_of {best_of} and n {n}.", param="best_of"
+            )
+        if stream and best_of != n:
+            raise InvalidRequestError(
+                "best_of above n cannot be streamed: the best are known at the end.",
+                param="best_of",
+            )
+        if body.stream_options is not None and not stream:
+            raise InvalidRequestError(
+                "stream_options is allowed only with stream.", param="stream_options"
+            )
+        most = task.limits.max_logprobs if task.limits.max_logprobs is not None else 20
+        if body.logprobs is not None and body.logprobs > most:
+            raise LimitExceededError(
+                f"logprobs: at most {most}; got {body.logprobs}.", param="logprobs"
+            )
+
+    def _sampling(
+        self,
+        body: CompletionBody,
+        task: TaskConfig,
+        model: ServedModel,
+        num_choices: int,
+        best_of: int,
+        echo: bool,
+    ) -> SamplingParams:
+        defaults = task.sampling
+
+        def pick(name: str, fallback: Any) -> Any:
+            value = getattr(body, name)
+            if value is None:
+                value = getattr(defaults, name)
+            return fallback if value is None else value
+
+        top_p, top_k = float(pick("top_p", 1.0)), int(pick("top_k", 0))
+        if top_p == 0.0:  # OpenAI allows it; it keeps the most likely id alone
+            top_p, top_k = 1.0, 1
+        stop = _stops_of(body.stop) if body.stop is not None else defaults.stop
+        stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
+        _check_ids(stop_ids, model, "stop_token_ids")
+        allowed = body.allowed_token_ids
+        if allowed is not None:
+            _check_ids(allowed, model, "allowed_token_ids")
+        # Ranking best_of needs the drawn tokens' logprobs even where the client wants none.
+        num_logprobs = body.logprobs
+        if num_logprobs is None and best_of > num_choices:
+            num_logprobs = 0
+        if body.max_tokens == 0 and not echo:
+            raise InvalidRequestError("max_tokens may be 0 only with echo.", param="max_tokens")
+        return SamplingParams(
+            temperature=float(pick("temperature", 1.0)),
+            top_p=top_p,
+            top_k=max(0, top_k),
+            min_p=float(pick("min_p", 0.0)),
+            presence_penalty=float(pick("presence_penalty", 0.0)),
+            frequency_penalty=float(pick("frequency_penalty", 0.0)),
+            repetition_penalty=float(pick("repetition_penalty", 1.0)),
+            logit_bias=_bias_of(body.logit_bias, model),
+            allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
+            max_tokens=int(pick("max_tokens", DEFAULT_MAX_TOKENS)),
+            min_tokens=int(pick("min_tokens", 0)),
+            stop_token_ids=tuple(sorted(set(stop_ids))),
+            stop=tuple(s.encode() for s in stop),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            ignore_eos=bool(pick("ignore_eos", False)),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            num_logprobs=num_logprobs,
+        )
+
+    def _speculation(self, body: CompletionBody, task: TaskConfig) -> SpeculationParams:
+        own, asked = task.speculation, body.speculation
+        drafter, num_draft = own.drafter, own.max_draft_tokens
+        if asked is not None and asked.drafter is not None:
+            allowed = self._drafters if own.allowed_drafters is None else own.allowed_drafters
+            if asked.drafter not in allowed or asked.drafter not in self._drafters:
+                raise InvalidRequestError(
+                    f"speculation.drafter: {echoed(asked.drafter)} is not available; choose from "
+                    f"{', '.join(d for d in self._drafters if d in allowed)}.",
+                    param="speculation.drafter",
+                )
+            drafter = asked.drafter
+        if asked is not None and asked.max_draft_tokens is not None:
+            most = task.limits.max_draft_tokens
+            if most is not None and asked.max_draft_tokens > most:
+                raise LimitExceededError(
+                    f"speculation.max_draft_tokens: at most {most}; got {asked.max_draft_tokens}.",
+                    param="speculation.max_draft_tokens",
+                )
+            num_draft = asked.max_draft_tokens
+        if drafter == "off" or num_draft == 0:
+            return SpeculationParams()
+        return SpeculationParams(drafter, num_draft, own.options(), own.corpus)
+
+    async def _prompt_ids(
+        self, body: CompletionBody, prompt: str | list[int], model: ServedModel, room: int, at: str
+    ) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            # No token has more bytes than the longest one: a bound without tokenizing megabytes.
+            at_least = len(prompt.encode()) // self._longest[model.name]
+            if at_least > room:
+                raise _too_long(at, f"at least {at_least}", body.max_tokens, room)
+            ids = await self.encode(model, prompt, add_special=body.add_special_tokens is not False)
+            if not ids:
+                raise InvalidRequestError(
+                    f"{at}: the prompt has no tokens; it cannot be empty.", param="prompt"
+                )
+        else:
+            ids = prompt
+            for token_id in ids:
+                if token_id >= model.vocab_size:
+                    raise InvalidRequestError(
+                        f"{at}: token id {echoed(token_id)} is not below the vocabulary size, "
+                        f"{model.vocab_size}.",
+                        param="prompt",
+                    )
+        return tuple(ids)
+
+    def _max_tokens(
+        self,
+        body: CompletionBody,
+        task: TaskConfig,
+        sampling: SamplingParams,
+        num_prompt: int,
+        room: int,
+        at: str,
+    ) -> int:
+        most_prompt = task.limits.max_prompt_tokens
+        if most_prompt is not None and num_prompt > most_prompt:
+            raise ContextLengthExceededError(
+                f"{at}: {num_prompt} tokens; the task {task.name} allows {most_prompt}.",
+                param="prompt",
+            )
+        limits = [v for v in (task.limits.max_tokens, self._limits.max_tokens) if v is not None]
+        max_tokens = sampling.max_tokens
+        if body.max_tokens is not None:
+            if limits and max_tokens > min(limits):
+                raise LimitExceededError(
+                    f"max_tokens: at most {min(limits)}; got {echoed(max_tokens)}.",
+                    param="max_tokens",
+                )
+            if num_prompt + max_tokens > room:
+                raise _too_long(at, str(num_prompt), max_tokens, room)
+        else:
+            if num_prompt >= room:
+                raise _too_long(at, str(num_prompt), None, room)
+            max_tokens = min([max_tokens, room - num_prompt, *limits])
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({sampling.min_tokens}) is above max_tokens ({max_tokens}).",
+                param="min_tokens",
+            )
+        return max_tokens
+
+
+def _replace_sampling(sampling: SamplingParams, *, max_tokens: int, seed: int) -> SamplingParams:
+    values = {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
+    values.update(max_tokens=max_tokens, seed=seed)
+    return SamplingParams(**values)
+
+
+def _refuse_unsupported(body: CompletionBody) -> None:
+    if body.suffix:
+        raise UnsupportedFieldError(
+            "suffix: this model has no infill; only prompts are continued.", param="suffix"
+        )
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise UnsupportedFieldError(
+            "stream_options.include_obfuscation: chunks are never padded; leave it out.",
+            param="stream_options.include_obfuscation",
+        )
+
+
+def _too_long(at: str, num_prompt: str, max_tokens: int | None, room: int) -> Exception:
+    extra = "" if not max_tokens else f" and {max_tokens} for the completion (max_tokens)"
+    return ContextLengthExceededError(
+        f"{at}: the model's context holds {room} tokens, but the request has {num_prompt} in the "
+        f"prompt{extra}. Prompts are never truncated.",
+        param="max_tokens" if max_tokens and num_prompt.isdigit() and int(num_prompt) < room
+        else "prompt",
+    )  # fmt: skip
+
+
+def _prompts_of(prompt: Any) -> list[str | list[int]]:
+    """The four shapes of `prompt` as a list of texts or id lists. Raises InvalidRequestError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidRequestError(
+            "prompt: must be a string, a list of strings, a list of token ids or a list of lists "
+            f"of token ids; got {echoed(prompt)}.",
+            param="prompt",
+        )
+    if not prompt:
+        raise InvalidRequestError("prompt: the list is empty.", param="prompt")
+    first = prompt[0]
+    if isinstance(first, int):
+        return [_ids_of(prompt, "prompt")]
+    kind = str if isinstance(first, str) else list
+    prompts: list[str | list[int]] = []
+    for i, item in enumerate(prompt):
+        if not isinstance(item, kind):
+            raise InvalidRequestError(
+                f"prompt[{i}]: all items must have one type (strings, token ids or lists of token "
+                f"ids); got {echoed(item)}.",
+                param="prompt",
+            )
+        prompts.append(item if isinstance(item, str) else _ids_of(item, f"prompt[{i}]"))
+    return prompts
+
+
+def _ids_of(items: Any, at: str) -> list[int]:
+    if not items:
+        raise InvalidRequestError(f"{at}: the list of token ids is empty.", param="prompt")
+    for i, item in enumerate(items):
+        if type(item) is not int or item < 0:
+            raise InvalidRequestError(
+                f"{at}[{i}]: a token id is an integer of 0 or more; got {echoed(item)}.",
+                param="prompt",
+            )
+    ids: list[int] = items
+    return ids
+
+
+def _stops_of(stop: str | list[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequestError(
+            f"stop: at most {MAX_STOPS} strings; got {len(stops)}.", param="stop"
+        )
+    for i, text in enumerate(stops):
+        at = "stop" if isinstance(stop, str) else f"stop[{i}]"
+        if not text:
+            raise InvalidRequestError(f"{at}: a stop string cannot be empty.", param="stop")
+        if len(text) > MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                f"{at}: at most {MAX_STOP_CHARS} characters; got {len(text)}.", param="stop"
+            )
+    return tuple(dict.fromkeys(stops))
+
+
+def _check_ids(ids: Sequence[int], model: ServedModel, field_name: str) -> None:
+    for token_id in ids:
+        if token_id >= model.vocab_size:
+            raise InvalidRequestError(
+                f"{field_name}: token id {token_id} is not below the vocabulary size, "
+                f"{model.vocab_size}.",
+                param=field_name,
+            )
+
+
+def _bias_of(
+    logit_bias: dict[str, float] | None, model: ServedModel
+) -> tuple[tuple[int, float], ...]:
+    if not logit_bias:
+        return ()
+    pairs: dict[int, float] = {}
+    for key, bias in logit_bias.items():
+        if not _ID.fullmatch(key) or int(key) >= model.vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: {echoed(key)} is no token id below {model.vocab_size}.",
+                param="logit_bias",
+            )
+        if int(key) in pairs:
+            raise InvalidRequestError(
+                f"logit_bias: the id {int(key)} is there twice.", param="logit_bias"
+            )
+        pairs[int(key)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def _context_span(
+    table: TokenBytes, ids: Sequence[int], after: str | None, before: str | None
+) -> tuple[int, int] | None:
+    """[start, end) of the ids between the marks, or None when a mark is missing."""
+    pieces = table.prompt_bytes(ids, skip_special=False)
+    data = b"".join(pieces)
+    start_byte, end_byte = 0, len(data)
+    if after is not None:
+        at = data.find(after.encode())
+        if at < 0:
+            return None
+        start_byte = at + len(after.encode())
+    if before is not None:
+        end_byte = data.find(before.encode(), start_byte)
+        if end_byte < 0:
+            return None
+    position, start, end = 0, len(ids), len(ids)
+    for i, piece in enumerate(pieces):
+        if position >= start_byte and start == len(ids):
+            start = i
+        if position >= end_byte:
+            end = i
+            break
+        position += len(piece)
+    return (start, end) if start < end else None
+
+
+def _echo_text(
+    model: ServedModel, prompt: str | list[int], ids: Sequence[int], sampling: SamplingParams
+) -> PromptText:
+    pieces = model.table.prompt_bytes(ids, skip_special=sampling.skip_special_tokens)
+    if isinstance(prompt, str):
+        return PromptText(prompt, tuple(pieces))
+    return PromptText(b"".join(pieces).decode(errors="replace"), tuple(pieces))

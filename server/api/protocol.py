@@ -1,0 +1,222 @@
+"""The HTTP shapes: what a body may say (pydantic, strict, nothing unknown) and how answers look.
+
+Requests are validated once per request by pydantic. Responses are plain dicts built by hand; no
+model is involved per token. Every number has bounds here; bounds that depend on the model, the
+task or the server's configuration are checked in server.api.intake.
+
+No-op fields, the complete list (NO_OP_FIELDS): they are accepted and change nothing. Any other
+field is honoured or refused with a 400 that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
+
+from server.errors import InvalidRequestError, UnknownFieldError, echoed
+
+__all__ = [
+    "NO_OP_FIELDS",
+    "CompletionBody",
+    "ContextMarksBody",
+    "DetokenizeBody",
+    "SpeculationBody",
+    "StreamOptions",
+    "TokenizeBody",
+    "model_object",
+    "validate",
+]
+
+NO_OP_FIELDS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 256
+MAX_ALLOWED_IDS = 1 << 18
+INT31 = (1 << 31) - 1
+INT63 = (1 << 63) - 1
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, frozen=True
+    )
+
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        },
+    ]
+}
+# Checked by hand in intake: a union of four shapes would report four errors for every item.
+Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+TokenId = Annotated[int, Field(ge=0, le=INT31)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class StreamOptions(_Body):
+    """stream_options, of OpenAI and vLLM."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = Field(
+        False, description="only false is honoured: chunks are never padded"
+    )
+
+
+class SpeculationBody(_Body):
+    """How this request drafts, within the task's limits. It changes speed, never the text."""
+
+    drafter: str | None = Field(None, min_length=1, max_length=64)
+    max_draft_tokens: int | None = Field(None, ge=0, le=256)
+
+
+class ContextMarksBody(_Body):
+    """Where the prompt's context lies: after the first `after`, before the next `before`."""
+
+    after: str | None = Field(None, min_length=1, max_length=1000)
+    before: str | None = Field(None, min_length=1, max_length=1000)
+
+
+class CompletionBody(_Body):
+    """POST /v1/completions. None is "not given": the task's or the server's default."""
+
+    model: ModelName
+    prompt: Prompt
+    max_tokens: int | None = Field(None, ge=0, le=INT31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=1024)
+    best_of: int | None = Field(None, ge=1, le=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    stop: str | list[str] | None = Field(None, description="up to 4 strings")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS
+    )
+    seed: int | None = Field(None, ge=-INT63 - 1, le=INT63)
+    suffix: str | None = None
+    user: str | None = None
+
+    # vLLM's.
+    top_k: int | None = Field(None, ge=-1, le=INT31, description="0 and -1 are off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    min_tokens: int | None = Field(None, ge=0, le=INT31)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_IDS)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-INT31, le=INT31)
+    cache_salt: str | None = Field(None, max_length=256)
+
+    # Ours.
+    speculation: SpeculationBody | None = None
+    include_speculation: bool | None = None
+    context: ContextMarksBody | None = None
+
+    # No-ops of OpenAI's other routes that clients send everywhere.
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize, vLLM's shape. Without a model: the server's first."""
+
+    model: ModelName | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize, vLLM's shape."""
+
+    model: ModelName | None = None
+    tokens: list[TokenId]
+
+
+_B = TypeVar("_B", bound=BaseModel)
+
+
+def validate(model: type[_B], body: dict[str, Any]) -> _B:
+    """`body` as a `model`. Raises UnknownFieldError or InvalidRequestError naming the field."""
+    unknown = [key for key in body if key not in model.model_fields]
+    if unknown:
+        names = ", ".join(echoed(key, 40) for key in unknown[:3])
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise UnknownFieldError(
+            f"Unknown field{'s' if len(unknown) > 1 else ''}: {names}{more}.",
+            param=echoed(unknown[0], 64).strip("'"),
+        )
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        # The first one is enough, and a list of 10^5 wrong items must not become a page of errors.
+        raise _invalid(
+            model, error.errors(include_url=False, include_input=False)[0], body
+        ) from None
+
+
+def _invalid(model: type[BaseModel], problem: ErrorDetails, body: Mapping[str, Any]) -> Exception:
+    path = [part for part in problem["loc"] if not _is_union_tag(part)]
+    param = ""
+    value: Any = body
+    for part in path:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        else:
+            name = part if part.isascii() and part.isidentifier() else echoed(part, 40)
+            param += f".{name}" if param else name
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    kind, message = problem["type"], problem["msg"]
+    if kind == "extra_forbidden":
+        return UnknownFieldError(f"Unknown field: {param}.", param=param)
+    if kind == "missing":
+        return InvalidRequestError(f"The field {param} is required.", param=param)
+    message = message[:1].lower() + message[1:]
+    return InvalidRequestError(f"{param}: {message}; got {echoed(value)}.", param=param)
+
+
+def _is_union_tag(part: int | str) -> bool:
+    """pydantic puts the arm of a union into the path ("stop", "list[str]", 0)."""
+    return isinstance(part, str) and (part in ("str", "int", "float") or part.startswith("list["))
+
+
+def model_object(
+    name: str, *, created: int, root: str, max_model_len: int, description: str
+) -> dict[str, Any]:
+    """One entry of GET /v1/models: OpenAI's fields, vLLM's root and max_model_len, and more."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tailor",
+        "root": root,
+        "parent": None if root == name else root,
+        "max_model_len": max_model_len,
+        "description": description,
+    }

@@ -1,0 +1,162 @@
+"""The account of one Request: what its Deltas add up to, for `usage` and for the metrics at once.
+
+`observe` is the only place where tokens are counted, so the counters in /metrics equal the sums of
+the usage that clients see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from server.metrics import Metrics
+from server.types import Delta, Request
+
+__all__ = ["RequestAccount", "speculation_report", "usage_report"]
+
+
+class RequestAccount:
+    """Sums over the Deltas of one Request. Written by `observe` alone."""
+
+    def __init__(self, request: Request, metrics: Metrics) -> None:
+        self.request = request
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_cached_tokens = 0
+        self.num_completion_tokens = 0
+        self.accepted_prediction_tokens = 0
+        self.rejected_prediction_tokens = 0
+        self.num_steps = 0
+        self.num_drafts = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.accepted_by_depth: list[int] = []
+        self.offered_by_depth: list[int] = []
+        self.by_source: dict[str, list[int]] = {}
+        self.started = False
+        self._metrics = metrics
+        self._drafter = request.speculation.drafter
+        self._first_s: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+
+    def observe(self, delta: Delta, now_s: float) -> None:
+        """Count one Delta of this request. now_s: time.monotonic() at its arrival."""
+        request = self.request
+        series = self._metrics.task(request.task, self._drafter)
+        if not self.started and delta.finish_reason not in ("error", "abort"):
+            self.started = True
+            self.num_cached_tokens = delta.num_cached_tokens
+            series.prompt_tokens.inc(self.num_prompt_tokens)
+            series.prompt_size.observe(self.num_prompt_tokens)
+            if delta.num_cached_tokens:
+                series.cached_tokens.inc(delta.num_cached_tokens)
+            series.queue.observe(delta.queue_s)
+            series.time_to_first_token.observe(now_s - request.arrival_s)
+        choice, num_tokens, counts = delta.choice_id, len(delta.token_ids), delta.counts
+        if num_tokens:
+            last_s = self._last_s.get(choice)
+            if last_s is None:
+                self._first_s[choice] = now_s
+            else:
+                gap_s = (now_s - last_s) / num_tokens
+                for _ in range(num_tokens):
+                    series.inter_token.observe(gap_s)
+            self._last_s[choice] = now_s
+            self._tokens[choice] = self._tokens.get(choice, 0) + num_tokens
+            self.num_completion_tokens += num_tokens
+        self._metrics.count_step(request.task, self._drafter, num_tokens, counts)
+        self.num_steps += counts.num_steps
+        self.accepted_prediction_tokens += counts.accepted_prediction_tokens
+        self.rejected_prediction_tokens += counts.rejected_prediction_tokens
+        if counts.num_drafts:
+            self.num_drafts += counts.num_drafts
+            self.num_drafted += counts.num_drafted
+            self.num_accepted += counts.num_accepted
+            _add(self.accepted_by_depth, counts.accepted_by_depth)
+            _add(self.offered_by_depth, counts.offered_by_depth)
+            for source, drafted, accepted in counts.by_source:
+                sums = self.by_source.setdefault(source, [0, 0])
+                sums[0] += drafted
+                sums[1] += accepted
+        if delta.finish_reason is not None:
+            self._metrics.count_choice(request.task, delta.finish_reason)
+            total = self._tokens.get(choice, 0)
+            series.generation_size.observe(total)
+            series.end_to_end.observe(now_s - request.arrival_s)
+            if total > 1:
+                series.per_output_token.observe(
+                    (self._last_s[choice] - self._first_s[choice]) / (total - 1)
+                )
+
+    def close(self, outcome: str) -> None:
+        """The request is over: "ok", "abort" or "error". Called once."""
+        self._metrics.count_outcome(self.request.task, outcome)
+
+
+def _add(sums: list[int], more: tuple[int, ...]) -> None:
+    if len(more) > len(sums):
+        sums.extend([0] * (len(more) - len(sums)))
+    for i, number in enumerate(more):
+        sums[i] += number
+
+
+def usage_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
+    """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count."""
+    prompt = cached = completion = accepted = rejected = 0
+    for account in accounts:
+        prompt += account.num_prompt_tokens
+        cached += account.num_cached_tokens
+        completion += account.num_completion_tokens
+        accepted += account.accepted_prediction_tokens
+        rejected += account.rejected_prediction_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
+    }
+
+
+def speculation_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
+    """The `speculation` object (include_speculation): sums over all prompts and choices.
+
+    mean_tokens_per_step counts every decode step, drafted or not; it is null when no step was made.
+    """
+    steps = drafts = drafted = accepted = tokens = 0
+    by_depth: list[int] = []
+    offered: list[int] = []
+    sources: dict[str, list[int]] = {}
+    drafter = "off"
+    for account in accounts:
+        drafter = account.request.speculation.drafter
+        steps += account.num_steps
+        drafts += account.num_drafts
+        drafted += account.num_drafted
+        accepted += account.num_accepted
+        tokens += account.num_completion_tokens
+        _add(by_depth, tuple(account.accepted_by_depth))
+        _add(offered, tuple(account.offered_by_depth))
+        for source, (num_drafted, num_accepted) in account.by_source.items():
+            sums = sources.setdefault(source, [0, 0])
+            sums[0] += num_drafted
+            sums[1] += num_accepted
+    return {
+        "drafter": drafter,
+        "steps": steps,
+        "drafts": drafts,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "mean_tokens_per_step": tokens / steps if steps else None,
+        "accepted_by_depth": by_depth,
+        "offered_by_depth": offered,
+        "by_source": {
+            source: {"drafted_tokens": d, "accepted_tokens": a}
+            for source, (d, a) in sorted(sources.items())
+        },
+    }

@@ -1,0 +1,344 @@
+"""Every Prometheus series of the server, declared once.
+
+All values are counted in the API process, from the Deltas that also make `usage` (server.api.usage
+calls in here), so counters equal the sums of the requests' usage. Names follow vLLM's suffixes
+under the prefix `tailor_`. Latency histograms start at 1 ms; propose and host times, which lie far
+below that, start at 10 us.
+
+One `Metrics` per app, with a registry of its own: two apps in one process never share a series.
+
+Definitions that are easy to get wrong:
+- tokens per step = generation_tokens / spec_decode_num_decode_steps: *all* decode steps count,
+  drafted or not, after the cut at EOS, stop and max_tokens.
+- accepted / verified rows = spec_decode_num_accepted_tokens / spec_decode_num_draft_tokens.
+- chance by depth = ..._accepted_tokens_per_pos / ..._offered_per_pos; position 0 is the root's
+  child.
+- inter_token_latency: the gap between two Deltas of a choice, shared equally by the tokens of the
+  second one and observed once per token; its sum is the decode time.
+- request_time_per_output_token: (last token - first token) / (tokens - 1), once per choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from server.types import EngineStats, ModelInfo, StepCounts
+
+__all__ = ["CONTENT_TYPE_LATEST", "LATENCY_BUCKETS_S", "EngineSeries", "Metrics", "TaskSeries"]
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0,
+    45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0,
+)  # fmt: skip
+SHORT_BUCKETS_S = (
+    0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, *LATENCY_BUCKETS_S[:24],
+)  # fmt: skip
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+_TASK = ("task",)
+_SPEC = ("task", "drafter")
+_ENGINE = ("engine", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSeries:
+    """The series of one (task, drafter), looked up once and not per token."""
+
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    cached_tokens: Counter
+    decode_steps: Counter
+    drafts: Counter
+    draft_tokens: Counter
+    accepted_tokens: Counter
+    wasted_rows: Counter
+    time_to_first_token: Histogram
+    inter_token: Histogram
+    per_output_token: Histogram
+    end_to_end: Histogram
+    queue: Histogram
+    prompt_size: Histogram
+    generation_size: Histogram
+
+
+@dataclass(slots=True)
+class EngineSeries:
+    """The series of one engine slot; `last` holds the cumulative counts seen so far."""
+
+    running: Gauge
+    waiting: Gauge
+    waiting_tokens: Gauge
+    kv_usage: Gauge
+    cached_blocks: Gauge
+    draft_budget: Gauge
+    up: Gauge
+    steps: Counter
+    step: Histogram
+    model: Histogram
+    propose: Histogram
+    host: Histogram
+    rows: Histogram
+    preemptions: Counter
+    prefix_queries: Counter
+    prefix_hits: Counter
+    restarts: Counter
+    last: EngineStats
+
+
+class Metrics:
+    """All series and the registry that holds them."""
+
+    def __init__(self) -> None:
+        r = self.registry = CollectorRegistry(auto_describe=True)
+
+        def counter(name: str, text: str, labels: tuple[str, ...]) -> Counter:
+            return Counter(f"tailor_{name}", text, labels, registry=r)
+
+        def gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
+            return Gauge(f"tailor_{name}", text, labels, registry=r)
+
+        def seconds(
+            name: str,
+            text: str,
+            labels: tuple[str, ...],
+            buckets: tuple[float, ...] = LATENCY_BUCKETS_S,
+        ) -> Histogram:
+            return Histogram(f"tailor_{name}_seconds", text, labels, buckets=buckets, registry=r)
+
+        def sizes(
+            name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
+        ) -> Histogram:
+            return Histogram(f"tailor_{name}", text, labels, buckets=buckets, registry=r)
+
+        # Tokens and speculation, by task and drafter.
+        self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests", _SPEC)
+        self._generation = counter("generation_tokens", "Emitted tokens, after the cut", _SPEC)
+        self._cached = counter("prompt_tokens_cached", "Prompt tokens from the prefix cache", _SPEC)
+        self._steps = counter(
+            "spec_decode_num_decode_steps", "Steps that emitted tokens, drafted or not", _SPEC
+        )
+        self._drafts = counter("spec_decode_num_drafts", "Steps that carried draft nodes", _SPEC)
+        self._drafted = counter("spec_decode_num_draft_tokens", "Verified draft rows", _SPEC)
+        self._accepted = counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens kept after the cut", _SPEC
+        )
+        self._wasted = counter(
+            "spec_decode_num_wasted_rows", "Verified draft rows that were not kept", _SPEC
+        )
+        self._accepted_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens kept, by depth (0 = the first)",
+            (*_SPEC, "position"),
+        )
+        self._offered_pos = counter(
+            "spec_decode_num_offered_per_pos", "Drafts with a node at this depth",
+            (*_SPEC, "position"),
+        )  # fmt: skip
+        self._source_drafted = counter(
+            "spec_decode_num_draft_tokens_by_source", "Verified draft rows, by source",
+            (*_SPEC, "source"),
+        )  # fmt: skip
+        self._source_accepted = counter(
+            "spec_decode_num_accepted_tokens_by_source", "Draft tokens kept, by source",
+            (*_SPEC, "source"),
+        )  # fmt: skip
+        self._no_draft = counter(
+            "spec_decode_num_no_draft", "Steps without a draft, by reason", (*_SPEC, "reason")
+        )
+
+        # Requests, by task.
+        self._ttft = seconds("time_to_first_token", "Arrival to first token", _TASK)
+        self._inter_token = seconds("inter_token_latency", "Time between tokens", _TASK)
+        self._per_output = seconds(
+            "request_time_per_output_token", "Mean time per token after the first", _TASK
+        )
+        self._e2e = seconds("e2e_request_latency", "Arrival to last token", _TASK)
+        self._queue = seconds("request_queue_time", "Arrival to first step", _TASK)
+        self._prompt_size = sizes(
+            "request_prompt_tokens", "Prompt tokens per request", _TASK, TOKEN_BUCKETS
+        )
+        self._generation_size = sizes(
+            "request_generation_tokens", "Emitted tokens per choice", _TASK, TOKEN_BUCKETS
+        )
+        self._success = counter("request_success", "Finished choices", (*_TASK, "finished_reason"))
+        self._outcomes = counter(
+            "request_outcomes", "Requests by outcome (ok, abort, error)", (*_TASK, "outcome")
+        )
+        self._responses = counter(
+            "http_responses", "HTTP responses by route, status and error code",
+            ("route", "status", "code"),
+        )  # fmt: skip
+
+        # Engines.
+        self._running = gauge("num_requests_running", "Sequences in the running batch", _ENGINE)
+        self._waiting = gauge("num_requests_waiting", "Requests waiting in the engine", _ENGINE)
+        self._waiting_tokens = gauge("num_tokens_waiting", "Prompt tokens waiting", _ENGINE)
+        self._kv_usage = gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", _ENGINE)
+        self._cached_blocks = gauge(
+            "prefix_cache_blocks", "Blocks that hold a reusable prefix", _ENGINE
+        )
+        self._draft_budget = gauge("draft_budget", "Draft rows the last step could carry", _ENGINE)
+        self._up = gauge("engine_up", "1 while the engine serves", _ENGINE)
+        self._engine_steps = counter("engine_steps", "Steps", _ENGINE)
+        self._step = seconds("step_time", "Wall time of a step", _ENGINE)
+        self._model = seconds("step_model_time", "Forward pass and draws of a step", _ENGINE)
+        self._propose = seconds("propose_time", "Drafting of a step", _ENGINE, SHORT_BUCKETS_S)
+        self._host = seconds(
+            "step_host_time", "All of a step but the model", _ENGINE, SHORT_BUCKETS_S
+        )
+        self._rows = sizes("step_rows", "Rows of a step", _ENGINE, ROW_BUCKETS)
+        self._preemptions = counter("num_preemptions", "Preempted sequences", _ENGINE)
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up", _ENGINE)
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found", _ENGINE)
+        self._restarts = counter("engine_restarts", "Restarts of dead engines", _ENGINE)
+
+        self._tasks: dict[tuple[str, str], TaskSeries] = {}
+        self._engines: dict[str, EngineSeries] = {}
+
+    def task(self, task: str, drafter: str) -> TaskSeries:
+        """The series of a task under a drafter."""
+        series = self._tasks.get((task, drafter))
+        if series is None:
+            both = (task, drafter)
+            series = self._tasks[both] = TaskSeries(
+                prompt_tokens=self._prompt.labels(*both),
+                generation_tokens=self._generation.labels(*both),
+                cached_tokens=self._cached.labels(*both),
+                decode_steps=self._steps.labels(*both),
+                drafts=self._drafts.labels(*both),
+                draft_tokens=self._drafted.labels(*both),
+                accepted_tokens=self._accepted.labels(*both),
+                wasted_rows=self._wasted.labels(*both),
+                time_to_first_token=self._ttft.labels(task),
+                inter_token=self._inter_token.labels(task),
+                per_output_token=self._per_output.labels(task),
+                end_to_end=self._e2e.labels(task),
+                queue=self._queue.labels(task),
+                prompt_size=self._prompt_size.labels(task),
+                generation_size=self._generation_size.labels(task),
+            )
+        return series
+
+    def count_step(self, task: str, drafter: str, num_tokens: int, counts: StepCounts) -> None:
+        """What one Delta emitted and what speculation did for it."""
+        series = self.task(task, drafter)
+        if num_tokens:
+            series.generation_tokens.inc(num_tokens)
+        if counts.num_steps:
+            series.decode_steps.inc(counts.num_steps)
+        if counts.no_draft_reason:
+            self._no_draft.labels(task, drafter, counts.no_draft_reason).inc()
+        if not counts.num_drafts:
+            return
+        series.drafts.inc(counts.num_drafts)
+        series.draft_tokens.inc(counts.num_drafted)
+        series.accepted_tokens.inc(counts.num_accepted)
+        series.wasted_rows.inc(max(0, counts.num_drafted - counts.num_accepted))
+        for position, number in enumerate(counts.accepted_by_depth):
+            if number:
+                self._accepted_pos.labels(task, drafter, str(position)).inc(number)
+        for position, number in enumerate(counts.offered_by_depth):
+            if number:
+                self._offered_pos.labels(task, drafter, str(position)).inc(number)
+        for source, drafted, accepted in counts.by_source:
+            self._source_drafted.labels(task, drafter, source).inc(drafted)
+            self._source_accepted.labels(task, drafter, source).inc(accepted)
+
+    def count_choice(self, task: str, finish_reason: str) -> None:
+        """A choice ended."""
+        self._success.labels(task, finish_reason).inc()
+
+    def count_outcome(self, task: str, outcome: str) -> None:
+        """A Request ended: "ok", "abort" or "error"."""
+        self._outcomes.labels(task, outcome).inc()
+
+    def count_response(self, route: str, status: int, code: str) -> None:
+        """An HTTP response was sent. route: a known route or "other"; code: "" without error."""
+        self._responses.labels(route, str(status), code).inc()
+
+    def engine(self, engine: str, model: str) -> EngineSeries:
+        """The series of an engine slot; a slot keeps its series over restarts."""
+        series = self._engines.get(engine)
+        if series is None:
+            both = (engine, model)
+            series = self._engines[engine] = EngineSeries(
+                running=self._running.labels(*both),
+                waiting=self._waiting.labels(*both),
+                waiting_tokens=self._waiting_tokens.labels(*both),
+                kv_usage=self._kv_usage.labels(*both),
+                cached_blocks=self._cached_blocks.labels(*both),
+                draft_budget=self._draft_budget.labels(*both),
+                up=self._up.labels(*both),
+                steps=self._engine_steps.labels(*both),
+                step=self._step.labels(*both),
+                model=self._model.labels(*both),
+                propose=self._propose.labels(*both),
+                host=self._host.labels(*both),
+                rows=self._rows.labels(*both),
+                preemptions=self._preemptions.labels(*both),
+                prefix_queries=self._prefix_queries.labels(*both),
+                prefix_hits=self._prefix_hits.labels(*both),
+                restarts=self._restarts.labels(*both),
+                last=EngineStats(),
+            )
+        return series
+
+    def engine_ready(self, engine: str, model: str, info: ModelInfo) -> None:
+        """An engine began to serve; its cumulative counts start at 0."""
+        series = self.engine(engine, model)
+        series.last = EngineStats()
+        series.up.set(1)
+
+    def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
+        """An engine died or was stopped; it holds nothing any more."""
+        series = self.engine(engine, model)
+        for gauge in (
+            series.up,
+            series.running,
+            series.waiting,
+            series.waiting_tokens,
+            series.kv_usage,
+            series.cached_blocks,
+            series.draft_budget,
+        ):
+            gauge.set(0)
+        if restarted:
+            series.restarts.inc()
+
+    def engine_stats(self, engine: str, model: str, stats: EngineStats, *, stepped: bool) -> None:
+        """A snapshot of an engine. `stepped` says that it belongs to a step just made.
+
+        num_preemptions, prefix_queries and prefix_hits count from the engine's start.
+        """
+        s = self.engine(engine, model)
+        s.running.set(stats.num_running)
+        s.waiting.set(stats.num_waiting)
+        s.waiting_tokens.set(stats.num_waiting_tokens)
+        used = stats.num_total_blocks - stats.num_free_blocks
+        s.kv_usage.set(used / stats.num_total_blocks if stats.num_total_blocks else 0.0)
+        s.cached_blocks.set(stats.num_cached_blocks)
+        s.draft_budget.set(stats.draft_budget)
+        if stepped and stats.num_rows:
+            s.steps.inc()
+            s.step.observe(stats.step_s)
+            s.model.observe(stats.model_s)
+            s.propose.observe(stats.propose_s)
+            s.host.observe(stats.host_s)
+            s.rows.observe(stats.num_rows)
+        last = s.last
+        if stats.num_preemptions > last.num_preemptions:
+            s.preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        if stats.prefix_queries > last.prefix_queries:
+            s.prefix_queries.inc(stats.prefix_queries - last.prefix_queries)
+        if stats.prefix_hits > last.prefix_hits:
+            s.prefix_hits.inc(stats.prefix_hits - last.prefix_hits)
+        s.last = stats
+
+    def exposition(self) -> bytes:
+        """The text that /metrics returns (content type CONTENT_TYPE_LATEST)."""
+        return generate_latest(self.registry)

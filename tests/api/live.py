@@ -1,0 +1,183 @@
+"""A real server for tests: create_app and serve, on uvicorn, on a real socket, in a thread.
+
+In-process clients buffer streams and cannot see disconnects, so every HTTP test goes through this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+import openai
+
+from server import token_bytes
+from server.api.app import create_app, serve
+from server.api.client import EngineClient, EngineSpec, RestartPolicy
+from server.api.intake import ServedModel
+from server.config import ServerConfig, TaskConfig
+from server.metrics import Metrics
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.fakes.scripted_engine import ScriptedEngine
+
+TOKENIZER = byte_level_tokenizer()
+TABLE = token_bytes.build(TOKENIZER, 400)
+BYTE_IDS = {TABLE.bytes_of(i): i for i in range(TABLE.vocab_size) if len(TABLE.bytes_of(i)) == 1}
+DRAFTERS = ("off", "suffix")
+
+
+def encode(text: str) -> list[int]:
+    """Ids of a text under the tests' tokenizer."""
+    ids: list[int] = TOKENIZER.encode(text).ids
+    return ids
+
+
+def as_bytes(text: str) -> list[int]:
+    """One id per UTF-8 byte."""
+    return [BYTE_IDS[bytes([b])] for b in text.encode()]
+
+
+def served(name: str = "tiny", max_model_len: int = 256) -> ServedModel:
+    """The tests' model as the API knows it."""
+    return ServedModel(name, byte_level_tokenizer(), TABLE, 400, max_model_len, 1_700_000_000, "fp")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Poll until the condition holds; fails after the timeout."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+class LiveServer:
+    """A running server; a context manager. `status` is serve's return value after the exit."""
+
+    def __init__(
+        self,
+        engines: Sequence[ScriptedEngine] | Sequence[EngineSpec],
+        *,
+        config: ServerConfig | None = None,
+        tasks: Mapping[str, TaskConfig] | None = None,
+        models: Mapping[str, ServedModel] | None = None,
+        restart: RestartPolicy | None = None,
+        wait_ready: bool = True,
+        drafters: Sequence[str] = DRAFTERS,
+        max_model_len: int = 256,
+        drain_s: float = 5.0,
+    ) -> None:
+        self.config = config or ServerConfig()
+        self.specs = [
+            e if isinstance(e, EngineSpec) else EngineSpec(e.name, e.info.name, "cpu", e.factory)
+            for e in engines
+        ]
+        self.tasks = tasks or {}
+        self.models = models or {s.model: served(s.model, max_model_len) for s in self.specs}
+        self.restart = restart or RestartPolicy(first_delay_s=0.05, max_delay_s=0.1)
+        self.drafters = drafters
+        self.drain_s = drain_s
+        self.metrics = Metrics()
+        self.status: int | None = None
+        self.error: BaseException | None = None
+        self._wait_ready = wait_ready
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(128)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.client: EngineClient
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+
+    def _run(self) -> None:
+        try:
+            self.status = asyncio.run(self._serve())
+        except BaseException as error:
+            self.error = error
+
+    async def _serve(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        limits = self.config.limits
+        self.client = EngineClient(
+            self.specs,
+            metrics=self.metrics,
+            restart=self.restart,
+            max_queued_requests=limits.max_queued_requests,
+            max_queued_tokens=limits.max_queued_tokens,
+            stop_timeout_s=5.0,
+        )
+        app = create_app(
+            self.config,
+            tasks=self.tasks,
+            models=self.models,
+            client=self.client,
+            metrics=self.metrics,
+            drafters=self.drafters,
+        )
+        return await serve(
+            app, self.client, sockets=[self._socket], drain_s=self.drain_s, stop=self._stop
+        )
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        if self._wait_ready:
+            wait_until(lambda: self.error is not None or self._answers("/ready"), 10)
+        else:
+            wait_until(lambda: self.error is not None or self._answers("/health"), 10)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def _answers(self, path: str) -> bool:
+        try:
+            return httpx.get(self.url + path).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.terminate()
+        self.join()
+
+    def terminate(self) -> None:
+        """What SIGTERM does."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self, timeout_s: float = 20.0) -> int | None:
+        """Wait for the end; returns the exit status."""
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the server did not stop"
+        if self.error is not None:
+            raise self.error
+        return self.status
+
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        """The real client, without retries."""
+        return openai.OpenAI(api_key=api_key, base_url=self.url + "/v1", max_retries=0)
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        """POST a JSON body; model and prompt have defaults for completions."""
+        if path == "/v1/completions":
+            body = {"model": "tiny", "prompt": "the", **body}
+        return httpx.post(self.url + path, json=body, timeout=20)
+
+    def sample(self, name: str, **labels: str) -> float:
+        """Sum of a series over the labels that are not given."""
+        return sum(
+            s.value
+            for family in self.metrics.registry.collect()
+            for s in family.samples
+            if s.name == name and all(s.labels.get(k) == v for k, v in labels.items())
+        )

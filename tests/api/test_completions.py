@@ -1,0 +1,377 @@
+"""POST /v1/completions over a real socket, with the real openai client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.types import Request
+from tests.api.live import TABLE, TOKENIZER, LiveServer, as_bytes, encode
+from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
+
+REPLY = " over the lazy dog. Once upon a time — héllo wörld"
+REPLY_IDS = encode(REPLY)
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(saying(REPLY_IDS))
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
+    with LiveServer([engine]) as live:
+        yield live
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY_IDS)
+    engine.submitted.clear()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of each event; the last must be [DONE]."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_the_openai_client_gets_a_completion(server: LiveServer, engine: ScriptedEngine) -> None:
+    answer = server.openai().completions.create(
+        model="tiny", prompt="the quick brown fox jumps", max_tokens=5, temperature=0
+    )
+    assert answer.object == "text_completion" and answer.model == "tiny"
+    assert answer.id.startswith("cmpl-") and answer.system_fingerprint == "fp"
+    [choice] = answer.choices
+    assert choice.text == TOKENIZER.decode(REPLY_IDS[:5])
+    assert (choice.finish_reason, choice.index, choice.logprobs) == ("length", 0, None)
+    num_prompt = len(encode("the quick brown fox jumps"))
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == num_prompt
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == num_prompt + 5
+    [request] = engine.submitted
+    assert request.prompt_ids == tuple(encode("the quick brown fox jumps"))
+    assert request.sampling.temperature == 0.0 and request.task == "completion"
+
+
+def test_a_response_has_openais_members_and_no_others(server: LiveServer) -> None:
+    body = server.post(max_tokens=2).json()
+    assert set(body) == {
+        "id", "object", "created", "model", "system_fingerprint", "choices", "usage",
+    }  # fmt: skip
+    assert set(body["choices"][0]) == {"text", "index", "logprobs", "finish_reason"}
+    assert body["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 7])
+def test_a_stream_is_the_whole_text(
+    server: LiveServer, engine: ScriptedEngine, per_step: int
+) -> None:
+    engine.script = saying(REPLY_IDS, per_step=per_step)
+    stream = server.openai().completions.create(
+        model="tiny", prompt="the", max_tokens=len(REPLY_IDS), stream=True
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks) == REPLY
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len({(c.id, c.created, c.model) for c in chunks}) == 1
+    assert all(c.usage is None and "usage" not in c.model_fields_set for c in chunks)
+
+
+def test_include_usage_is_null_until_the_last_chunk(server: LiveServer) -> None:
+    response = server.post(stream=True, max_tokens=4, stream_options={"include_usage": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, last = events(response)
+    assert all("usage" in c and c["usage"] is None and c["choices"] for c in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+    assert last["usage"]["total_tokens"] == 4 + last["usage"]["prompt_tokens"]
+
+
+def test_continuous_usage_counts_up(server: LiveServer) -> None:
+    response = server.post(
+        stream=True, max_tokens=4,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    chunks = events(response)
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 4, 4]
+
+
+def test_characters_are_never_split(server: LiveServer, engine: ScriptedEngine) -> None:
+    text = "né 日本 👩‍👧"
+    engine.script = saying(as_bytes(text))
+    chunks = events(server.post(stream=True, max_tokens=len(text.encode())))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == text
+    assert not any("�" in c["choices"][0]["text"] for c in chunks)
+    whole = server.post(max_tokens=len(text.encode())).json()
+    assert whole["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_over_several_tokens(
+    server: LiveServer, engine: ScriptedEngine, stream: bool, include: bool
+) -> None:
+    ids = as_bytes("one\n\ntwo\n\nQ:")
+
+    def script(request: Request) -> Any:
+        assert request.sampling.stop == (b"\n\nQ:", b"zzz")
+        return steps_of(request, ids, finish_reason="stop", stop_reason=b"\n\nQ:")
+
+    engine.script = script
+    response = server.post(
+        stop=["\n\nQ:", "zzz"], max_tokens=50, stream=stream, include_stop_str_in_output=include
+    )
+    if stream:
+        chunks = events(response)
+        texts = [c["choices"][0]["text"] for c in chunks]
+        text, end = "".join(texts), chunks[-1]["choices"][0]
+        shown = ""
+        for piece in texts[:-1]:
+            shown += piece
+            assert not shown.endswith(("\n\nQ", "\n\n", "\n"))
+    else:
+        end = response.json()["choices"][0]
+        text = end["text"]
+    assert text == ("one\n\ntwo\n\nQ:" if include else "one\n\ntwo")
+    assert (end["finish_reason"], end["stop_reason"]) == ("stop", "\n\nQ:")
+
+
+def test_the_eos_has_no_text_and_counts(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = lambda r: steps_of(r, [*encode("the end"), 0], finish_reason="stop")
+    body = server.post(max_tokens=50, skip_special_tokens=False).json()
+    assert body["choices"][0]["text"] == "the end"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == len(encode("the end")) + 1
+
+
+def test_prompt_shapes(server: LiveServer, engine: ScriptedEngine) -> None:
+    a, b = encode("the quick"), encode("lazy dog")
+    for prompt, expected in (
+        ("the quick", [a]),
+        (["the quick", "lazy dog"], [a, b]),
+        (a, [a]),
+        ([a, b], [a, b]),
+    ):
+        engine.submitted.clear()
+        body = server.post(prompt=prompt, max_tokens=2).json()
+        assert sorted(r.prompt_ids for r in engine.submitted) == sorted(map(tuple, expected))
+        assert [c["index"] for c in body["choices"]] == list(range(len(expected)))
+        assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+        assert body["usage"]["completion_tokens"] == 2 * len(expected)
+
+
+def test_prompts_of_a_list_have_fresh_seeds_or_the_given_one(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    server.post(prompt=["a", "b", "c"], max_tokens=1)
+    assert len({r.sampling.seed for r in engine.submitted}) == 3
+    engine.submitted.clear()
+    server.post(prompt=["a", "b"], max_tokens=1, seed=-5)
+    assert [r.sampling.seed for r in engine.submitted] == [2**64 - 5] * 2
+
+
+def test_choices_are_numbered_over_prompts(server: LiveServer, engine: ScriptedEngine) -> None:
+    def script(request: Request) -> Any:
+        first = request.prompt_ids[0]
+        return together(
+            [steps_of(request, [first, first + k], choice_id=k) for k in range(request.num_choices)]
+        )
+
+    engine.script = script
+    a, b = as_bytes("ab")
+    body = server.post(prompt=[[a], [b]], n=2, max_tokens=2, return_token_ids=True).json()
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    assert [c["token_ids"] for c in body["choices"]] == [[a, a], [a, a + 1], [b, b], [b, b + 1]]
+    assert [c["prompt_token_ids"] for c in body["choices"]] == [[a], [a], [b], [b]]
+    streamed = events(
+        server.post(prompt=[[a], [b]], n=2, max_tokens=2, return_token_ids=True, stream=True)
+    )
+    by_choice: dict[int, list[int]] = {}
+    for chunk in streamed:
+        [choice] = chunk["choices"]
+        by_choice.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert by_choice == {0: [a, a], 1: [a, a + 1], 2: [b, b], 3: [b, b + 1]}
+
+
+def test_best_of_returns_the_n_likeliest(server: LiveServer, engine: ScriptedEngine) -> None:
+    means = [-3.0, -1.0, -2.0]
+
+    def script(request: Request) -> Any:
+        assert request.num_choices == 3 and request.sampling.num_logprobs == 0
+        return together(
+            [
+                steps_of(request, as_bytes(str(k)), choice_id=k, logprob=lambda i, k=k: means[k])
+                for k in range(3)
+            ]
+        )
+
+    engine.script = script
+    body = server.post(best_of=3, n=2, max_tokens=1).json()
+    assert [(c["index"], c["text"], c["logprobs"]) for c in body["choices"]] == [
+        (0, "1", None),
+        (1, "2", None),
+    ]
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_logprobs_have_tokens_offsets_and_the_likeliest(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    text = "no €"
+    engine.script = saying(as_bytes(text))
+    answer = server.openai().completions.create(
+        model="tiny", prompt="the", max_tokens=len(text.encode()), logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    assert logprobs.tokens == ["n", "o", " ", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    assert logprobs.text_offset == [0, 1, 2, 3, 3, 3]
+    assert logprobs.token_logprobs == [-0.25] * 6
+    assert logprobs.top_logprobs is not None
+    for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
+        assert top[token] == -0.25 == max(top.values()) and len(top) == 2
+
+
+def test_streamed_logprobs_are_the_whole_ones(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY_IDS, per_step=3)
+    options = {"logprobs": 1, "max_tokens": 10, "stop": ["never, ever"], "echo": True}
+    whole = server.post(**options).json()["choices"][0]
+    joined: dict[str, list[Any]] = {k: [] for k in whole["logprobs"]}
+    text = ""
+    for chunk in events(server.post(stream=True, **options)):
+        text += chunk["choices"][0]["text"]
+        for name, values in chunk["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert joined == whole["logprobs"] and text == whole["text"]
+
+
+def test_echo_gives_the_prompt_and_its_logprobs(server: LiveServer, engine: ScriptedEngine) -> None:
+    prompt = "the quick brown"
+    ids = encode(prompt)
+    for given in (prompt, ids):
+        choice = server.post(prompt=given, echo=True, logprobs=1, max_tokens=3).json()["choices"][0]
+        assert choice["text"] == prompt + TOKENIZER.decode(REPLY_IDS[:3])
+        logprobs = choice["logprobs"]
+        assert len(logprobs["tokens"]) == len(ids) + 3
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert (
+            logprobs["token_logprobs"][1:] == [-2.0 - i for i in range(len(ids) - 1)] + [-0.25] * 3
+        )
+        for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert choice["text"][offset:].startswith(token)
+    assert engine.submitted[-1].echo_logprobs == 1
+
+
+def test_scoring_a_prompt_alone(server: LiveServer, engine: ScriptedEngine) -> None:
+    """What lm-eval asks: echo, logprobs, max_tokens 0."""
+    engine.script = lambda r: steps_of(r, [], finish_reason="length")
+    ids = encode("the answer")
+    body = server.post(prompt=ids, echo=True, logprobs=0, max_tokens=0).json()
+    assert body["choices"][0]["text"] == "the answer"
+    assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == len(ids)
+    assert body["usage"]["completion_tokens"] == 0
+    assert engine.submitted[-1].sampling.max_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_alone_needs_no_engine(
+    server: LiveServer, engine: ScriptedEngine, stream: bool
+) -> None:
+    response = server.post(prompt="the answer", echo=True, max_tokens=0, stream=stream)
+    choice = (events(response)[-1] if stream else response.json())["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("the answer", "length")
+    assert engine.submitted == []
+
+
+def test_speculation_is_reported_only_when_asked(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.script = saying(REPLY_IDS, per_step=4)
+    body = server.post(max_tokens=8, include_speculation=True).json()
+    report = body["speculation"]
+    assert report["mean_tokens_per_step"] == 4.0
+    assert (report["steps"], report["drafts"]) == (2, 2)
+    assert (report["drafted_tokens"], report["accepted_tokens"]) == (8, 6)
+    assert report["by_source"] == {"suffix": {"drafted_tokens": 8, "accepted_tokens": 6}}
+    assert report["accepted_by_depth"] == [2, 2, 2] and report["drafter"] == "suffix"
+    assert "speculation" not in server.post(max_tokens=2).json()
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        chunks = events(server.post(max_tokens=8, include_speculation=True, stream=True, **options))
+        assert chunks[-1]["speculation"] == report
+        assert not any("speculation" in c for c in chunks[:-1])
+
+
+def test_speculation_can_be_chosen(server: LiveServer, engine: ScriptedEngine) -> None:
+    server.post(max_tokens=1, speculation={"drafter": "off"})
+    server.post(max_tokens=1, speculation={"max_draft_tokens": 5})
+    server.post(max_tokens=1, speculation={"max_draft_tokens": 0})
+    chosen = [(r.speculation.drafter, r.speculation.max_draft_tokens) for r in engine.submitted]
+    assert chosen == [("off", 0), ("suffix", 5), ("off", 0)]
+
+
+def test_every_sampling_field_reaches_the_engine(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    body = server.post(
+        max_tokens=7, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1,
+        frequency_penalty=-0.5, repetition_penalty=1.5, min_tokens=2, stop="x",
+        stop_token_ids=[9, 5, 9], logit_bias={"7": -100, "3": 2}, allowed_token_ids=[8, 3],
+        ignore_eos=True, seed=3, logprobs=20, include_stop_str_in_output=True,
+        skip_special_tokens=False, priority=-4, cache_salt="salt", user="me",
+        metadata={"a": "b"}, store=False,
+    )  # fmt: skip
+    assert body.status_code == 200, body.text
+    [request] = engine.submitted
+    s = request.sampling
+    assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (7, 0.5, 0.9, 0, 0.1)
+    assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1.0, -0.5, 1.5)
+    assert (s.min_tokens, s.stop, s.stop_token_ids) == (2, (b"x",), (5, 9))
+    assert s.logit_bias == ((3, 2.0), (7, -100.0)) and s.allowed_token_ids == (3, 8)
+    assert (s.ignore_eos, s.seed, s.num_logprobs) == (True, 3, 20)
+    assert s.include_stop_str_in_output and not s.skip_special_tokens
+    assert (request.priority, request.cache_salt) == (-4, "salt")
+
+
+def test_top_p_of_zero_keeps_the_likeliest_alone(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    server.post(max_tokens=1, top_p=0)
+    assert (engine.submitted[0].sampling.top_p, engine.submitted[0].sampling.top_k) == (1.0, 1)
+
+
+def test_max_tokens_that_were_not_given_fit_the_context(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    server.post()
+    server.post(prompt=[5] * 250)
+    assert [r.sampling.max_tokens for r in engine.submitted] == [16, 6]
+
+
+def test_special_tokens_are_added_to_text_unless_refused(server: LiveServer) -> None:
+    plain = server.post("/tokenize", prompt="the", add_special_tokens=False).json()
+    assert plain == {
+        "count": 1, "max_model_len": 256, "tokens": encode("the"), "token_strs": None,
+    }  # fmt: skip
+
+
+def test_a_non_ascii_stream_is_ascii_on_the_wire(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    text = "a\u2028b\x85c"
+    engine.script = saying(as_bytes(text))
+    response = server.post(stream=True, max_tokens=len(text.encode()))
+    assert response.content.isascii()
+    assert "".join(c["choices"][0]["text"] for c in events(response)) == text
+
+
+def test_the_table_is_the_tokenizers() -> None:
+    assert TABLE.join(REPLY_IDS, skip_special=True).decode() == REPLY
