@@ -1,0 +1,126 @@
+"""KvCache: the paged key and value memory of one model on one device.
+
+One tensor of shape [num_layers, 2, num_slots + block_size, num_kv_heads, head_dim]. Index 0 of the
+second axis is keys, 1 is values. A *slot* is one position's K and V of a layer; slot numbers are
+those of server.engine.batch (block * block_size + offset) and are the same in every layer, sliding
+or global. The last `block_size` slots belong to no block of the engine: padded rows of a CUDA graph
+write there (`trash_slot`), and no row ever reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from server.engine.batch import Int32
+
+
+def bytes_per_block(
+    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
+
+
+def num_blocks_for(
+    per_block: int, device: torch.device, *, num_bytes: int | None = None, fraction: float = 0.9
+) -> int:
+    """How many blocks fit.
+
+    num_bytes: memory given to the KV cache; when None, `fraction` of the device's whole memory
+    minus what is in use on it now (the weights are loaded by then); on the CPU, `fraction` of the
+    physical memory that is available now. Raises ValueError when not even one block fits.
+    """
+    if num_bytes is None:
+        if not 0.0 < fraction <= 1.0:
+            raise ValueError(f"the KV memory fraction must be in (0, 1], not {fraction}")
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            num_bytes = int(total * fraction) - (total - free)
+        else:
+            num_bytes = int(_available_memory() * fraction)
+    num_blocks = num_bytes // per_block - 1  # one block more is allocated for padded rows
+    if num_blocks < 1:
+        raise ValueError(
+            f"{max(num_bytes, 0)} bytes of KV memory hold no block of {per_block} bytes "
+            "beside the one kept for padding"
+        )
+    return num_blocks
+
+
+def _available_memory() -> int:
+    """MemAvailable of /proc/meminfo in bytes; 4 GiB where there is no such file."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30
+
+
+class KvCache:
+    """Owns the KV memory. Every operation is queued on the current stream and does not sync."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_slots = num_blocks * block_size
+        self.trash_slot = self.num_slots
+        # Zeros, not empty: masked lanes multiply by exactly 0, which would turn a stale NaN or
+        # infinity into a NaN.
+        self.memory = torch.zeros(
+            (num_layers, 2, self.num_slots + block_size, num_kv_heads, head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        self._layers = tuple((self.memory[i, 0], self.memory[i, 1]) for i in range(num_layers))
+
+    def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of a layer: views [num_slots + block_size, num_kv_heads, head_dim]."""
+        return self._layers[layer_id]
+
+    def move_slots(self, src: Int32, dst: Int32) -> None:
+        """memory[..., dst[i]] = memory[..., src[i]] for all i at once; src and dst may overlap.
+
+        Gather to a temporary, then scatter. Raises ValueError when the lengths differ, a slot is
+        outside the engine's range, or a destination is named twice.
+        """
+        if src.shape != dst.shape:
+            raise ValueError(f"{src.shape[0]} source slots but {dst.shape[0]} destinations")
+        if src.shape[0] == 0:
+            return
+        for name, slots in (("source", src), ("destination", dst)):
+            if int(slots.min()) < 0 or int(slots.max()) >= self.num_slots:
+                raise ValueError(f"a {name} slot is outside [0, {self.num_slots})")
+        if len(set(dst.tolist())) != dst.shape[0]:
+            raise ValueError("a destination slot is named twice")
+        both = torch.empty((2, src.shape[0]), dtype=torch.int64)
+        both[0] = torch.from_numpy(src)
+        both[1] = torch.from_numpy(dst)
+        device = self.memory.device
+        if device.type == "cuda":
+            # Pageable memory is staged before the call returns, so `both` may be freed at once;
+            # pinning a few numbers would cost more than the copy.
+            both = both.to(device, non_blocking=True)
+        self.memory.index_copy_(2, both[1], self.memory.index_select(2, both[0]))
+
+    def copy_blocks(self, src: Int32, dst: Int32) -> None:
+        """Copy whole blocks src[i] to dst[i]. Raises as move_slots does."""
+        if src.shape != dst.shape:
+            raise ValueError(f"{src.shape[0]} source blocks but {dst.shape[0]} destinations")
+        offsets = torch.arange(self.block_size, dtype=torch.int32).numpy()
+        self.move_slots(
+            (src[:, None] * self.block_size + offsets).reshape(-1),
+            (dst[:, None] * self.block_size + offsets).reshape(-1),
+        )

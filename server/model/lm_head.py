@@ -1,0 +1,52 @@
+"""LmHead: hidden states of the rows that draw or are scored -> float32 logits over vocabulary ids.
+
+Only here may columns be anything but vocabulary ids: issue 4's VocabSlice cuts `weight` to the
+slice's rows behind this class, and what leaves it stays indexed by global id or comes with its ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+_CPU_SLAB = 8192  # vocabulary rows upcast at once where there is no float32-output product
+
+
+class LmHead:
+    """The head's weight and how it is multiplied.
+
+    weight: [V, hidden_size], may be the tied embedding table (never copied). bias: [V] or None.
+    num_token_ids: ids of the tokenizer; columns from there to V exist only as padding of the
+    weight and are -inf always. float32 logits whatever the weight's dtype: rounding logits to
+    bfloat16 would make ties, and ties go to the lowest id.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, num_token_ids: int | None = None
+    ) -> None:
+        self._weight = weight
+        self._bias = None if bias is None else bias.float()
+        self.vocab_size = int(weight.shape[0])
+        self._num_token_ids = self.vocab_size if num_token_ids is None else num_token_ids
+        if not 0 < self._num_token_ids <= self.vocab_size:
+            raise ValueError(f"{num_token_ids} token ids, but the head has {self.vocab_size} rows")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, V], no host sync."""
+        weight = self._weight
+        if weight.dtype == torch.float32:
+            logits = functional.linear(hidden, weight)
+        elif weight.device.type == "cuda":
+            # cuBLAS keeps its float32 accumulator (torch >= 2.8, CUDA only).
+            logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32)
+            wide = hidden.float()
+            for start in range(0, self.vocab_size, _CPU_SLAB):
+                rows = weight[start : start + _CPU_SLAB].float()
+                torch.mm(wide, rows.t(), out=logits[:, start : start + _CPU_SLAB])
+        if self._bias is not None:
+            logits += self._bias
+        if self._num_token_ids < self.vocab_size:
+            logits[:, self._num_token_ids :] = float("-inf")
+        return logits

@@ -1,0 +1,184 @@
+"""Random paged-attention problems, and a float64 answer that follows batch.py's words row by row.
+
+Shared by the CPU tests (torch reference, Triton's interpreter) and by tests/gpu.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from server.engine.batch import Batch
+from server.model import attention
+from server.model.kv_cache import KvCache
+from tests.model.batches import BatchBuilder, Pages
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a model and its window."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+SHAPES = {
+    "grouped_by_3": Shape(3, 1, 64, None),
+    "mqa": Shape(4, 1, 32, None),
+    "grouped_by_7": Shape(7, 1, 16, None),
+    "mha": Shape(2, 2, 16, 20),
+    "odd_dim": Shape(4, 2, 24, 300),
+    "wide": Shape(2, 1, 256, 40),
+    "grouped_by_32": Shape(32, 1, 16, None),
+}
+
+
+def batch_of(kind: str) -> Batch:
+    """A batch whose histories cross block, split and window edges."""
+    pages = Pages(200, seed=3)
+    builder = BatchBuilder()
+    if kind in ("decode", "mixed"):
+        for length in (1, 17, 256, 257, 600):
+            builder.add_rows(pages.sequence(length), [1], length - 1)
+    if kind in ("tree", "mixed"):
+        for root in (5, 300):
+            table = pages.sequence(root + 20)
+            builder.add_rows(table, [1], root)
+            builder.add_tree(table, root, [1] * 9, [-1, 0, 1, 2, 3, -1, 5, 5, 7])
+    if kind in ("chunk", "mixed"):
+        builder.add_rows(pages.sequence(300), [1] * 30, 250)
+        table = pages.sequence(170)
+        builder.add_rows(table, [1] * 150, 0)
+        builder.add_tree(table, 149, [1] * 3, [-1, 0, -1])
+    return builder.build()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one layer's attention on a device."""
+
+    batch: Batch
+    shape: Shape
+    step: attention.StepTensors
+    cache: KvCache
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @property
+    def scaling(self) -> float:
+        return self.shape.head_dim**-0.5
+
+
+def problem(batch: Batch, shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random history and rows. query, key and value are strided as transformers passes them."""
+    generator = torch.Generator().manual_seed(0)
+    cache = KvCache(
+        num_layers=1,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_blocks=200,
+        block_size=16,
+        dtype=dtype,
+        device=device,
+    )
+    cache.memory.copy_(torch.randn(cache.memory.shape, generator=generator).to(dtype))
+
+    def rows(num_heads: int) -> torch.Tensor:
+        x = torch.randn((1, num_heads, batch.num_rows, shape.head_dim), generator=generator)
+        return (1.5 * x).to(device=device, dtype=dtype)[0].transpose(0, 1)
+
+    names = attention.StepTensors.__slots__
+    step = attention.StepTensors(
+        **{n: torch.from_numpy(getattr(batch, n).copy()).to(device) for n in names}
+    )
+    return Problem(
+        batch,
+        shape,
+        step,
+        cache,
+        rows(shape.num_heads),
+        rows(shape.num_kv_heads),
+        rows(shape.num_kv_heads),
+    )
+
+
+def expected(p: Problem) -> torch.Tensor:
+    """float64 [R, num_heads, head_dim] on the CPU: each row over the keys batch.py lists."""
+    b = p.batch
+    keys, values = (t.double().cpu() for t in p.cache.layer(0))
+    keys[b.slots.tolist()] = p.key.double().cpu()
+    values[b.slots.tolist()] = p.value.double().cpu()
+    group = p.shape.num_heads // p.shape.num_kv_heads
+    out = torch.zeros(p.query.shape, dtype=torch.float64)
+    for r in range(b.num_rows):
+        table = b.block_tables[b.seq_ids[r]]
+        where = [(j, int(table[j // 16]) * 16 + j % 16) for j in range(b.prefix_len[r])]
+        path = b.path_slots[b.path_start[r] : b.path_start[r] + b.path_len[r]].tolist()
+        first = int(b.positions[r]) - len(path) + 1
+        where += [(first + i, slot) for i, slot in enumerate(path)]
+        if p.shape.window is not None:
+            where = [(j, s) for j, s in where if int(b.positions[r]) - j < p.shape.window]
+        slots = [s for _, s in where]
+        for h in range(p.shape.num_heads):
+            k, v = keys[slots, h // group], values[slots, h // group]
+            share = torch.softmax(k @ p.query[r, h].double().cpu() * p.scaling, dim=0)
+            out[r, h] = share @ v
+    return out
+
+
+def run_torch(p: Problem) -> torch.Tensor:
+    """The reference implementation."""
+    return _run(p, attention.TorchAttention(p.batch, p.step, 16))
+
+
+def run_triton(p: Problem, *, num_bytes: int = 64 << 20) -> torch.Tensor:
+    """The kernels, tiled and split as the runner does. num_bytes: memory for partial results."""
+    from server.model import triton_kernels
+
+    device = p.query.device
+    shape = attention.TileShape.of(
+        num_heads=p.shape.num_heads,
+        num_kv_heads=p.shape.num_kv_heads,
+        head_dim=p.shape.head_dim,
+        max_model_len=1024,
+        num_bytes=num_bytes,
+    )
+    plan = attention.plan_tiles(p.batch, shape)
+    groups = [(torch.from_numpy(g.tiles).to(device), g.block_m, g.num_splits) for g in plan.groups]
+    made = triton_kernels.TritonAttention(
+        p.step,
+        groups,
+        torch.from_numpy(plan.split_rows).to(device),
+        plan.num_splits,
+        shape,
+        triton_kernels.Partials(shape, p.shape.num_heads, p.shape.head_dim, device),
+        16,
+    )
+    return _run(p, made)
+
+
+def _run(p: Problem, made: attention.Attention) -> torch.Tensor:
+    keys, values = p.cache.layer(0)
+    made.write(keys, values, p.key, p.value)
+    slots = p.step.slots.long()
+    assert torch.equal(keys[slots], p.key) and torch.equal(values[slots], p.value)
+    return made.attend(p.query, keys, values, p.scaling, p.shape.window)
+
+
+def rows_alone(batch: Batch) -> list[tuple[slice, Batch]]:
+    """Every run of rows of one sequence as a batch of its own, with the rows it was cut from."""
+    starts = [*attention.run_starts(batch.seq_ids).tolist(), batch.num_rows]
+    names = "token_ids token_from positions seq_ids slots prefix_len path_start path_len".split()
+    result = []
+    for start, end in itertools.pairwise(starts):
+        own = slice(start, end)
+        fields = {f: getattr(batch, f) for f in Batch.__slots__}
+        fields.update({n: np.ascontiguousarray(getattr(batch, n)[own]) for n in names})
+        result.append((own, Batch(**fields)))
+    return result

@@ -1,0 +1,193 @@
+"""Batches for tests of Runners: sequences on scattered blocks, rows, trees, draws and scores.
+
+Nothing here knows a Runner: the same cases run over every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Batch, Drawn, DrawParams
+from server.types import SamplingParams
+
+BLOCK_SIZE = 16
+
+_NONE = np.empty(0, np.int32)
+
+
+def draw_params(
+    sampling: SamplingParams | None = None,
+    *,
+    choice_id: int = 0,
+    banned_until: Sequence[int] = (),
+    counts: dict[int, tuple[int, int]] | None = None,
+    num_generated: int = 0,
+) -> DrawParams:
+    """DrawParams; greedy by default. counts: id -> (times generated, in prompt 0/1)."""
+    known = sorted((counts or {}).items())
+    return DrawParams(
+        sampling or SamplingParams(temperature=0.0),
+        choice_id,
+        np.asarray(banned_until, np.int32),
+        np.asarray([i for i, _ in known], np.int32),
+        np.asarray([c[0] for _, c in known], np.int32),
+        np.asarray([c[1] for _, c in known], np.int32),
+        num_generated,
+    )
+
+
+class Pages:
+    """Hands out blocks in a shuffled order, so that no sequence's slots are contiguous."""
+
+    def __init__(self, num_blocks: int, seed: int = 0, block_size: int = BLOCK_SIZE) -> None:
+        self.block_size = block_size
+        self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+
+    def sequence(self, num_positions: int) -> Pages.Table:
+        """A table with room for num_positions."""
+        num = -(-num_positions // self.block_size)
+        return Pages.Table([self._free.pop() for _ in range(num)], self.block_size)
+
+    @dataclass(frozen=True)
+    class Table:
+        """The blocks of one sequence."""
+
+        blocks: list[int]
+        block_size: int
+
+        def slot(self, position: int) -> int:
+            """Slot of a position."""
+            block = self.blocks[position // self.block_size]
+            return block * self.block_size + position % self.block_size
+
+
+@dataclass
+class BatchBuilder:
+    """Collects rows of several sequences; every method returns the indices of what it added."""
+
+    tables: list[Pages.Table] = field(default_factory=list)
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    path_slots: list[int] = field(default_factory=list)
+    draws: list[tuple[int, ...]] = field(default_factory=list)
+    params: list[DrawParams] = field(default_factory=list)
+    masks: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    scores: list[tuple[int, int, int]] = field(default_factory=list)
+    num_draft_rows: int = 0
+
+    def _seq_id(self, table: Pages.Table) -> int:
+        for i, known in enumerate(self.tables):
+            if known is table:
+                return i
+        self.tables.append(table)
+        return len(self.tables) - 1
+
+    def add_rows(
+        self,
+        table: Pages.Table,
+        token_ids: Sequence[int],
+        start: int,
+        token_from: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Prompt or last-token rows at positions start, start + 1, ..."""
+        first = len(self.rows)
+        seq_id = self._seq_id(table)
+        for i, token in enumerate(token_ids):
+            position = start + i
+            source = -1 if token_from is None else token_from[i]
+            self.rows.append(
+                (token, source, position, seq_id, table.slot(position), position + 1, 0, 0)
+            )
+        return list(range(first, len(self.rows)))
+
+    def add_tree(
+        self, table: Pages.Table, root: int, token_ids: Sequence[int], parents: Sequence[int]
+    ) -> list[int]:
+        """Tree nodes under a root at position `root`; node i lives in the slot of root + 1 + i."""
+        first = len(self.rows)
+        seq_id = self._seq_id(table)
+        paths: list[list[int]] = []
+        for i, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+            slot = table.slot(root + 1 + i)
+            path = [*(paths[parent] if parent >= 0 else []), slot]
+            paths.append(path)
+            start = len(self.path_slots)
+            self.path_slots.extend(path)
+            self.rows.append(
+                (token, -1, root + len(path), seq_id, slot, root + 1, start, len(path))
+            )
+        self.num_draft_rows += len(token_ids)
+        return list(range(first, len(self.rows)))
+
+    def add_params(self, params: DrawParams) -> int:
+        """Index of DrawParams."""
+        self.params.append(params)
+        return len(self.params) - 1
+
+    def add_mask(self, allowed: Sequence[int], vocab_size: int) -> int:
+        """A grammar mask that allows these ids."""
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[list(allowed)] = 1
+        self.masks.append(np.packbits(bits, bitorder="little").view(np.uint32))
+        return len(self.masks) - 1
+
+    def draw(self, row: int, params: int, parent: int = -1, mask: int = -1) -> int:
+        """A draw from a row's logits; parent: the draw of the tree parent."""
+        self.draws.append((row, params, parent, self.rows[row][2] + 1, mask))
+        return len(self.draws) - 1
+
+    def score(self, row: int, target: int, num_top: int) -> int:
+        """A scored target with its num_top most likely ids."""
+        self.scores.append((row, target, num_top))
+        return len(self.scores) - 1
+
+    def build(self) -> Batch:
+        """The Batch."""
+        rows = np.asarray(self.rows, np.int32).reshape(-1, 8)
+        draws = np.asarray(self.draws, np.int32).reshape(-1, 5)
+        scores = np.asarray(self.scores, np.int32).reshape(-1, 3)
+        width = max(len(t.blocks) for t in self.tables)
+        tables = np.zeros((len(self.tables), width), np.int32)
+        for i, table in enumerate(self.tables):
+            tables[i, : len(table.blocks)] = table.blocks
+        column = [np.ascontiguousarray(rows[:, i]) for i in range(8)]
+        drawn = [np.ascontiguousarray(draws[:, i]) for i in range(5)]
+        scored = [np.ascontiguousarray(scores[:, i]) for i in range(3)]
+        return Batch(
+            token_ids=column[0],
+            token_from=column[1],
+            positions=column[2],
+            seq_ids=column[3],
+            slots=column[4],
+            prefix_len=column[5],
+            path_start=column[6],
+            path_len=column[7],
+            path_slots=np.asarray(self.path_slots, np.int32) if self.path_slots else _NONE,
+            block_tables=tables,
+            draw_rows=drawn[0],
+            draw_params=drawn[1],
+            draw_parent=drawn[2],
+            draw_positions=drawn[3],
+            draw_mask=drawn[4],
+            masks=np.stack(self.masks) if self.masks else np.empty((0, 0), np.uint32),
+            params=tuple(self.params),
+            score_rows=scored[0],
+            score_targets=scored[1],
+            score_top=scored[2],
+            num_prefill_rows=len(self.rows) - self.num_draft_rows - len(self.draws),
+            num_draft_rows=self.num_draft_rows,
+        )
+
+
+def all_logprobs(drawn: Drawn, vocab_size: int) -> npt.NDArray[np.float32]:
+    """float32 [C, V]: log-softmax of whole rows, from scores that asked for V top ids."""
+    result = np.full((len(drawn.score_top), vocab_size), np.nan, np.float32)
+    for i, top in enumerate(drawn.score_top):
+        ids, values = zip(*top, strict=True)
+        result[i, list(ids)] = values
+    if np.isnan(result).any():
+        raise ValueError("a score did not ask for all ids")
+    return result

@@ -1,0 +1,142 @@
+"""Tiny random models of every supported family, with weights that make attention matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 199
+WINDOW = 8
+MAX_LEN = 256
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": MAX_LEN,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama() -> PreTrainedModel:
+    """Grouped queries (3 per KV head), llama3 rope scaling, head not tied."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **_SIZES,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=16,
+            rope_parameters=rope,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def qwen2() -> PreTrainedModel:
+    """q/k/v biases, tied head, the upper layers with a sliding window."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            **_SIZES,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def qwen3() -> PreTrainedModel:
+    """q/k norm, head_dim that is not hidden_size / num_heads."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            **_SIZES,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def gemma3() -> PreTrainedModel:
+    """Sliding and global layers with their own rope, embedding scale, q/k norm, sandwich norms."""
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_SIZES,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            query_pre_attn_scalar=24,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def mistral() -> PreTrainedModel:
+    """A sliding window in every layer."""
+    return MistralForCausalLM(
+        MistralConfig(
+            **_SIZES,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            sliding_window=WINDOW,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "mistral": mistral,
+}
+
+
+def build(family: str, seed: int = 0) -> PreTrainedModel:
+    """A float32 model in eval mode. Matrices are scaled up so that attention is far from uniform,
+    and norms and biases are random, so that a wrong one shows."""
+    torch.manual_seed(seed)
+    module = FAMILIES[family]()
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if weight.ndim == 1:
+                weight.uniform_(-0.5, 0.5) if "norm" in name else weight.normal_(0.0, 0.3)
+                if "norm" in name and family != "gemma3":
+                    weight.add_(1.0)
+            elif "embed" in name or "lm_head" in name:
+                weight.normal_(0.0, 0.4 if family != "gemma3" else 0.15)
+            else:
+                weight.normal_(0.0, 1.3 / weight.shape[1] ** 0.5)
+    return module.eval()
