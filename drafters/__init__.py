@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
+    "auto": ("drafters.auto", "AutoDrafter"),
+    "grammys": ("drafters.grammys", "GrammysDrafter"),
+    "mix": ("drafters.mix", "MixDrafter"),
     "prompt": ("drafters.prompt", "PromptDrafter"),
     "suffix": ("drafters.suffix", "SuffixDrafter"),
     "trie": ("drafters.trie", "TrieDrafter"),

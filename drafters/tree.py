@@ -62,6 +62,32 @@ class DraftTree:
             depths[i] = 1 if parent < 0 else depths[parent] + 1
         return depths
 
+    def preorder(self) -> DraftTree:
+        """The same tree depth-first, siblings by survival: the likeliest path comes first."""
+        num = len(self)
+        children: list[list[int]] = [[] for _ in range(num + 1)]
+        for node, parent in enumerate(self.parents.tolist()):
+            children[parent].append(node)
+        rank = self.survival.tolist()
+        for siblings in children:
+            siblings.sort(key=lambda node: -rank[node])
+        order: list[int] = []
+        stack = children[-1][::-1]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack.extend(children[node][::-1])
+        places = np.asarray(order, np.int64)
+        renumber = np.full(num + 1, -1, np.int32)
+        renumber[places] = np.arange(num, dtype=np.int32)
+        return DraftTree(
+            self.token_ids[places],
+            renumber[self.parents[places]],
+            self.survival[places],
+            self.source[places] if self.source.shape[0] else self.source,
+            self.cell[places] if self.cell.shape[0] else self.cell,
+        )
+
     def keep(self, num_nodes: int) -> DraftTree:
         """The `num_nodes` nodes of highest survival (ties: the earlier), closed under parents.
 

@@ -296,9 +296,13 @@ class TrieSession(TextSession):
             # evidence; the calibration sees the share and the match's length with the path.
             share = frequency / below
             cells = drafter.calibration.cells(0, length + kept[2] - 1, share)
-            return _by_path(
-                trie.nodes[0, kept[0]], parents, cells, drafter.calibration.survival(parents, cells)
-            )
+            return DraftTree(
+                trie.nodes[0, kept[0]],
+                parents,
+                drafter.calibration.survival(parents, cells),
+                np.zeros(parents.shape[0], np.uint8),
+                cells,
+            ).preorder()
         return DraftTree.empty()
 
     def frequencies(self) -> dict[tuple[int, ...], int]:
@@ -312,32 +316,3 @@ class TrieSession(TextSession):
             paths.append(path)
             out[path] = int(trie.nodes[2, node])
         return out
-
-
-def _by_path(
-    token_ids: Int32, parents: Int32, cells: Int32, survival: npt.NDArray[np.float32]
-) -> DraftTree:
-    """The tree in depth-first order (as verified in the paper), siblings by survival."""
-    num = token_ids.shape[0]
-    children: list[list[int]] = [[] for _ in range(num + 1)]
-    for node, parent in enumerate(parents.tolist()):
-        children[parent].append(node)
-    rank = survival.tolist()
-    for siblings in children:
-        siblings.sort(key=lambda node: -rank[node])
-    order: list[int] = []
-    stack = children[-1][::-1]
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack.extend(children[node][::-1])
-    places = np.asarray(order, np.int64)
-    renumber = np.full(num + 1, -1, np.int32)
-    renumber[places] = np.arange(num, dtype=np.int32)
-    return DraftTree(
-        token_ids[places],
-        renumber[parents[places]],
-        survival[places],
-        np.zeros(num, np.uint8),
-        cells[places],
-    )

@@ -56,6 +56,13 @@ class Trust:
         self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
         self.prior_strength = prior_strength
         self.memory = memory
+        self._next_update = 0.0
+
+    def update_if_due(self, every: float = 64.0) -> None:
+        """update(), unless less than `every` tokens' worth of evidence came since the last."""
+        if self.evidence[0].sum() >= self._next_update:
+            self.update()
+            self._next_update = float(self.evidence[0].sum()) + every
 
     def update(self) -> None:
         """Fold the evidence into the weights."""

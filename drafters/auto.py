@@ -1,0 +1,293 @@
+"""`auto`: one tree from all sources, each node ranked by its calibrated chance.
+
+Sources: the sequence's own text, the task's corpus at any match length, the outputs of the
+corpus' examples nearest to this prompt, and the client's prediction. How they are blended and
+grown into a tree: drafters.growth. How far each kind of context is believed is learned per task
+from every token that is emitted (drafters.trust), and what came of drafted nodes corrects the
+chances once more (drafters.calibration).
+
+The first answer tokens are drafted before any is there: the corpus indexes output starts, and a
+prediction's first token follows START like any other output's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.automaton import Automaton
+from drafters.base import SessionClosedError
+from drafters.corpus import Corpus
+from drafters.growth import (
+    PREDICTION,
+    RETRIEVED,
+    SOURCES,
+    Workspace,
+    automaton_step,
+    grow_tree,
+    learn_token,
+)
+from drafters.text_index import START, TextIndex
+from drafters.tree import DraftTree
+from drafters.trust import Trust
+
+Float32 = npt.NDArray[np.float32]
+
+__all__ = ["AutoDrafter", "AutoSession"]
+
+NO_TABLE = np.empty((2, 0), np.int64)
+NO_TEXT = np.empty((3, 0), np.int32)
+NO_MARKS = np.empty((2, 0), np.float32)
+
+
+class AutoDrafter:
+    """Makes AutoSessions.
+
+    corpus: the task's, or None. trust: weights and their evidence, shared by the sessions.
+    min_survival: nodes whose path is accepted more rarely than this are not proposed.
+    num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
+    learn: adapt the trust to the tokens that are emitted.
+    """
+
+    name = "auto"
+    sources = SOURCES
+
+    def __init__(
+        self,
+        *,
+        corpus: Corpus | None = None,
+        trust: Trust | None = None,
+        min_survival: float = 0.01,
+        num_retrieved: int = 12,
+        sharpness: float = 4.0,
+        learn: bool = True,
+    ) -> None:
+        if not 0.0 <= min_survival < 1.0:
+            raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
+        if not 0 <= num_retrieved <= 256:
+            raise ValueError(f"num_retrieved must be in 0..256, not {num_retrieved}")
+        if not 0.0 <= sharpness <= 64.0:
+            raise ValueError(f"sharpness must be in 0..64, not {sharpness}")
+        self.corpus = corpus
+        self.automaton = corpus.automaton if corpus is not None else Automaton.empty()
+        self.trust = trust if trust is not None else Trust()
+        self.min_survival = min_survival
+        self.num_retrieved = num_retrieved
+        self.sharpness = sharpness
+        self.learn = learn
+        self.workspace = Workspace()
+        self.start_state = (0, 0)
+        if self.automaton.num_states:
+            self.start_state = automaton_step(
+                self.automaton.states, self.automaton.edges, 0, 0, START
+            )
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> AutoSession:
+        """A session over the whole prompt; `context_span` is not used.
+
+        prediction_ids: the output the client expects, tokenized after the prompt.
+        """
+        return AutoSession(self, prompt_ids, prediction_ids)
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache, all that sessions call."""
+        session = self.open([1, 2, 3, 1, 2], prediction_ids=[1, 2])
+        session.settle()
+        session.extend([3])
+        session.propose(4, 4)
+        session.rollback(0)
+        session.close()
+
+
+class AutoSession:
+    """One Sequence's own text, retrieved outputs and prediction, and its place in the corpus."""
+
+    __slots__ = (
+        "_drafter",
+        "_index",
+        "_marks",
+        "_num_learned",
+        "_num_prompt",
+        "_places",
+        "_prediction",
+        "_retrieved",
+        "_settled",
+    )
+
+    def __init__(
+        self, drafter: AutoDrafter, prompt_ids: Sequence[int], prediction_ids: Sequence[int]
+    ) -> None:
+        self._drafter: AutoDrafter | None = drafter
+        self._num_prompt = len(prompt_ids)
+        self._index = TextIndex(self._num_prompt + 256)
+        self._index.append(prompt_ids)
+        self._prediction = tuple(prediction_ids)
+        self._retrieved: TextIndex | None = None
+        self._marks: Float32 = NO_MARKS
+        self._settled = False
+        self._num_learned = 0
+        # Automaton state and match length after each emitted token.
+        self._places: list[tuple[int, int]] = [drafter.start_state]
+
+    def _owner(self) -> AutoDrafter:
+        if self._drafter is None:
+            raise SessionClosedError("this AutoSession is closed")
+        return self._drafter
+
+    def settle(self) -> None:
+        """Retrieve the nearest examples (once) and fold what was learned into the trust."""
+        drafter = self._owner()
+        if not self._settled:
+            self._retrieve(drafter)
+        if drafter.learn:
+            drafter.trust.update_if_due()
+
+    def _retrieve(self, drafter: AutoDrafter) -> None:
+        self._settled = True
+        documents: list[npt.NDArray[np.int32]] = []
+        weights: list[float] = []
+        sources: list[int] = []
+        corpus = drafter.corpus
+        if corpus is not None and drafter.num_retrieved and corpus.nearest.norms.shape[0]:
+            prompt = self._index.text[0, : self._num_prompt]
+            examples, likeness = corpus.nearest.find(prompt, drafter.num_retrieved)
+            offset = corpus.num_documents - corpus.nearest.norms.shape[0]
+            # The least like first: newer text is looked at first where a walk is cut short.
+            for example, like in zip(examples[::-1], likeness[::-1], strict=True):
+                documents.append(corpus.output(offset + int(example)))
+                weights.append(float(like / likeness[0]) ** drafter.sharpness)
+                sources.append(RETRIEVED)
+        if self._prediction:
+            documents.append(np.asarray(self._prediction, np.int32))
+            weights.append(1.0)
+            sources.append(PREDICTION)
+        if not documents:
+            return
+        total = sum(document.shape[0] + 1 for document in documents)
+        index = TextIndex(total)
+        ids = np.empty(total, np.int32)
+        marks = np.empty((2, index.text.shape[1]), np.float32)
+        at = 0
+        for document, weight, source in zip(documents, weights, sources, strict=True):
+            end = at + document.shape[0] + 1
+            ids[at] = START
+            ids[at + 1 : end] = document
+            marks[0, at:end] = weight
+            marks[1, at:end] = source
+            at = end
+        index.append(ids)
+        self._retrieved = index
+        self._marks = marks
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
+        drafter = self._owner()
+        if budget <= 0 or max_depth <= 0:
+            return DraftTree.empty()
+        if not self._settled:
+            self._retrieve(drafter)
+        work = drafter.workspace
+        if budget > work.nodes.shape[1]:
+            work.resize(budget)
+        index, docs = self._index, self._retrieved
+        automaton = drafter.automaton
+        state, length = self._places[-1]
+        num = grow_tree(
+            budget,
+            max_depth,
+            drafter.min_survival,
+            index.text,
+            index.table,
+            index.size,
+            index.size - self._num_prompt,
+            NO_TEXT if docs is None else docs.text,
+            NO_TABLE if docs is None else docs.table,
+            self._marks,
+            0 if docs is None else docs.size,
+            automaton.states,
+            automaton.edges,
+            automaton.tops,
+            state,
+            length,
+            drafter.trust.weights,
+            work.ints,
+            work.counts,
+            work.heap,
+            work.heap_ints,
+            work.nodes,
+            work.node_chances,
+        )
+        return work.tree(num)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append emitted tokens, and learn from each how far its contexts could be trusted."""
+        drafter = self._owner()
+        index, docs = self._index, self._retrieved
+        automaton, work = drafter.automaton, drafter.workspace
+        # A token drawn again after a rollback is not evidence twice.
+        seen = index.size - self._num_prompt
+        for token in token_ids:
+            state, length = self._places[-1]
+            if drafter.learn and self._settled and seen >= self._num_learned:
+                learn_token(
+                    token,
+                    index.text,
+                    index.table,
+                    index.size,
+                    seen,
+                    NO_TEXT if docs is None else docs.text,
+                    NO_TABLE if docs is None else docs.table,
+                    self._marks,
+                    0 if docs is None else docs.size,
+                    automaton.states,
+                    automaton.edges,
+                    automaton.tops,
+                    state,
+                    length,
+                    drafter.trust.weights,
+                    drafter.trust.evidence,
+                    work.ints,
+                    work.counts,
+                )
+                self._num_learned = seen + 1
+            index.append((token,))
+            seen += 1
+            if automaton.num_states:
+                state, length = automaton_step(
+                    automaton.states, automaton.edges, state, length, token
+                )
+            self._places.append((state, length))
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """What was accepted is learned in extend(), from every token."""
+        self._owner()
+
+    def checkpoint(self) -> int:
+        """Tokens seen since open()."""
+        self._owner()
+        return self._index.size - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
+        self._owner()
+        if not 0 <= mark <= self._index.size - self._num_prompt:
+            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
+        self._index.truncate(self._num_prompt + mark)
+        del self._places[mark + 1 :]
+
+    def close(self) -> None:
+        """Release the indexes. Idempotent."""
+        if self._drafter is not None:
+            self._drafter = None
+            self._index = TextIndex(0)
+            self._retrieved = None
+            self._marks = NO_MARKS
+            self._places = []

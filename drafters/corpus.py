@@ -1,0 +1,162 @@
+"""Corpus: what is known of a task before a request comes, in one memory-mapped file.
+
+Holds the M_n tables (for `mix`), a suffix automaton over the outputs and an index of the prompts
+(for `auto`), and the outputs themselves. Outputs are token ids as the model would emit them after
+their prompt (leading space and merges included) and end with the EOS id, so that a drafter can
+propose both the first token of an answer and its end.
+
+    corpus = build_corpus(examples, fingerprint=..., p_min=5)
+    corpus.save("task.corpus"); Corpus.load("task.corpus", fingerprint=...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
+from drafters.automaton import Automaton, build_automaton
+from drafters.nearest import Nearest, build_nearest
+from drafters.ngram_tables import NGramTables, count_ngrams
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Progress = Callable[[str, float], None]
+
+__all__ = ["ArrayFileError", "Corpus", "FingerprintError", "build_corpus"]
+
+KIND = "task corpus"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A task's corpus. Immutable; shared by all sessions, and by all processes that map it.
+
+    fingerprint: of the tokenizer. token_ids: int32 [tokens], the outputs in a row;
+    document_starts: int64 [documents + 1], the last entry is the number of tokens.
+    """
+
+    fingerprint: str
+    token_ids: Int32
+    document_starts: Int64
+    tables: NGramTables
+    automaton: Automaton
+    nearest: Nearest
+
+    @property
+    def num_documents(self) -> int:
+        return int(self.document_starts.shape[0]) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    def output(self, document: int) -> Int32:
+        """int32 ids of one output."""
+        start, end = self.document_starts[document], self.document_starts[document + 1]
+        return self.token_ids[start:end]
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically; see drafters.array_file for the layout."""
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "token_ids": self.token_ids,
+            "document_starts": self.document_starts,
+        }
+        parts = (("tables", self.tables), ("automaton", self.automaton), ("nearest", self.nearest))
+        for prefix, part in parts:
+            for name, array in part.arrays().items():
+                arrays[f"{prefix}.{name}"] = array
+        write_arrays(
+            path,
+            kind=KIND,
+            version=VERSION,
+            fingerprint=self.fingerprint,
+            meta={
+                "n_max": self.tables.n_max,
+                "p_min": self.tables.p_min,
+                "num_tokens": self.num_tokens,
+                "num_documents": self.num_documents,
+            },
+            arrays=arrays,
+        )
+
+    @classmethod
+    def load(cls, path: Path | str, *, fingerprint: str | None) -> Corpus:
+        """Map what save() wrote. None skips the tokenizer check (only for looking at a file).
+
+        Raises FileNotFoundError, FingerprintError (another tokenizer) or ArrayFileError.
+        """
+        meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
+
+        def part(prefix: str) -> dict[str, npt.NDArray[Any]]:
+            cut = len(prefix) + 1
+            return {n[cut:]: a for n, a in arrays.items() if n.startswith(prefix + ".")}
+
+        try:
+            return cls(
+                str(meta["fingerprint"]),
+                arrays["token_ids"],
+                arrays["document_starts"],
+                NGramTables.from_arrays(meta, part("tables")),
+                Automaton.from_arrays(part("automaton")),
+                Nearest.from_arrays(part("nearest")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArrayFileError(f"{path} lacks a part of a corpus: {error}") from error
+
+
+def build_corpus(
+    examples: Iterable[tuple[Sequence[int], Sequence[int]]],
+    *,
+    fingerprint: str,
+    n_max: int = 5,
+    p_min: int = 5,
+    max_indexed_tokens: int = 8_000_000,
+    progress: Progress | None = None,
+) -> Corpus:
+    """A corpus from (prompt ids, output ids) pairs; an empty prompt is "not known".
+
+    fingerprint: names the tokenizer that made the ids. n_max, p_min: of the M_n tables.
+    max_indexed_tokens: the automaton and the prompt index cover the last so many output tokens
+    (whole documents); the tables count all. progress: called with (what, share done).
+    Raises ValueError for parameters out of range or negative ids.
+    """
+    if max_indexed_tokens < 0:
+        raise ValueError("max_indexed_tokens must not be negative")
+    prompts: list[Int32] = []
+    outputs: list[Int32] = []
+    for prompt, output in examples:
+        prompts.append(np.asarray(prompt, np.int32))
+        outputs.append(np.asarray(output, np.int32))
+        if progress is not None and len(outputs) % 10_000 == 0:
+            progress("reading", 0.0)
+    starts = np.zeros(len(outputs) + 1, np.int64)
+    np.cumsum([output.shape[0] for output in outputs], out=starts[1:])
+    ids = np.concatenate(outputs) if outputs else np.empty(0, np.int32)
+    first = int(np.searchsorted(starts, starts[-1] - max_indexed_tokens, side="left"))
+    first = min(first, len(outputs))
+    del outputs
+    tables = count_ngrams(ids, starts[:-1], n_max=n_max, p_min=p_min, progress=progress)
+    if progress is not None:
+        progress("indexing", 0.0)
+    # Both indexes number documents from 0 for the first indexed one.
+    automaton = build_automaton(ids[starts[first] :], starts[first:-1] - starts[first])
+    if progress is not None:
+        progress("indexing", 0.7)
+    nearest = build_nearest(prompts[first:]) if any(p.shape[0] for p in prompts) else None
+    if progress is not None:
+        progress("indexing", 1.0)
+    return Corpus(
+        fingerprint,
+        ids,
+        starts,
+        tables,
+        automaton,
+        nearest if nearest is not None else build_nearest([]),
+    )

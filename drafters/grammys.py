@@ -1,0 +1,233 @@
+"""`grammys`: N-Grammys, learning-free batched speculation (arXiv 2411.03786), TASC's baseline.
+
+`bigram`: a table taken from the target model names, for every vocabulary id, its most probable
+next tokens; each of the first `num_drafts` of them starts a draft that the likeliest next token
+continues. `mixed`: drafts from the request's own text come first (what followed the last `query`
+tokens, most frequent first), and the bigram table fills the rest. The drafts that the paper
+verifies as a batch of sequences are merged into one tree here; common beginnings cost one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.array_file import read_arrays, write_arrays
+from drafters.calibration import Calibration
+from drafters.jit import compiled
+from drafters.session import TextSession
+from drafters.tree import DraftTree
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+__all__ = ["BigramTable", "GrammysDrafter", "GrammysSession"]
+
+KIND = "target bigram table"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BigramTable:
+    """The target's most probable next tokens after every single token.
+
+    next_ids: int32 [vocab, k], likeliest first. chances: float32 [vocab, k], their probabilities.
+    fingerprint: of the *model* they were taken from.
+    """
+
+    fingerprint: str
+    next_ids: Int32
+    chances: Float32
+
+    def __post_init__(self) -> None:
+        if self.next_ids.ndim != 2 or self.next_ids.shape != self.chances.shape:
+            raise ValueError("next_ids and chances must both be [vocab, k]")
+        num, k = self.next_ids.shape
+        if k < 1 or (num and not 0 <= int(self.next_ids.min()) <= int(self.next_ids.max()) < num):
+            raise ValueError("next_ids must be ids of the vocabulary, at least one for each")
+
+    def save(self, path: Path | str) -> None:
+        """Write atomically."""
+        write_arrays(
+            path,
+            kind=KIND,
+            version=VERSION,
+            fingerprint=self.fingerprint,
+            meta={},
+            arrays={"next_ids": self.next_ids, "chances": self.chances},
+        )
+
+    @classmethod
+    def load(cls, path: Path | str, *, fingerprint: str | None) -> BigramTable:
+        """Map what save() wrote; raises as drafters.array_file.read_arrays does."""
+        meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
+        return cls(str(meta["fingerprint"]), arrays["next_ids"], arrays["chances"])
+
+
+@compiled
+def context_drafts(
+    text: Int32, size: int, query: int, length: int, drafts: Int32, counts: Int32
+) -> int:
+    """Distinct continuations of up to `length` tokens after the last `query` tokens, with counts.
+
+    drafts: int32 [max, length] out, -1 padded; counts: int32 [max] out. Newest occurrences are
+    seen first. Returns their number.
+    """
+    num = 0
+    for end in range(size - 1, query - 1, -1):
+        equal = True
+        for i in range(query):
+            if text[end - 1 - i] != text[size - 1 - i]:
+                equal = False
+                break
+        if not equal:
+            continue
+        long = min(length, size - end)
+        found = -1
+        for d in range(num):
+            same = True
+            for i in range(long):
+                if drafts[d, i] != text[end + i]:
+                    same = False
+                    break
+            if same:
+                found = d
+                break
+        if found >= 0:
+            counts[found] += 1
+        elif num < drafts.shape[0]:
+            drafts[num, :] = -1
+            drafts[num, :long] = text[end : end + long]
+            counts[num] = 1
+            num += 1
+    return num
+
+
+class GrammysDrafter:
+    """Makes GrammysSessions.
+
+    table: the target's bigrams; without it only `mixed` has anything to draft, from the text.
+    strategy: "bigram" or "mixed". num_drafts, length: the paper's batch, k drafts of w tokens.
+    query: tokens looked up in the text by "mixed".
+    """
+
+    name = "grammys"
+    sources = ("bigram", "context")
+
+    def __init__(
+        self,
+        *,
+        table: BigramTable | None = None,
+        strategy: Literal["bigram", "mixed"] = "mixed",
+        num_drafts: int = 10,
+        length: int = 10,
+        query: int = 1,
+        calibration: Calibration | None = None,
+    ) -> None:
+        if strategy not in ("bigram", "mixed"):
+            raise ValueError(f"strategy must be 'bigram' or 'mixed', not {strategy!r}")
+        if strategy == "bigram" and table is None:
+            raise ValueError("strategy 'bigram' needs a table taken from the target model")
+        for name, value in (("num_drafts", num_drafts), ("length", length), ("query", query)):
+            if not 1 <= value <= 64:
+                raise ValueError(f"{name} must be in 1..64, not {value}")
+        self.table = table
+        self.strategy = strategy
+        self.num_drafts = num_drafts
+        self.length = length
+        self.query = query
+        self.calibration = calibration or Calibration(self.sources)
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> GrammysSession:
+        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+        return GrammysSession(self, prompt_ids)
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache."""
+        self.open([1, 2, 1, 2, 1]).propose(2, 2)
+
+
+class GrammysSession(TextSession):
+    """Merges the drafts of a step into one tree; the budget goes to the likeliest nodes."""
+
+    __slots__ = ("_drafter",)
+
+    def __init__(self, drafter: GrammysDrafter, prompt_ids: Sequence[int]) -> None:
+        super().__init__(prompt_ids, drafter.calibration)
+        self._drafter = drafter
+
+    def _draft(self, budget: int, max_depth: int) -> DraftTree:
+        drafter = self._drafter
+        length = min(drafter.length, max_depth)
+        if self.size == 0:
+            return DraftTree.empty()
+        # (tokens, source, shares) of each draft, in the paper's order of preference.
+        drafts: list[tuple[list[int], int, list[float]]] = []
+        if drafter.strategy == "mixed" and self.size > drafter.query:
+            found = np.empty((64, length), np.int32)
+            counts = np.zeros(64, np.int32)
+            num = context_drafts(self.text, self.size, drafter.query, length, found, counts)
+            total = max(1, int(counts[:num].sum()))
+            order = np.argsort(-counts[:num], kind="stable")[: drafter.num_drafts].tolist()
+            for d in order:
+                tokens = [t for t in found[d].tolist() if t >= 0]
+                drafts.append((tokens, 1, [int(counts[d]) / total] + [0.8] * (len(tokens) - 1)))
+        table = drafter.table
+        last = int(self.text[self.size - 1])
+        if table is not None and last < table.next_ids.shape[0]:
+            for first, share in zip(
+                table.next_ids[last].tolist(), table.chances[last].tolist(), strict=True
+            ):
+                if len(drafts) >= drafter.num_drafts:
+                    break
+                tokens, shares = [first], [share]
+                while len(tokens) < length:
+                    shares.append(float(table.chances[tokens[-1], 0]))
+                    tokens.append(int(table.next_ids[tokens[-1], 0]))
+                drafts.append((tokens, 0, shares))
+        return self._merge(drafts).keep(budget)
+
+    def _merge(self, drafts: list[tuple[list[int], int, list[float]]]) -> DraftTree:
+        """One tree of the drafts; a shared node keeps its first source, siblings by survival."""
+        children: dict[tuple[int, int], int] = {}
+        token_ids: list[int] = []
+        parents: list[int] = []
+        sources: list[int] = []
+        cells: list[int] = []
+        survival: list[float] = []
+        calibration = self._calibration
+        for tokens, source, shares in drafts:
+            if not tokens:
+                continue
+            draft_cells = calibration.cells(source, np.arange(len(tokens)), np.asarray(shares))
+            chances = calibration.chances(draft_cells).tolist()
+            parent = -1
+            for i, token in enumerate(tokens):
+                node = children.get((parent, token))
+                if node is None:
+                    node = len(token_ids)
+                    children[(parent, token)] = node
+                    token_ids.append(token)
+                    parents.append(parent)
+                    sources.append(source)
+                    cells.append(int(draft_cells[i]))
+                    survival.append(chances[i] * (1.0 if parent < 0 else survival[parent]))
+                parent = node
+        return DraftTree(
+            np.asarray(token_ids, np.int32),
+            np.asarray(parents, np.int32),
+            np.asarray(survival, np.float32),
+            np.asarray(sources, np.uint8),
+            np.asarray(cells, np.int32),
+        ).preorder()

@@ -1,0 +1,149 @@
+"""Nearest: the corpus' examples whose prompts are most like this one.
+
+Two prompts of a task that share rare tokens tend to get outputs that share them too, so the
+outputs of the nearest examples are a small corpus of this request's own. Likeness is the sum of
+squared inverse document frequencies of the shared tokens and pairs of neighbouring tokens, over
+the root of the example's own sum (a cosine without term frequency). Template text occurs in every
+prompt, so it weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.jit import compiled
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+__all__ = ["Nearest", "build_nearest"]
+
+MAX_SHARE = 0.25  # terms of more than this share of the prompts are template
+MAX_TERM_DOCUMENTS = 2000  # and so are terms of more documents than this
+
+
+@compiled
+def _terms(ids: Int32, out: Int64) -> int:
+    """Keys of the tokens and of the pairs of neighbours; returns their number (2 size - 1)."""
+    num = 0
+    for i in range(ids.shape[0]):
+        out[num] = np.int64(ids[i])
+        num += 1
+        if i > 0:
+            pair = (np.uint64(ids[i - 1]) << np.uint64(32)) ^ np.uint64(ids[i])
+            out[num] = np.int64((pair * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(2)) | (1 << 61)
+            num += 1
+    return num
+
+
+@compiled
+def _score(
+    terms: Int64,
+    keys: Int64,
+    starts: Int64,
+    postings: Int32,
+    weights: Float32,
+    scores: Float32,
+) -> None:
+    previous = np.int64(-1)
+    for i in range(terms.shape[0]):
+        term = terms[i]
+        if term == previous:
+            continue
+        previous = term
+        low, high = 0, keys.shape[0]
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] < term:
+                low = middle + 1
+            else:
+                high = middle
+        if low == keys.shape[0] or keys[low] != term:
+            continue
+        weight = weights[low]
+        for j in range(starts[low], starts[low + 1]):
+            scores[postings[j]] += weight
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """An inverted index. keys: int64 [terms] ascending; starts: int64 [terms + 1] into postings:
+    int32, example numbers; weights: float32 [terms] squared idf; norms: float32 [examples]."""
+
+    keys: Int64
+    starts: Int64
+    postings: Int32
+    weights: Float32
+    norms: Float32
+
+    def find(self, prompt_ids: Sequence[int] | Int32, num: int) -> tuple[Int64, Float32]:
+        """(examples, likeness), the likest first; fewer than `num` when fewer share anything."""
+        ids = np.asarray(prompt_ids, np.int32)
+        terms = np.empty(2 * ids.shape[0], np.int64)
+        terms = np.sort(terms[: _terms(ids, terms)])
+        scores = np.zeros(self.norms.shape[0], np.float32)
+        _score(terms, self.keys, self.starts, self.postings, self.weights, scores)
+        scores /= self.norms
+        num = min(num, scores.shape[0])
+        if num == 0:
+            return np.empty(0, np.int64), np.empty(0, np.float32)
+        best = np.argpartition(-scores, num - 1)[:num]
+        best = best[np.lexsort((best, -scores[best]))]
+        best = best[scores[best] > 0]
+        return best, scores[best]
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """For write_arrays."""
+        return {
+            "keys": self.keys,
+            "starts": self.starts,
+            "postings": self.postings,
+            "weights": self.weights,
+            "norms": self.norms,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Nearest:
+        """What arrays() gave."""
+        return cls(
+            arrays["keys"], arrays["starts"], arrays["postings"], arrays["weights"], arrays["norms"]
+        )
+
+
+def build_nearest(prompts: Sequence[Sequence[int] | Int32]) -> Nearest:
+    """Index the prompts of a corpus' examples, in their order."""
+    parts: list[Int64] = []
+    for prompt in prompts:
+        ids = np.asarray(prompt, np.int32)
+        terms = np.empty(2 * ids.shape[0], np.int64)
+        parts.append(np.unique(terms[: _terms(ids, terms)]))
+    num = len(parts)
+    terms = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    documents = np.repeat(
+        np.arange(num, dtype=np.int32), np.asarray([p.shape[0] for p in parts], np.int64)
+    )
+    order = np.argsort(terms, kind="stable")
+    keys, counts = np.unique(terms[order], return_counts=True)
+    limit = min(MAX_TERM_DOCUMENTS, max(1.0, MAX_SHARE * num))
+    idf = np.log((num + 1.0) / counts)
+    # Common terms are dropped; what is left of an example still makes its norm.
+    keep = counts <= limit
+    weights = (idf * idf).astype(np.float32)
+    postings = documents[order]
+    norms = np.zeros(num, np.float64)
+    np.add.at(norms, postings, np.repeat(np.where(keep, weights, 0.0), counts))
+    kept = np.repeat(keep, counts)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[keep])])
+    return Nearest(
+        keys[keep].astype(np.int64),
+        starts.astype(np.int64),
+        postings[kept],
+        weights[keep],
+        np.sqrt(norms + 1.0).astype(np.float32),
+    )

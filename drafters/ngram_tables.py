@@ -1,0 +1,236 @@
+"""M_n tables: the last n-1 tokens -> counts of the next one, for n = 1..n_max (TASC section 3).
+
+Counted by sorting: an n-gram's prefix is replaced by its rank among the (n-1)-grams kept so far,
+so that a key is 64 bits for every n, and an n-gram whose prefix was pruned is never sorted. Peak
+memory is about 40 bytes a token of corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.jit import compiled
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+Progress = Callable[[str, float], None]
+
+__all__ = ["NGramTables", "context_hash", "count_ngrams", "find_row"]
+
+MAX_N = 16
+
+
+@compiled
+def context_hash(ids: Int32, end: int, length: int) -> int:
+    """64-bit hash of ids[end-length:end]: the key of a context in the tables."""
+    h = np.uint64(0x243F6A8885A308D3) + np.uint64(length)
+    for i in range(end - length, end):
+        h = (h ^ np.uint64(ids[i])) * np.uint64(0x9E3779B97F4A7C15)
+        h = h ^ (h >> np.uint64(29))
+    h = h * np.uint64(0xBF58476D1CE4E5B9)
+    return int(np.int64((h ^ (h >> np.uint64(32))) >> np.uint64(1)))
+
+
+@compiled
+def find_row(keys: Int64, first: int, last: int, key: int) -> int:
+    """Index of `key` in the ascending keys[first:last], or -1."""
+    low, high = first, last
+    while low < high:
+        middle = (low + high) // 2
+        if keys[middle] < key:
+            low = middle + 1
+        else:
+            high = middle
+    if low < last and keys[low] == key:
+        return low
+    return -1
+
+
+@compiled
+def _hash_contexts(ids: Int32, ends: Int64, length: int, out: Int64) -> None:
+    for i in range(ends.shape[0]):
+        out[i] = context_hash(ids, ends[i], length)
+
+
+@dataclass(frozen=True, slots=True)
+class NGramTables:
+    """The tables of all n in flat arrays.
+
+    first_row: int64 [n_max + 1]: rows of M_n are first_row[n-1]:first_row[n]. keys: int64 [rows],
+    hash of the context, ascending inside a table. starts: int64 [rows + 1]: a row's entries.
+    tokens: int32 [entries] next tokens and counts: int32 [entries], by count descending, then id.
+    """
+
+    n_max: int
+    p_min: int
+    num_tokens: int
+    num_documents: int
+    first_row: Int64
+    keys: Int64
+    starts: Int64
+    tokens: Int32
+    counts: Int32
+
+    def lookup(self, context_ids: npt.ArrayLike) -> dict[int, int]:
+        """Counts of the next token after exactly these tokens (M_n with n - 1 of them)."""
+        ids = np.asarray(context_ids, np.int32).reshape(-1)
+        n = ids.shape[0] + 1
+        if n > self.n_max:
+            raise ValueError(f"the tables hold contexts of at most {self.n_max - 1} tokens")
+        row = find_row(
+            self.keys,
+            int(self.first_row[n - 1]),
+            int(self.first_row[n]),
+            context_hash(ids, ids.shape[0], ids.shape[0]),
+        )
+        if row < 0:
+            return {}
+        part = slice(int(self.starts[row]), int(self.starts[row + 1]))
+        pairs = zip(self.tokens[part].tolist(), self.counts[part].tolist(), strict=True)
+        return dict(pairs)
+
+    def num_ngrams(self) -> list[int]:
+        """Kept distinct n-grams for n = 1..n_max."""
+        rows = self.first_row
+        return [
+            int(self.starts[rows[n]] - self.starts[rows[n - 1]]) for n in range(1, self.n_max + 1)
+        ]
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """For write_arrays."""
+        return {
+            "first_row": self.first_row,
+            "keys": self.keys,
+            "starts": self.starts,
+            "tokens": self.tokens,
+            "counts": self.counts,
+        }
+
+    @classmethod
+    def from_arrays(
+        cls, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> NGramTables:
+        """What arrays() gave, with the numbers that `meta` holds."""
+        return cls(
+            int(meta["n_max"]),
+            int(meta["p_min"]),
+            int(meta["num_tokens"]),
+            int(meta["num_documents"]),
+            arrays["first_row"],
+            arrays["keys"],
+            arrays["starts"],
+            arrays["tokens"],
+            arrays["counts"],
+        )
+
+
+def _ranks(keys: Int64, p_min: int) -> tuple[Int64, Int64, Int64]:
+    """(index of each key among the kept distinct keys or -1, kept keys, their counts)."""
+    order = np.argsort(keys)
+    ordered = keys[order]
+    fresh = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    counts = np.diff(np.append(fresh, ordered.shape[0]))
+    keep = counts >= p_min
+    rank = np.where(keep, np.cumsum(keep) - 1, -1)
+    out = np.empty(keys.shape[0], np.int64)
+    out[order] = np.repeat(rank, counts)
+    return out, ordered[fresh[keep]], counts[keep]
+
+
+def count_ngrams(
+    token_ids: Int32,
+    document_starts: Int64,
+    *,
+    n_max: int = 5,
+    p_min: int = 5,
+    progress: Progress | None = None,
+) -> NGramTables:
+    """Count all n-grams inside documents and keep those seen at least p_min times.
+
+    token_ids: int32 [tokens], all documents in a row. document_starts: int64 [documents],
+    ascending. progress: called with ("counting", share done). Raises ValueError for n_max outside
+    1..16, p_min below 1 or ids below 0.
+    """
+    if not 1 <= n_max <= MAX_N:
+        raise ValueError(f"n_max must be in 1..{MAX_N}, not {n_max}")
+    if p_min < 1:
+        raise ValueError(f"p_min must be at least 1, not {p_min}")
+    ids = np.ascontiguousarray(token_ids, np.int32)
+    num = ids.shape[0]
+    if num and int(ids.min()) < 0:
+        raise ValueError("token ids must not be negative")
+    starts_here = np.zeros(num, bool)
+    inside = document_starts[document_starts < num]
+    starts_here[inside] = True
+
+    # ends: positions of the last token of the n-grams still alive; rank: of their n-1 prefix.
+    ends = np.arange(num, dtype=np.int64)
+    prefix = np.zeros(num, np.int64)
+    all_keys: list[Int64] = []
+    all_sizes: list[Int64] = []
+    all_tokens: list[Int32] = []
+    all_counts: list[Int32] = []
+    first_row = np.zeros(n_max + 1, np.int64)
+    for n in range(1, n_max + 1):
+        rank, kept, counts = (
+            _ranks((prefix << 32) | ids[ends], p_min)
+            if ends.shape[0]
+            else (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+        )
+        next_tokens = (kept & 0xFFFFFFFF).astype(np.int32)
+        owner = kept >> 32
+        # One occurrence of each kept n-gram gives its context's tokens, for the hash.
+        example = np.empty(kept.shape[0], np.int64)
+        alive = rank >= 0
+        example[rank[alive]] = ends[alive]
+        # By context, then count descending, then id.
+        order = np.lexsort((next_tokens, -counts, owner))
+        owner, next_tokens, counts = owner[order], next_tokens[order], counts[order]
+        example = example[order]
+        if owner.shape[0]:
+            row_first = np.flatnonzero(np.concatenate(([True], owner[1:] != owner[:-1])))
+        else:
+            row_first = np.empty(0, np.int64)
+        sizes = np.diff(np.append(row_first, owner.shape[0]))
+        keys = np.empty(row_first.shape[0], np.int64)
+        _hash_contexts(ids, example[row_first], n - 1, keys)
+        by_key = np.argsort(keys)
+        # Rows move to key order, their entries with them.
+        moved = np.repeat(row_first[by_key], sizes[by_key]) + _within(sizes[by_key])
+        all_keys.append(keys[by_key])
+        all_sizes.append(sizes[by_key])
+        all_tokens.append(next_tokens[moved])
+        all_counts.append(counts[moved].astype(np.int32))
+        first_row[n] = first_row[n - 1] + keys.shape[0]
+        # An (n+1)-gram ends one further, inside the same document, behind a kept n-gram.
+        longer = ends[alive] + 1
+        inside_document = longer < num
+        inside_document[inside_document] = ~starts_here[longer[inside_document]]
+        prefix = rank[alive][inside_document]
+        ends = longer[inside_document]
+        if progress is not None:
+            progress("counting", n / n_max)
+    return NGramTables(
+        n_max,
+        p_min,
+        num,
+        int(document_starts.shape[0]),
+        first_row,
+        np.concatenate(all_keys),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(all_sizes))]),
+        np.concatenate(all_tokens),
+        np.concatenate(all_counts),
+    )
+
+
+def _within(sizes: Int64) -> Int64:
+    """0..size-1 for each size, in a row."""
+    total = int(sizes.sum())
+    offsets = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.arange(total, dtype=np.int64) - offsets
