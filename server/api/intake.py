@@ -509,7 +509,12 @@ def _ids_of(items: Any, at: str) -> list[int]:
     return ids
 
 
-def _stops_of(stop: str | list[str]) -> tuple[str, ...]:
+def _stops_of(stop: Any) -> tuple[str, ...]:
+    """The stop strings of a string or a list of strings. Raises InvalidRequestError."""
+    if not isinstance(stop, (str, list)):
+        raise InvalidRequestError(
+            f"stop: must be a string or a list of strings; got {echoed(stop)}.", param="stop"
+        )
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS:
         raise InvalidRequestError(
@@ -517,11 +522,13 @@ def _stops_of(stop: str | list[str]) -> tuple[str, ...]:
         )
     for i, text in enumerate(stops):
         at = "stop" if isinstance(stop, str) else f"stop[{i}]"
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{at}: must be a string; got {echoed(text)}.", param=at)
         if not text:
-            raise InvalidRequestError(f"{at}: a stop string cannot be empty.", param="stop")
+            raise InvalidRequestError(f"{at}: a stop string cannot be empty.", param=at)
         if len(text) > MAX_STOP_CHARS:
             raise InvalidRequestError(
-                f"{at}: at most {MAX_STOP_CHARS} characters; got {len(text)}.", param="stop"
+                f"{at}: at most {MAX_STOP_CHARS} characters; got {len(text)}.", param=at
             )
     return tuple(dict.fromkeys(stops))
 

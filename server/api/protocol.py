@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
 from server.errors import InvalidRequestError, UnknownFieldError, echoed
@@ -61,6 +61,18 @@ _PROMPT_SCHEMA = {
 }
 # Checked by hand in intake: a union of four shapes would report four errors for every item.
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+_STOP_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+            "maxItems": MAX_STOPS,
+        },
+        {"type": "null"},
+    ]
+}
+Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 TokenId = Annotated[int, Field(ge=0, le=INT31)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
@@ -103,7 +115,7 @@ class CompletionBody(_Body):
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
-    stop: str | list[str] | None = Field(None, description="up to 4 strings")
+    stop: Stop = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
@@ -153,7 +165,7 @@ class DetokenizeBody(_Body):
     """POST /detokenize, vLLM's shape."""
 
     model: ModelName | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FailFast()]
 
 
 _B = TypeVar("_B", bound=BaseModel)
@@ -179,14 +191,14 @@ def validate(model: type[_B], body: dict[str, Any]) -> _B:
 
 
 def _invalid(model: type[BaseModel], problem: ErrorDetails, body: Mapping[str, Any]) -> Exception:
-    path = [part for part in problem["loc"] if not _is_union_tag(part)]
     param = ""
     value: Any = body
-    for part in path:
+    for part in problem["loc"]:
         if isinstance(part, int):
             param += f"[{part}]"
         else:
-            name = part if part.isascii() and part.isidentifier() else echoed(part, 40)
+            known = part.isascii() and part.isidentifier() and len(part) <= 40
+            name = part if known else echoed(part, 40)
             param += f".{name}" if param else name
         try:
             value = value[part]
@@ -199,11 +211,6 @@ def _invalid(model: type[BaseModel], problem: ErrorDetails, body: Mapping[str, A
         return InvalidRequestError(f"The field {param} is required.", param=param)
     message = message[:1].lower() + message[1:]
     return InvalidRequestError(f"{param}: {message}; got {echoed(value)}.", param=param)
-
-
-def _is_union_tag(part: int | str) -> bool:
-    """pydantic puts the arm of a union into the path ("stop", "list[str]", 0)."""
-    return isinstance(part, str) and (part in ("str", "int", "float") or part.startswith("list["))
 
 
 def model_object(

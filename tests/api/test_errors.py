@@ -1,0 +1,599 @@
+"""Every refusal: its status, its shape, the field it names; and that the server lives on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.config import (
+    CorsConfig,
+    KeyConfig,
+    LimitsConfig,
+    MetricsConfig,
+    SamplingDefaults,
+    ServerConfig,
+    SpeculationConfig,
+    TaskConfig,
+    TaskLimits,
+)
+from server.errors import TailorError
+from tests.api.live import LiveServer, encode
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+LIMITS = LimitsConfig(
+    max_body_bytes=200_000,
+    max_prompts=8,
+    max_choices=4,
+    max_request_tokens=2000,
+    body_timeout_s=0.5,
+)
+TASK = TaskConfig(
+    name="strict",
+    description="A task with limits",
+    sampling=SamplingDefaults(temperature=0.0, max_tokens=4, stop=("\n",), seed=11),
+    limits=TaskLimits(
+        max_tokens=8, max_prompts=2, max_choices=1, max_logprobs=2, max_draft_tokens=6,
+        max_prompt_tokens=10,
+    ),
+    speculation=SpeculationConfig(max_draft_tokens=6, allowed_drafters=("suffix",)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(saying(encode(" over the lazy dog")))
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
+    with LiveServer([engine], config=ServerConfig(limits=LIMITS), tasks={"strict": TASK}) as live:
+        yield live
+
+
+def check(response: httpx.Response, status: int, code: str | None, param: str | None) -> str:
+    """The one error shape; returns the message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    error = body["error"]
+    assert (error["code"], error["param"]) == (code, param), error
+    assert len(error["message"]) < 500
+    return str(error["message"])
+
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", "5"),
+    ("max_tokens", 10**18), ("max_tokens", 0), ("max_tokens", []),
+    ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("temperature", True),
+    ("temperature", 1e308),
+    ("top_p", -0.1), ("top_p", 1.1), ("top_p", False),
+    ("n", 0), ("n", -1), ("n", 10**6), ("n", True), ("n", 1.0),
+    ("best_of", 0), ("best_of", 10**18), ("best_of", True),
+    ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", 10**18),
+    ("presence_penalty", 2.5), ("presence_penalty", -2.5), ("frequency_penalty", 1e308),
+    ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 1e9),
+    ("top_k", -2), ("top_k", 2**40), ("top_k", 1.5), ("min_p", 1.5), ("min_p", -0.5),
+    ("min_tokens", -1), ("min_tokens", 10**12), ("min_tokens", 200),
+    ("seed", 2**63), ("seed", 1.5), ("seed", True), ("seed", "x"),
+    ("stop", ["a", "b", "c", "d", "e"]), ("stop", ""), ("stop", [""]), ("stop", "x" * 1001),
+    ("stop_token_ids", list(range(300))), ("stop_token_ids", [400]),
+    ("allowed_token_ids", []), ("allowed_token_ids", [399, 400]),
+    ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"x": 1}),
+    ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {str(i): 0 for i in range(1025)}),
+    ("logit_bias", {"١": 1}),
+    ("stream", "yes"), ("stream", 1), ("echo", 0), ("ignore_eos", "no"),
+    ("priority", 2**40), ("cache_salt", "x" * 257), ("cache_salt", 5), ("user", 5),
+    ("prompt", []), ("prompt", [[]]), ("prompt", None), ("prompt", 5), ("prompt", {"a": 1}),
+    ("prompt", ["a", 1]), ("prompt", [1, "a"]), ("prompt", [True]), ("prompt", [[1, True]]),
+    ("prompt", [-1]), ("prompt", [400]), ("prompt", [10**18]), ("prompt", [1.5]),
+    ("prompt", [[1], "a"]), ("prompt", ""), ("prompt", [[1], []]), ("prompt", [None]),
+    ("model", ""), ("model", 5), ("model", None),
+    ("speculation", {"drafter": "psychic"}), ("stream_options", {"include_usage": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_VALUES, ids=lambda v: repr(v)[:30])
+def test_a_bad_value_is_a_400_that_names_the_field(
+    server: LiveServer, field: str, value: Any
+) -> None:
+    response = server.post(**{field: value})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] in ("invalid_value", "limit_exceeded", "context_length_exceeded")
+    assert error["param"].split(".")[0].split("[")[0] == field, error
+    assert len(error["message"]) < 400
+
+
+NESTED = [
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+    ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), NESTED)
+def test_params_of_nested_values_are_paths(
+    server: LiveServer, body: dict[str, Any], param: str
+) -> None:
+    error = server.post(**body).json()["error"]
+    assert error["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
+        ({"use_beam_search": True}, "unknown_parameter", "use_beam_search"),
+        ({"speculation": {"depth": 1}}, "unknown_parameter", "speculation.depth"),
+        ({"suffix": "end"}, "unsupported_parameter", "suffix"),
+        ({"n": 3, "best_of": 2}, "invalid_value", "best_of"),
+        ({"stream": True, "best_of": 2}, "invalid_value", "best_of"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "unsupported_parameter",
+            "stream_options.include_obfuscation",
+        ),
+        ({"prompt": ["a"] * 9}, "limit_exceeded", "prompt"),
+        ({"prompt": ["a"] * 8, "n": 4, "max_tokens": 100}, "limit_exceeded", "max_tokens"),
+        ({"prompt": [1] * 257}, "context_length_exceeded", "prompt"),
+        ({"prompt": [1] * 256}, "context_length_exceeded", "prompt"),
+        ({"prompt": "the " * 3000}, "context_length_exceeded", "prompt"),
+        ({"prompt": "x" * 150_000}, "context_length_exceeded", "prompt"),
+        ({"prompt": [1] * 100, "max_tokens": 157}, "context_length_exceeded", "max_tokens"),
+    ],
+)
+def test_refusals_by_code(server: LiveServer, body: dict[str, Any], code: str, param: str) -> None:
+    check(server.post(**body), 400, code, param)
+
+
+def test_noop_fields_are_the_documented_ones(server: LiveServer) -> None:
+    noops = {
+        "user": "x", "metadata": {}, "store": True, "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }  # fmt: skip
+    from server.api.protocol import NO_OP_FIELDS
+
+    assert set(noops) == NO_OP_FIELDS
+    assert server.post(**noops).status_code == 200
+
+
+def test_a_prompt_that_just_fits(server: LiveServer) -> None:
+    assert server.post(prompt=[1] * 100, max_tokens=156).status_code == 200
+
+
+def test_messages_do_not_repeat_long_input(server: LiveServer) -> None:
+    secret = "s3cret" * 5000
+    for body in (
+        {"model": secret}, {"stop": ["a", secret]}, {"temperature": secret}, {secret: 1},
+        {"speculation": {"drafter": secret[:60]}}, {"logit_bias": {secret: 1}},
+        {"speculation": {secret: 1}}, {"metadata": secret}, {"stream_options": secret},
+    ):  # fmt: skip
+        response = server.post(**body)
+        assert response.status_code in (400, 404)
+        assert response.text.count("s3cret") * 6 <= 400
+        assert len(response.text) < 700
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "code"),
+    [
+        ({"max_tokens": 9}, "max_tokens", "limit_exceeded"),
+        ({"n": 2}, "n", "limit_exceeded"),
+        ({"prompt": ["a", "b", "c"]}, "prompt", "limit_exceeded"),
+        ({"logprobs": 3}, "logprobs", "limit_exceeded"),
+        (
+            {"speculation": {"max_draft_tokens": 7}},
+            "speculation.max_draft_tokens",
+            "limit_exceeded",
+        ),
+        ({"speculation": {"drafter": "off"}}, "speculation.drafter", "invalid_value"),
+        ({"prompt": [1] * 11}, "prompt", "context_length_exceeded"),
+    ],
+)
+def test_a_tasks_limits_are_hard(
+    server: LiveServer, body: dict[str, Any], field: str, code: str
+) -> None:
+    check(server.post(model="strict", **body), 400, code, field)
+
+
+def test_a_tasks_defaults_fill_what_is_not_given(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.submitted.clear()
+    body = server.post(model="strict", prompt="the").json()
+    assert body["model"] == "strict"
+    server.post(model="strict", prompt="the", temperature=0.5, stop=[], seed=3, max_tokens=2)
+    first, second = engine.submitted
+    s = first.sampling
+    assert (s.temperature, s.max_tokens, s.stop, s.seed) == (0.0, 4, (b"\n",), 11)
+    assert (first.task, first.model) == ("strict", "tiny")
+    assert (first.speculation.drafter, first.speculation.max_draft_tokens) == ("suffix", 6)
+    s = second.sampling
+    assert (s.temperature, s.max_tokens, s.stop, s.seed) == (0.5, 2, (), 3)
+
+
+# uvicorn.access is off (it has no handler); pytest gives one to every logger that does not propagate.
+LOGGERS = ("tailor", "uvicorn.error")
+
+
+# --- bodies ---
+
+
+def raw(server: LiveServer, content: bytes, **headers: str) -> httpx.Response:
+    return httpx.post(
+        server.url + "/v1/completions",
+        content=content,
+        headers={"content-type": "application/json", **headers},
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty"),
+        (b"{", "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "twice"),
+        (b'{"temperature": NaN}', "NaN"),
+        (b'{"temperature": -Infinity}', "Infinity"),
+        (b'{"temperature": 1e999}', "out of range"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "out of range"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"\\udc00": 1}', "surrogate"),
+        (b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}", "nested"),
+        (b"[" * 100_000, "nested"),
+        (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "nested"),
+        (b"{} {}", "not JSON"),
+    ],
+    ids=range(19),
+)
+def test_bodies_that_are_no_strict_json(server: LiveServer, content: bytes, says: str) -> None:
+    message = check(raw(server, content), 400, "invalid_body", None)
+    assert says in message
+
+
+def test_nul_and_surrogate_pairs_are_text(server: LiveServer) -> None:
+    content = b'{"model": "tiny", "prompt": "a\\u0000\\ud83d\\ude00", "max_tokens": 1}'
+    assert raw(server, content).status_code == 200
+
+
+def test_brackets_in_strings_are_not_depth(server: LiveServer) -> None:
+    content = json.dumps({"model": "tiny", "prompt": '[{"' * 80, "max_tokens": 1}).encode()
+    assert raw(server, content).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-encoding": "gzip"}, 415),
+        ({"content-encoding": "br"}, 415),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "application/json; charset=utf-16"}, 415),
+        ({"content-type": "application/json; charset=UTF-8"}, 200),
+        ({"content-encoding": "identity"}, 200),
+    ],
+)
+def test_media_types(server: LiveServer, headers: dict[str, str], status: int) -> None:
+    content = b'{"model": "tiny", "prompt": "the", "max_tokens": 1}'
+    response = raw(server, content, **headers)
+    if status == 200:
+        assert response.status_code == 200
+    else:
+        check(response, status, "unsupported_media_type", None)
+
+
+def test_a_large_body_is_refused_by_its_length_before_it_is_sent(server: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
+        s.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 999999999999\r\n\r\n"
+        )
+        answer = s.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in answer
+
+
+def test_a_large_chunked_body_is_refused_while_it_is_read(server: LiveServer) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(10_000):
+            yield b" " * 65536
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    sent = 0
+    try:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("transfer-encoding", "chunked")
+        connection.endheaders()
+        for part in endless():
+            connection.send(b"%x\r\n%b\r\n" % (len(part), part))
+            sent += len(part)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        connection.close()
+    assert sent < 100 * 65536  # the server hung up long before the end
+    assert server.post(max_tokens=1).status_code == 200
+
+
+def test_a_slow_body_times_out(server: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
+        s.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b'content-length: 100\r\n\r\n{"model'
+        )
+        answer = s.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
+
+
+# --- routes ---
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("GET", "/v1/models/none", 404, "model_not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("POST", "//v1/completions", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("PUT", "/v1/completions", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_routes_that_are_not_there(
+    server: LiveServer, method: str, path: str, status: int, code: str
+) -> None:
+    response = httpx.request(method, server.url + path)
+    check(response, status, code, "model" if code == "model_not_found" else None)
+    if status == 405:
+        assert response.headers["allow"]
+
+
+def test_an_unknown_model_is_a_404(server: LiveServer) -> None:
+    check(server.post(model="gpt-9"), 404, "model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        server.openai().completions.create(model="gpt-9", prompt="x")
+
+
+def test_the_openai_client_raises_its_own_errors(server: LiveServer) -> None:
+    client = server.openai()
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=[1] * 300)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+
+
+def test_models_are_listed(server: LiveServer) -> None:
+    client = server.openai()
+    listed = list(client.models.list())
+    assert [m.id for m in listed] == ["tiny", "strict", "completion"]
+    assert all(m.object == "model" and m.owned_by == "tailor" for m in listed)
+    task = client.models.retrieve("strict").model_dump()
+    assert (task["root"], task["parent"], task["max_model_len"]) == ("tiny", "tiny", 256)
+    assert task["description"] == "A task with limits"
+
+
+def test_tokenize_and_detokenize(server: LiveServer) -> None:
+    text = "héllo <|user|> wörld"
+    body = server.post("/tokenize", prompt=text, return_token_strs=True).json()
+    assert body["tokens"] == encode(text) and body["count"] == len(encode(text))
+    assert len(body["token_strs"]) == body["count"]
+    back = server.post("/detokenize", tokens=body["tokens"]).json()
+    assert back == {"prompt": text}
+    check(server.post("/detokenize", tokens=[400]), 400, "invalid_value", "tokens")
+    check(server.post("/detokenize", tokens=[True]), 400, "invalid_value", "tokens[0]")
+    check(server.post("/tokenize"), 400, "invalid_value", "prompt")
+    check(server.post("/tokenize", prompt="x", model="?"), 404, "model_not_found", "model")
+    assert server.post("/tokenize", prompt="the " * 5000).json()["count"] == 5001
+
+
+def test_version_and_health(server: LiveServer) -> None:
+    from server import __version__
+
+    assert httpx.get(server.url + "/version").json() == {"version": __version__}
+    health = httpx.get(server.url + "/health").json()
+    assert health["status"] == "ok"
+    [engine] = health["engines"]
+    assert (engine["model"], engine["state"], engine["restarts"]) == ("tiny", "ready", 0)
+    assert httpx.get(server.url + "/ready").json() == {"status": "ready"}
+
+
+def test_openapi_describes_the_body(server: LiveServer) -> None:
+    document = httpx.get(server.url + "/openapi.json").json()
+    post = document["paths"]["/v1/completions"]["post"]
+    schema = post["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["additionalProperties"] is False
+    assert {"model", "prompt", "max_tokens", "speculation"} <= set(schema["properties"])
+    assert "$ref" not in json.dumps(schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("abc-1.2:3", True), ("x" * 129, False), ("a b", False), ("a;b", False), ("", False)],
+)
+def test_request_ids_go_in_and_out(server: LiveServer, given: str, kept: bool) -> None:
+    response = httpx.get(server.url + "/version", headers={"x-request-id": given})
+    assert (response.headers["x-request-id"] == given) is kept
+    assert response.headers["x-request-id"]
+
+
+def test_cors_is_off(server: LiveServer) -> None:
+    response = httpx.get(server.url + "/version", headers={"origin": "https://evil.example"})
+    assert not any(name.startswith("access-control") for name in response.headers)
+
+
+def test_prompts_are_not_logged(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert server.post(prompt="the secret word").status_code == 200
+    server.post(prompt="the secret word", frobnicate="secret")
+    server.post(prompt="the secret word", stop="x" * 2000 + "secret")
+    httpx.get(server.url + "/%0d%0aFORGED%1b[31m", params={"prompt": "secret"})
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith(LOGGERS)]
+    assert any("/v1/completions 200" in line for line in lines)
+    assert not any("secret" in line or "\x1b" in line or "\n" in line for line in lines)
+
+
+def test_a_bug_is_a_500_without_details(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("the secret prompt")
+
+    monkeypatch.setattr(server.client, "submit", broken)
+    message = check(server.post(), 500, "internal_error", None)
+    assert "secret" not in message
+    assert not any("secret" in r.getMessage() for r in caplog.records)
+    assert any("ValueError" in r.getMessage() for r in caplog.records)
+
+
+def test_responses_are_counted_by_route_status_and_code(server: LiveServer) -> None:
+    def count(**labels: str) -> float:
+        return server.sample("tailor_http_responses_total", **labels)
+
+    before = count(route="/v1/completions", status="400", code="invalid_value")
+    other = count(route="other")
+    server.post(n=0)
+    httpx.get(server.url + "/invented-by-a-client")
+    assert count(route="/v1/completions", status="400", code="invalid_value") == before + 1
+    assert count(route="other", status="404") >= 1 and count(route="other") == other + 1
+
+
+# --- keys ---
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    config = ServerConfig.model_validate(
+        {"keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"})}
+    )
+    with LiveServer([ScriptedEngine(saying(encode(" over")))], config=config) as live:
+        yield live
+
+
+EVERYWHERE = [
+    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"), ("GET", "/openapi.json"),
+    ("GET", "/nothing"), ("OPTIONS", "/v1/completions"), ("HEAD", "/v1/models"),
+    ("GET", "//health"), ("GET", "/health/"), ("GET", "/v1/../health/../v1/models"),
+    ("GET", "/%2fhealth"), ("GET", "/health%2f..%2fv1/models"), ("POST", "//v1/completions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), EVERYWHERE)
+@pytest.mark.parametrize("key", [None, "", "sk-", "sk-one,sk-two", "sk-onesk-two", "SK-ONE"])
+def test_every_route_needs_a_key(
+    locked: LiveServer, method: str, path: str, key: str | None
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=5)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    assert answer.status == 401
+    if method != "HEAD":
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+    connection.close()
+
+
+def test_open_routes_need_none(locked: LiveServer) -> None:
+    for path in ("/health", "/ready", "/metrics"):
+        assert httpx.get(locked.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["sk-one", "sk-two"])
+def test_every_key_opens(locked: LiveServer, key: str) -> None:
+    client = locked.openai(key)
+    assert client.completions.create(model="tiny", prompt="the", max_tokens=1).choices
+    assert [m.id for m in client.models.list()] == ["tiny", "completion"]
+
+
+def test_a_wrong_key_is_the_clients_authentication_error(locked: LiveServer) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        locked.openai("sk-three").models.list()
+    response = httpx.get(locked.url + "/v1/models", headers={"authorization": "Basic sk-one"})
+    check(response, 401, "invalid_api_key", None)
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_websocket_is_no_way_around(locked: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as s:
+        s.sendall(
+            b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+            b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n"
+        )
+        assert s.recv(4096).startswith(b"HTTP/1.1 401 ")
+
+
+def test_metrics_and_cors_have_their_own_settings() -> None:
+    config = ServerConfig.model_validate(
+        {
+            "keys": ({"id": "one", "key": "sk-one"},),
+            "metrics": MetricsConfig(require_key=True),
+            "cors": CorsConfig(allow_origins=("https://app.example",)),
+        }
+    )
+    with LiveServer([ScriptedEngine(saying([5]))], config=config) as live:
+        assert httpx.get(live.url + "/metrics").status_code == 401
+        key = {"authorization": "bearer sk-one"}
+        assert httpx.get(live.url + "/metrics", headers=key).status_code == 200
+        preflight = httpx.options(
+            live.url + "/v1/completions",
+            headers={
+                "origin": "https://app.example",
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization",
+            },
+        )
+        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+        other = httpx.get(live.url + "/ready", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    import server.errors as errors
+
+    rows = {
+        line.split("── ")[-1].split()[0]: line.split()
+        for line in (errors.__doc__ or "").splitlines()
+        if "Error" in line and "  " in line.strip() and line.startswith("    ")
+    }
+
+    def classes(root: type[TailorError]) -> Iterator[type[TailorError]]:
+        yield root
+        for child in root.__subclasses__():
+            yield from classes(child)
+
+    for cls in classes(TailorError):
+        words = rows[cls.__name__]
+        assert words[-3:] == [str(cls.status), cls.type, cls.code or "-"], cls.__name__
+
+
+def test_key_config_is_not_kept_in_the_clear() -> None:
+    from server.api.gate import ApiKey
+
+    key = KeyConfig.model_validate({"id": "one", "key": "sk-one"})
+    assert "sk-one" not in repr(ApiKey.of(key.id, key.secret()))
