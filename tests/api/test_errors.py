@@ -90,7 +90,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("allowed_token_ids", []), ("allowed_token_ids", [399, 400]),
     ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"x": 1}),
     ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {str(i): 0 for i in range(1025)}),
-    ("logit_bias", {"١": 1}),
+    ("logit_bias", {"\u0661": 1}),
     ("stream", "yes"), ("stream", 1), ("echo", 0), ("ignore_eos", "no"),
     ("priority", 2**40), ("cache_salt", "x" * 257), ("cache_salt", 5), ("user", 5),
     ("prompt", []), ("prompt", [[]]), ("prompt", None), ("prompt", 5), ("prompt", {"a": 1}),
@@ -225,7 +225,7 @@ def test_a_tasks_defaults_fill_what_is_not_given(
     assert (s.temperature, s.max_tokens, s.stop, s.seed) == (0.5, 2, (), 3)
 
 
-# uvicorn.access is off (it has no handler); pytest gives one to every logger that does not propagate.
+# uvicorn.access is off (no handler); pytest gives one to each logger that does not propagate.
 LOGGERS = ("tailor", "uvicorn.error")
 
 

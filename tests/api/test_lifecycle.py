@@ -1,0 +1,536 @@
+"""Clients that leave, engines that die, queues that fill up, servers that are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.api.client import EngineClient, EngineSpec, RestartPolicy
+from server.config import LimitsConfig, ServerConfig
+from server.errors import NoEngineError
+from server.metrics import Metrics
+from server.types import Delta, Request, SamplingParams
+from tests.api.live import LiveServer, encode, wait_until
+from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
+
+IDS = encode(" over the lazy dog")
+
+
+def send_request(port: int, **body: Any) -> socket.socket:
+    """A raw completion request; the socket stays open."""
+    content = json.dumps({"model": "tiny", "prompt": "the", **body}).encode()
+    s = socket.create_connection(("127.0.0.1", port), timeout=10)
+    s.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(content), content)
+    )
+    return s
+
+
+# --- clients that leave ---
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_aborted_within_a_step(stream: bool, reset: bool) -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.05)
+    with LiveServer([engine]) as live:
+        s = send_request(live.port, max_tokens=200, stream=stream, n=2)
+        wait_until(lambda: engine.num_steps >= 3)
+        if stream:
+            assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
+        if reset:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        steps = engine.num_steps
+        s.close()
+        wait_until(lambda: bool(engine.aborted))
+        # The step under way, and at most one more.
+        assert engine.num_steps - steps <= 2
+        assert engine.aborted == [engine.submitted[0].request_id]
+        assert live.client.num_open == 0
+        wait_until(lambda: live.sample("tailor_request_outcomes_total", outcome="abort") == 1)
+
+
+def test_a_client_that_leaves_the_queue_is_aborted() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    engine.gate.clear()
+    with LiveServer([engine]) as live:
+        for stream in (False, True):
+            s = send_request(live.port, stream=stream)
+            wait_until(lambda: live.client.num_open == 1)
+            s.close()
+            wait_until(lambda: live.client.num_open == 0)
+        wait_until(lambda: len(engine.aborted) == 2)
+        assert live.client.queued == {} and live.client.num_queued_tokens == 0
+        engine.gate.set()
+        assert live.post(max_tokens=1).status_code == 200
+
+
+def test_a_client_that_leaves_a_list_aborts_every_prompt() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.02)
+    with LiveServer([engine]) as live:
+        s = send_request(live.port, prompt=["a", "b", "c"], max_tokens=100)
+        wait_until(lambda: engine.num_steps >= 2)
+        s.close()
+        wait_until(lambda: len(engine.aborted) == 3)
+
+
+def test_a_stream_that_waits_has_headers_after_a_second() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    engine.gate.clear()
+    with LiveServer([engine]) as live:
+        s = send_request(live.port, stream=True, max_tokens=1)
+        started_s = time.monotonic()
+        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert time.monotonic() - started_s > 0.8
+        engine.gate.set()
+        rest = b""
+        while not rest.endswith(b"0\r\n\r\n"):
+            rest += s.recv(4096)
+        assert b"data: [DONE]" in rest
+        s.close()
+
+
+def test_an_error_before_the_first_token_has_its_status() -> None:
+    def script(request: Request) -> Any:
+        code = "queue_full" if request.sampling.max_tokens == 1 else "nan_logits"
+        return [
+            [Delta(request.request_id, 0, (), finish_reason="error", error="no", error_code=code)]
+        ]
+
+    with LiveServer([ScriptedEngine(script)]) as live:
+        for stream in (False, True):
+            response = live.post(stream=stream, max_tokens=1)
+            assert response.status_code == 429 and response.headers["retry-after"] == "1"
+            response = live.post(stream=stream, max_tokens=2)
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "engine_error"
+        assert live.sample("tailor_request_outcomes_total", outcome="error") == 4
+
+
+def test_an_error_after_the_first_token_is_an_event() -> None:
+    def script(request: Request) -> Any:
+        steps = steps_of(request, IDS[:2])
+        steps[-1] = [replace(steps[-1][0], finish_reason="error", error="broke")]
+        return steps
+
+    engine = ScriptedEngine(script, step_s=0.05)
+    with LiveServer([engine]) as live:
+        with pytest.raises(openai.APIError, match="broke"):
+            for _ in live.openai().completions.create(model="tiny", prompt="the", stream=True):
+                pass
+        assert live.client.num_open == 0
+        response = live.post(stream=True)
+        assert response.text.endswith("data: [DONE]\n\n") and '"error"' in response.text
+
+
+def test_one_failed_choice_fails_its_request_and_no_other() -> None:
+    def script(request: Request) -> Any:
+        good = steps_of(request, IDS, choice_id=0)
+        if request.num_choices == 1:
+            return good
+        bad = steps_of(request, IDS[:2], choice_id=1)
+        bad[-1] = [replace(bad[-1][0], finish_reason="error", error="broke")]
+        return together([good, bad])
+
+    engine = ScriptedEngine(script, step_s=0.02)
+    with LiveServer([engine]) as live, ThreadPoolExecutor(2) as threads:
+        other = threads.submit(live.post, max_tokens=len(IDS))
+        assert live.post(n=2, max_tokens=len(IDS)).status_code == 500
+        assert other.result().status_code == 200
+        assert len(engine.aborted) == 1
+
+
+# --- queues ---
+
+
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    engine.gate.clear()
+    config = ServerConfig(limits=LimitsConfig(max_queued_requests=3, max_queued_tokens=100))
+    with LiveServer([engine], config=config) as live, ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(live.post, prompt=[5], max_tokens=1) for _ in range(2)]
+        wait_until(lambda: live.client.num_open == 2)
+        for body in ({"prompt": ["a", "b"]}, {"prompt": [5] * 99}):
+            refused = live.post(max_tokens=1, **body)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            live.openai().completions.create(model="tiny", prompt=["a"] * 2)
+        assert live.client.num_open == 2  # all prompts of a list, or none
+        waiting.append(threads.submit(live.post, prompt=[5] * 98, max_tokens=1))
+        wait_until(lambda: live.client.num_open == 3)
+        engine.gate.set()
+        assert [w.result().status_code for w in waiting] == [200] * 3
+        assert live.post(prompt=["a", "b", "c"], max_tokens=1).status_code == 200
+        assert live.client.num_queued_tokens == 0
+
+
+# --- engines ---
+
+
+def test_while_loading_the_server_answers_and_refuses() -> None:
+    engine = ScriptedEngine(saying(IDS), ready=False)
+    with LiveServer([engine], wait_ready=False) as live:
+        assert httpx.get(live.url + "/health").json()["status"] == "loading"
+        assert httpx.get(live.url + "/ready").status_code == 503
+        refused = live.post()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "loading"
+        assert refused.headers["retry-after"]
+        assert httpx.get(live.url + "/v1/models").status_code == 200
+        engine.may_be_ready.set()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200)
+        assert live.post(max_tokens=1).status_code == 200
+
+
+def two_engines(**options: Any) -> list[ScriptedEngine]:
+    return [ScriptedEngine(saying(IDS), name=f"engine-{i}", **options) for i in range(2)]
+
+
+def test_a_dead_engine_fails_its_own_requests_and_comes_back() -> None:
+    engines = two_engines(step_s=0.05)
+    with LiveServer(engines) as live, ThreadPoolExecutor(8) as threads:
+        bodies = [threads.submit(live.post, max_tokens=60) for _ in range(4)]
+        stream = threads.submit(live.post, max_tokens=60, stream=True)
+        wait_until(lambda: all(len(e.submitted) >= 2 and e.num_steps >= 2 for e in engines))
+        dead, alive = engines if len(engines[0].submitted) == 2 else engines[::-1]
+        dead.die()
+        wait_until(lambda: not live.client.is_ready or dead.num_starts == 2)
+        health = httpx.get(live.url + "/health")
+        assert health.status_code == 200
+        results = [b.result() for b in bodies]
+        failed = [r for r in results if r.status_code != 200]
+        assert {r.json()["error"]["code"] for r in failed} <= {"engine_died"}
+        errors_in_stream = stream.result().text.count('"engine_died"')
+        assert len(failed) + errors_in_stream == len(dead.submitted)
+        assert not alive.aborted
+        wait_until(lambda: dead.num_starts == 2 and live.client.is_ready)
+        assert httpx.get(live.url + "/health").json()["status"] == "ok"
+        states = {e["name"]: e["restarts"] for e in live.client.engines()}
+        assert states == {dead.name: 1, alive.name: 0}
+        assert live.sample("tailor_engine_restarts_total", engine=dead.name) == 1
+        assert live.sample("tailor_engine_up") == 2
+        assert live.client.num_open == 0 and live.client.num_queued_tokens == 0
+
+
+def test_the_only_engine_dies_and_comes_back() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.02)
+    policy = RestartPolicy(first_delay_s=0.5)
+    with LiveServer([engine], restart=policy) as live, ThreadPoolExecutor(1) as threads:
+        cut = threads.submit(live.post, max_tokens=200)
+        wait_until(lambda: engine.num_steps >= 2)
+        engine.die()
+        assert cut.result().json()["error"]["code"] == "engine_died"
+        health = httpx.get(live.url + "/health")
+        assert health.status_code == 503 and health.json()["status"] == "dead"
+        refused = live.post()
+        assert refused.json()["error"]["code"] == "no_engine"
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200)
+        assert live.post(max_tokens=3).status_code == 200
+
+
+def test_too_many_deaths_end_the_server_with_a_status() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    policy = RestartPolicy(max_restarts=2, first_delay_s=0.02)
+    live = LiveServer([engine], restart=policy)
+    with live:
+        for start in (1, 2, 3):
+            wait_until(lambda start=start: engine.num_starts == start and live.client.is_ready)
+            engine.die()
+        assert live.join() == 1
+        assert engine.num_starts == 3
+
+
+def test_an_engine_that_cannot_start_ends_the_server() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    engine.fail_starts = 1
+    live = LiveServer([engine], wait_ready=False)
+    live._thread.start()
+    assert live.join() == 1
+
+
+def test_a_restart_that_fails_is_tried_again() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    with LiveServer([engine]) as live:
+        engine.fail_starts = 2
+        engine.die()
+        wait_until(lambda: engine.num_starts == 2 and live.client.is_ready)
+        assert live.client.engines()[0]["restarts"] == 3
+
+
+def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
+    async def scenario() -> None:
+        engines = [ScriptedEngine(saying(IDS), name=f"engine-{i}") for i in range(4)]
+        for engine in engines:
+            engine.gate.clear()
+        client = EngineClient(
+            [EngineSpec(e.name, "tiny", "cpu", e.factory) for e in engines], metrics=Metrics()
+        )
+        await client.start()
+        async with asyncio.timeout(5):
+            await client.wait_ready()
+
+        def request(task: str, i: int) -> Request:
+            return Request(f"{task}-{i}", task, "tiny", (5,), SamplingParams())
+
+        homes = set()
+        for task in ("a", "b", "c", "d", "e", "f", "g", "h"):
+            used = set()
+            for i in range(3):  # one at a time: always the same engine
+                submission = client.submit([request(task, i)])
+                used |= {e["name"] for e in client.engines() if e["open_requests"]}
+                submission.abort()
+            assert len(used) == 1
+            homes |= used
+        assert len(homes) > 1
+
+        for i in range(40):
+            client.submit([request("busy", i)])
+        loads = sorted(e["open_requests"] for e in client.engines())
+        assert sum(loads) == 40 and loads[-1] <= 1.25 * 10 + 1 and loads[0] >= 8
+        for i in range(8):  # a list of prompts is spread too
+            client.submit([request(f"list{i}", k) for k in range(4)])
+        loads = sorted(e["open_requests"] for e in client.engines())
+        assert sum(loads) == 72 and loads[-1] <= 1.25 * 18 + 1
+        client.abort_all(NoEngineError("over"))
+        assert client.num_open == 0 and client.queued == {} and client.num_queued_tokens == 0
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_control_calls_are_answered() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(saying(IDS))
+        client = EngineClient(
+            [EngineSpec(engine.name, "tiny", "cpu", engine.factory)], metrics=Metrics()
+        )
+        await client.start()
+        await client.wait_ready()
+        answer = await client.control(engine.name, "reload", {"task": "a"})
+        assert answer == {"done": "reload"} and engine.calls == [("reload", {"task": "a"})]
+        with pytest.raises(NoEngineError):
+            await client.control("nobody", "reload", None)
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+# --- stopping ---
+
+
+def test_a_drain_finishes_what_is_open_and_takes_nothing_new() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.03)
+    live = LiveServer([engine])
+    with live, ThreadPoolExecutor(2) as threads:
+        whole = threads.submit(live.post, max_tokens=30)
+        stream = threads.submit(live.post, max_tokens=30, stream=True)
+        wait_until(lambda: len(engine.submitted) == 2)
+        live.terminate()
+        wait_until(lambda: live.client.is_draining)
+        ready = httpx.get(live.url + "/ready")
+        assert ready.status_code == 503 and ready.json() == {"status": "draining"}
+        assert httpx.get(live.url + "/health").status_code == 200
+        refused = live.post()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert refused.headers["retry-after"]
+        assert whole.result().json()["usage"]["completion_tokens"] == 30
+        assert '"finish_reason":"length"' in stream.result().text
+        assert live.join() == 0
+    assert engine.aborted == []
+
+
+def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.05)
+    live = LiveServer([engine], drain_s=0.2)
+    with live, ThreadPoolExecutor(2) as threads:
+        whole = threads.submit(live.post, max_tokens=200)
+        stream = threads.submit(live.post, max_tokens=200, stream=True)
+        wait_until(lambda: engine.num_steps >= 2)
+        live.terminate()
+        assert live.join() == 0
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["code"] == "draining"
+        assert '"code":"draining"' in stream.result().text
+        assert stream.result().text.endswith("data: [DONE]\n\n")
+
+
+PROGRAM = """
+import asyncio, sys
+from server.api.app import create_app, serve
+from server.api.client import EngineClient, EngineSpec
+from server.config import ServerConfig
+from server.metrics import Metrics
+from tests.api.live import served
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+async def main():
+    engine = ScriptedEngine(saying([5, 6, 7]), step_s=0.02)
+    metrics = Metrics()
+    client = EngineClient([EngineSpec("e", "tiny", "cpu", engine.factory)], metrics=metrics)
+    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client,
+                     metrics=metrics)
+    return await serve(app, client, port=0, drain_s=5,
+                       on_ready=lambda port: print(port, flush=True))
+
+sys.exit(asyncio.run(main()))
+"""
+
+
+@contextlib.contextmanager
+def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_drains_and_exits_0() -> None:
+    with server_process() as (process, port), ThreadPoolExecutor(1) as threads:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 40}
+        answer = threads.submit(httpx.post, url, json=body, timeout=20)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert answer.result().json()["usage"]["completion_tokens"] == 40
+        assert process.wait(10) == 0
+
+
+def test_a_second_sigterm_does_not_wait() -> None:
+    with server_process() as (process, port), ThreadPoolExecutor(1) as threads:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 200}
+        answer = threads.submit(httpx.post, url, json=body, timeout=20)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        started_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert answer.result().status_code == 503
+        assert process.wait(10) == 0
+        assert time.monotonic() - started_s < 3
+
+
+# --- counters ---
+
+
+def test_counters_equal_the_sum_of_usage() -> None:
+    engine = ScriptedEngine(saying(IDS, per_step=3), step_s=0.001)
+    with LiveServer([engine]) as live:
+        usages: list[dict[str, Any]] = []
+        reports: list[dict[str, Any]] = []
+        lock = threading.Lock()
+
+        def one(i: int) -> None:
+            if i % 4 == 3:
+                s = send_request(live.port, max_tokens=40, stream=True)
+                s.recv(1000)
+                s.close()  # what it got by then is counted, but it has no usage
+                return
+            body = live.post(
+                prompt=["the quick"] * (1 + i % 3), n=1 + i % 2, max_tokens=1 + i % 11,
+                include_speculation=True,
+            ).json()  # fmt: skip
+            with lock:
+                usages.append(body["usage"])
+                reports.append(body["speculation"])
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(one, range(0, 60, 1)))
+        wait_until(lambda: live.client.num_open == 0)
+        cut = [a for a in engine.submitted if a.sampling.max_tokens == 40]
+        tokens = live.sample("tailor_generation_tokens_total")
+        completed = sum(u["completion_tokens"] for u in usages)
+        assert tokens >= completed and len(cut) == 15
+        # Now without clients that leave: equal, to the token.
+        before = {
+            name: live.sample(f"tailor_{name}_total")
+            for name in (
+                "generation_tokens",
+                "prompt_tokens",
+                "spec_decode_num_draft_tokens",
+                "spec_decode_num_accepted_tokens",
+                "spec_decode_num_accepted_tokens_per_pos",
+                "spec_decode_num_decode_steps",
+                "spec_decode_num_wasted_rows",
+            )
+        }
+        usages.clear()
+        reports.clear()
+        for i in range(12):
+            one(i if i % 4 != 3 else 0)
+        grew = {k: live.sample(f"tailor_{k}_total") - v for k, v in before.items()}
+        assert grew["generation_tokens"] == sum(u["completion_tokens"] for u in usages)
+        assert grew["prompt_tokens"] == sum(u["prompt_tokens"] for u in usages)
+        drafted = sum(r["drafted_tokens"] for r in reports)
+        accepted = sum(r["accepted_tokens"] for r in reports)
+        assert grew["spec_decode_num_draft_tokens"] == drafted
+        assert grew["spec_decode_num_accepted_tokens"] == accepted
+        assert grew["spec_decode_num_accepted_tokens_per_pos"] == accepted
+        assert grew["spec_decode_num_wasted_rows"] == drafted - accepted
+        assert grew["spec_decode_num_decode_steps"] == sum(r["steps"] for r in reports)
+
+
+def test_metrics_page() -> None:
+    engine = ScriptedEngine(saying(IDS, per_step=2))
+    with LiveServer([engine]) as live:
+        live.post(max_tokens=6)
+        live.post(max_tokens=3, speculation={"drafter": "off"})
+        page = httpx.get(live.url + "/metrics")
+        assert page.headers["content-type"].startswith("text/plain")
+        text = page.text
+        for line in (
+            'tailor_generation_tokens_total{drafter="suffix",task="completion"} 6.0',
+            'tailor_generation_tokens_total{drafter="off",task="completion"} 3.0',
+            'tailor_time_to_first_token_seconds_bucket{le="0.001",task="completion"}',
+            'tailor_spec_decode_num_accepted_tokens_per_pos_total{drafter="suffix",position="0"',
+            'tailor_request_success_total{finished_reason="length",task="completion"} 2.0',
+            'tailor_request_outcomes_total{outcome="ok",task="completion"} 2.0',
+            'tailor_engine_up{engine="engine-0",model="tiny"} 1.0',
+        ):
+            assert line in text, line
+        assert live.sample("tailor_inter_token_latency_seconds_count") == 4 + 1
+        assert live.sample("tailor_step_time_seconds_count") == engine.num_steps
+        assert live.sample("tailor_queue") == 0  # no such series
+        assert "# HELP tailor_kv_cache_usage_perc" in text
+
+
+def test_two_servers_in_one_process_share_no_series() -> None:
+    with (
+        LiveServer([ScriptedEngine(saying(IDS))]) as a,
+        LiveServer([ScriptedEngine(saying(IDS))]) as b,
+    ):
+        a.post(max_tokens=5)
+        assert a.sample("tailor_generation_tokens_total") == 5
+        assert b.sample("tailor_generation_tokens_total") == 0
