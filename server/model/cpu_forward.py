@@ -24,15 +24,16 @@ import numpy as np
 from numba import njit, prange
 
 from server.model.cpu_kernels import (
+    HALVES,
     LANES,
-    MANY_ROWS,
+    MAX_ROWS,
     PANEL,
-    PANELS_AT_ONCE,
     add_weighted,
     block_scores,
     exp_shifted,
     fetch_add,
     gelu_gate,
+    half_panel_product,
     max_of,
     panel_product,
     rms_norm,
@@ -53,37 +54,48 @@ NORM_IN, NORM_MLP, NORM_POST_ATTENTION, NORM_POST_MLP = 0, 1, 2, 3
 # Under this many rows the work between products is too small to share between threads.
 _SERIAL_ROWS = 4
 
-# Rows of one work item when there are many: their inputs stay in a core's L2.
-_ROW_SPAN = 16 * MANY_ROWS
+# Most rows of one work item: their inputs stay in a core's L2.
+ROW_SPAN = 16 * MAX_ROWS
 
 
 @_serial
-def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter):
-    """One thread's share of out = x @ W: panels are taken from a shared counter.
+def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads):
+    """One thread's share of out = x @ W: (panel, span of rows) items from a shared counter.
 
-    With many rows an item is PANELS_AT_ONCE panels for one span of rows, small enough for L2.
+    Panels that are left over when each thread has had as many are split by columns.
     """
-    size = k * PANEL * (2 if bf16 else 4)
-    step, span = 1, num_rows
-    if num_rows >= 2 * MANY_ROWS:
-        step, span = PANELS_AT_ONCE, _ROW_SPAN
-    num_columns = (num_panels + step - 1) // step
-    num_items = num_columns * ((num_rows + span - 1) // span)
+    item_bytes = 2 if bf16 else 4
+    size = k * PANEL * item_bytes
+    span = min(num_rows, ROW_SPAN)
+    num_spans = (num_rows + span - 1) // span
+    num_whole = num_panels
+    if num_spans == 1:
+        num_whole -= num_panels % threads
+    num_items = (num_whole + (num_panels - num_whole) * HALVES) * num_spans
     item = fetch_add(counter)
     while item < num_items:
-        p = item % num_columns * step
-        first = item // num_columns * span
-        panel_product(
-            x + first * ldx * 4, ldx, min(span, num_rows - first), panels + p * size,
-            min(step, num_panels - p), k, out + (first * ldo + p * PANEL) * 4, ldo, bf16,
-        )
+        if item < num_whole * num_spans:
+            p = item % num_whole
+            first = item // num_whole * span
+            panel_product(
+                x + first * ldx * 4, ldx, min(span, num_rows - first), panels + p * size, k,
+                out + (first * ldo + p * PANEL) * 4, ldo, bf16,
+            )
+        else:
+            part = item - num_whole
+            column = (num_whole + part // HALVES) * PANEL + part % HALVES * (PANEL // HALVES)
+            p = column // PANEL
+            half_panel_product(
+                x, ldx, num_rows, panels + p * size + column % PANEL * item_bytes, k,
+                out + column * 4, ldo, bf16,
+            )
         item = fetch_add(counter)
 
 
 @_parallel
 def _product_parallel(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads):
     for _ in prange(threads):
-        _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter)
+        _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads)
 
 
 @_serial
@@ -94,7 +106,7 @@ def product(x, num_rows, panels, num_panels, out, bf16, counter, threads):
     if threads == 1:
         _product_share(
             x.ctypes.data, k, num_rows, panels, num_panels, k, out.ctypes.data, out.shape[1],
-            bf16, counter.ctypes.data,
+            bf16, counter.ctypes.data, 1,
         )
     else:
         _product_parallel(
@@ -109,9 +121,7 @@ def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, count
     k = x.shape[1]
     size = k * PANEL * (2 if bf16 else 4)
     ldo = out.shape[1]
-    span = num_rows
-    if num_rows >= 2 * MANY_ROWS:
-        span = _ROW_SPAN
+    span = min(num_rows, ROW_SPAN)
     num_items = num_pairs * ((num_rows + span - 1) // span)
     item = fetch_add(counter)
     while item < num_items:
@@ -120,11 +130,8 @@ def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, count
         num = min(span, num_rows - first)
         rows = x.ctypes.data + first * k * 4
         at = panels + 2 * p * size
-        if PANELS_AT_ONCE == 2:
-            panel_product(rows, k, num, at, 2, k, scratch, 2 * PANEL, bf16)
-        else:
-            panel_product(rows, k, num, at, 1, k, scratch, 2 * PANEL, bf16)
-            panel_product(rows, k, num, at + size, 1, k, scratch + PANEL * 4, 2 * PANEL, bf16)
+        panel_product(rows, k, num, at, k, scratch, 2 * PANEL, bf16)
+        panel_product(rows, k, num, at + size, k, scratch + PANEL * 4, 2 * PANEL, bf16)
         for m in range(num):
             target = out.ctypes.data + ((first + m) * ldo + p * PANEL) * 4
             gate = scratch + m * 2 * PANEL * 4
@@ -147,7 +154,7 @@ def _gated_parallel(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, co
 def gated_product(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, counter, threads):
     """out = act(gate) * up, [*, num_pairs * PANEL].
 
-    scratch: float32 [threads, 2 * max(rows, _ROW_SPAN) * PANEL].
+    scratch: float32 [threads, at least 2 * ROW_SPAN * PANEL].
     """
     counter[0] = 0
     if threads == 1:

@@ -40,17 +40,12 @@ def _has_avx512() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
-VECTORS_PER_PANEL = 2 if _has_avx512() else 1
-"""Vectors of outputs in a panel. A 576-wide product then has 18 panels for 2 cores; with 4
-vectors it would have 9, and one core would wait for the other."""
+VECTORS_PER_PANEL = 4 if _has_avx512() else 1
+"""Vectors of outputs in a panel. A kernel of 6 rows x 4 vectors fills 32 zmm registers, one of
+6 x 1 (two ymm each) 16 ymm registers."""
 
-PANELS_AT_ONCE = 2 if _has_avx512() else 1
-"""Panels that the kernel for many rows computes together: 6 rows x 2 panels x 2 vectors of
-accumulators fill 32 zmm registers; 6 x 1 x 1 (two ymm each) fill 16 ymm."""
-
-MANY_ROWS = 6
-"""Rows of the kernel for many rows. Twelve rows x one panel need as many accumulators, but the
-twelve row pointers spill: measured 1.8 times slower at 256 rows."""
+MAX_ROWS = 6
+"""Rows of the largest kernel."""
 
 PANEL = LANES * VECTORS_PER_PANEL
 """Outputs per weight panel."""
@@ -182,12 +177,11 @@ def _lane_sum(b: Any, vec: Any) -> Any:
 # --- kernels as intrinsics: addresses are intp, sizes are elements --------------------------
 
 
-def _make_product(num_rows: int, num_panels: int, bf16: bool) -> Any:
-    """c[m, 0:width] = sum_k x[m, k] * panels[k, 0:width], m < num_rows, width = panels * PANEL.
+def _make_product(num_rows: int, bf16: bool, vectors: int = VECTORS_PER_PANEL) -> Any:
+    """c[m, 0:width] = sum_k x[m, k] * panel[k, 0:width], m < num_rows, width = 16 * vectors.
 
-    (x address, x row stride, first panel's address, K, c address, c row stride).
+    (x address, x row stride, panel address, K, c address, c row stride).
     """
-    vectors = num_panels * VECTORS_PER_PANEL
 
     @intrinsic
     def product(typingctx: Any, x: Any, ldx: Any, panel: Any, k: Any, c: Any, ldc: Any) -> Any:
@@ -198,16 +192,10 @@ def _make_product(num_rows: int, num_panels: int, bf16: bool) -> Any:
             xf, cf = _floats(b, x), _floats(b, c)
             pf = b.inttoptr(panel, (_I16 if bf16 else _F32).as_pointer())
             rows = [b.gep(xf, [b.mul(ldx, _i64(m))]) for m in range(num_rows)]
-            size = b.mul(k, _i64(PANEL))
-            panels = [b.gep(pf, [b.mul(size, _i64(j))]) for j in range(num_panels)]
             loop = _Loop(b, k, [_const(0.0)] * (num_rows * vectors))
             base = b.mul(loop.index, _i64(PANEL))
             load = _load_bf16 if bf16 else _load
-            w = [
-                load(b, panels[j], b.add(base, _i64(v * LANES)))
-                for j in range(num_panels)
-                for v in range(VECTORS_PER_PANEL)
-            ]
+            w = [load(b, pf, b.add(base, _i64(v * LANES))) for v in range(vectors)]
             new = []
             for m in range(num_rows):
                 xv = _splat(b, b.load(b.gep(rows[m], [loop.index])))
@@ -224,10 +212,15 @@ def _make_product(num_rows: int, num_panels: int, bf16: bool) -> Any:
     return product
 
 
-_product1, _product2, _product4, _product8 = (_make_product(m, 1, False) for m in (1, 2, 4, 8))
-_bproduct1, _bproduct2, _bproduct4, _bproduct8 = (_make_product(m, 1, True) for m in (1, 2, 4, 8))
-_product_many = _make_product(MANY_ROWS, PANELS_AT_ONCE, False)
-_bproduct_many = _make_product(MANY_ROWS, PANELS_AT_ONCE, True)
+_product1, _product2, _product4, _product6 = (_make_product(m, False) for m in (1, 2, 4, 6))
+_bproduct1, _bproduct2, _bproduct4, _bproduct6 = (_make_product(m, True) for m in (1, 2, 4, 6))
+
+_HALF = max(1, VECTORS_PER_PANEL // 2)
+_half1, _half2, _half4 = (_make_product(m, False, _HALF) for m in (1, 2, 4))
+_bhalf1, _bhalf2, _bhalf4 = (_make_product(m, True, _HALF) for m in (1, 2, 4))
+
+HALVES = VECTORS_PER_PANEL // _HALF
+"""Parts that a panel can be split into by columns when panels do not share out evenly."""
 
 
 def _make_scores(num_heads: int) -> Any:
@@ -498,14 +491,14 @@ inline: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @inline
-def _few_rows(x, ldx, num_rows, panel, k, c, ldc, bf16):
-    """Rows against one panel, 8 (with enough registers), 4, 2 and 1 at a time."""
+def panel_product(x, ldx, num_rows, panel, k, c, ldc, bf16):
+    """All rows against one panel, 6, 4, 2 and 1 rows at a time: the same bits each way."""
     m = 0
     if bf16:
-        while num_rows - m >= 8 and PANELS_AT_ONCE > 1:
-            _bproduct8(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 8
-        while num_rows - m >= 4:
+        while num_rows - m >= 6:
+            _bproduct6(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 6
+        if num_rows - m >= 4:
             _bproduct4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
             m += 4
         if num_rows - m >= 2:
@@ -515,10 +508,10 @@ def _few_rows(x, ldx, num_rows, panel, k, c, ldc, bf16):
             _bproduct1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
             m += 1
     else:
-        while num_rows - m >= 8 and PANELS_AT_ONCE > 1:
-            _product8(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 8
-        while num_rows - m >= 4:
+        while num_rows - m >= 6:
+            _product6(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 6
+        if num_rows - m >= 4:
             _product4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
             m += 4
         if num_rows - m >= 2:
@@ -530,29 +523,29 @@ def _few_rows(x, ldx, num_rows, panel, k, c, ldc, bf16):
 
 
 @inline
-def panel_product(x, ldx, num_rows, panel, num_panels, k, c, ldc, bf16):
-    """All rows against num_panels (1 or PANELS_AT_ONCE) panels: the same bits each way."""
+def half_panel_product(x, ldx, num_rows, panel, k, c, ldc, bf16):
+    """All rows against 1 / HALVES of a panel's columns, `panel` and `c` at the first of them."""
     m = 0
-    size = k * PANEL * (2 if bf16 else 4)
-    if num_panels == PANELS_AT_ONCE and num_rows >= 2 * MANY_ROWS:
-        while num_rows - m >= MANY_ROWS:
-            if bf16:
-                _bproduct_many(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            else:
-                _product_many(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += MANY_ROWS
-    if num_rows > m:
-        for j in range(num_panels):
-            _few_rows(
-                x + m * ldx * 4,
-                ldx,
-                num_rows - m,
-                panel + j * size,
-                k,
-                c + (m * ldc + j * PANEL) * 4,
-                ldc,
-                bf16,
-            )
+    if bf16:
+        while num_rows - m >= 4:
+            _bhalf4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 4
+        if num_rows - m >= 2:
+            _bhalf2(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 2
+        if num_rows - m >= 1:
+            _bhalf1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 1
+    else:
+        while num_rows - m >= 4:
+            _half4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 4
+        if num_rows - m >= 2:
+            _half2(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 2
+        if num_rows - m >= 1:
+            _half1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
+            m += 1
 
 
 @inline

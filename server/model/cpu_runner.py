@@ -233,7 +233,7 @@ class CpuRunner:
         self._attended = np.zeros((max_rows, s.num_heads * s.head_dim), np.float32)
         self._projected = np.zeros((max_rows, int(panels[cpu_forward.OUT]) * PANEL), np.float32)
         self._inner = np.zeros((max_rows, weights.inner_size), np.float32)
-        self._scratch = np.zeros((t, 2 * max(max_rows, 128) * PANEL), np.float32)
+        self._scratch = np.zeros((t, 2 * cpu_forward.ROW_SPAN * PANEL), np.float32)
         self._counter = np.zeros(8, np.int64)
         self._head_rows = np.zeros((0, s.hidden_size), np.float32)
         self._logits = np.zeros((0, weights.head_panels * PANEL), np.float32)
