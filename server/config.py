@@ -73,6 +73,7 @@ MAX_DEPTH = 32
 MAX_TASK_FILES = 10_000
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,95})?")
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B?|B)?", re.IGNORECASE)
 _UNITS = {
@@ -218,7 +219,9 @@ class ModelConfig(_Section):
     @field_validator("name")
     @classmethod
     def _name(cls, value: str) -> str:
-        return _check_name(value)
+        if not _MODEL_NAME.fullmatch(value):  # "org/name", as Hugging Face writes it, is allowed
+            raise ValueError("a model's name has letters, digits and . _ : - and at most one /")
+        return value
 
     @field_validator("devices")
     @classmethod
@@ -438,31 +441,29 @@ class TaskLimits(_Section):
 
 
 class TrieOptions(_Section):
-    """N-Gram-Trie's parameters (EMNLP 2025, PAPERS.md): the published defaults."""
+    """N-Gram-Trie's parameters (EMNLP 2025). None: the drafter's default, in parentheses."""
 
     n: int | None = Field(None, ge=2, le=64, description="window length in tokens (13)")
-    prefix_len: int | None = Field(
-        None, ge=1, le=32, description="L_p: tokens that are matched (3)"
+    prefix_length: int | None = Field(
+        None, ge=1, le=63, description="L_p: most generated tokens that are matched (3)"
     )
+    num_draft: int | None = Field(None, ge=1, le=256, description="nodes kept of a sub-tree (32)")
 
     @model_validator(mode="after")
     def _prefix_fits(self) -> TrieOptions:
-        if self.n is not None and self.prefix_len is not None and self.prefix_len >= self.n:
-            raise ValueError("prefix_len must be below n")
+        if (self.prefix_length or 3) >= (self.n or 13):
+            raise ValueError("prefix_length must be below n")
         return self
 
 
 class MixOptions(_Section):
-    """TASC-spec's parameters (arXiv 2602.24174)."""
+    """TASC-spec's parameters (arXiv 2602.24174). None: the drafter's default, in parentheses."""
 
     n_max: int | None = Field(None, ge=1, le=16, description="longest n-gram (5)")
-    p_min: int | None = Field(
-        None, ge=1, le=1_000_000, description="corpus n-grams seen less often are dropped (5)"
-    )
+    horizon: int | None = Field(None, ge=1, le=64, description="tokens drafted ahead (10)")
     weight: float | None = Field(
         None, ge=0, le=1, alias="lambda", description="lambda: share of the corpus (0.75)"
     )
-    horizon: int | None = Field(None, ge=1, le=64, description="tokens drafted ahead (10)")
 
 
 class ContextMarks(_Section):
@@ -496,6 +497,13 @@ class SpeculationConfig(_Section):
         if self.allowed_drafters is not None and self.drafter not in self.allowed_drafters:
             raise ValueError("allowed_drafters does not hold the task's own drafter")
         return self
+
+    @field_validator("learn")
+    @classmethod
+    def _no_learning_yet(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("learning from outputs is not available in this version")
+        return value
 
     def options(self) -> tuple[tuple[str, float | int | str | bool], ...]:
         """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""
@@ -849,11 +857,13 @@ def load_task(path: Path) -> TaskConfig:
     return task
 
 
-def load_tasks(folder: Path, models: tuple[str, ...] = ()) -> dict[str, TaskConfig]:
+def load_tasks(
+    folder: Path, models: tuple[str, ...] = (), drafters: tuple[str, ...] = ()
+) -> dict[str, TaskConfig]:
     """All *.yaml and *.yml files of a folder, by task name, in the order of their file names.
 
     models: names of the server's models; a task may name one of them, and may not be called like
-        one. Empty leaves that unchecked.
+        one. drafters: names that a task may choose from. Empty leaves that unchecked.
     The default task is added when the folder has none. Raises ConfigError with all problems of all
     files.
     """
@@ -885,6 +895,8 @@ def load_tasks(folder: Path, models: tuple[str, ...] = ()) -> dict[str, TaskConf
                         ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
                     )
                 )
+            if drafters:
+                _check_drafters(task, document, drafters)
         except ConfigError as error:
             problems.append(error.message)
             continue
@@ -896,6 +908,17 @@ def load_tasks(folder: Path, models: tuple[str, ...] = ()) -> dict[str, TaskConf
             name=DEFAULT_TASK, description="Plain text completion with OpenAI's defaults"
         )
     return tasks
+
+
+def _check_drafters(task: TaskConfig, document: Document, drafters: tuple[str, ...]) -> None:
+    chosen: list[tuple[Path_, str]] = [(("speculation", "drafter"), task.speculation.drafter)]
+    for i, name in enumerate(task.speculation.allowed_drafters or ()):
+        chosen.append((("speculation", "allowed_drafters", i), name))
+    for path, name in chosen:
+        if name not in drafters:
+            raise ConfigError(
+                document.error(path, f"no drafter {name!r}; there are: {', '.join(drafters)}")
+            )
 
 
 def task_version(task: TaskConfig) -> str:
