@@ -1,0 +1,158 @@
+"""What becomes of the drawn ids: pure functions, no engine state.
+
+`follow` walks the tree along the drawn ids (DESIGN.md 1.1: integers are compared, nothing else).
+`cut` is the one place where EOS, stop ids, stop strings, max_tokens and the context limit end a
+run; usage, logprobs, counts and learning all come from the run that `cut` leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.engine.stops import StopMatcher
+from server.types import FinishReason, StepCounts
+
+__all__ = ["Cut", "StopRules", "count_step", "cut", "follow", "merge_counts"]
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends one choice.
+
+    eos_ids, stop_ids: ids that end it (EOS empty under ignore_eos). max_output: most tokens it may
+    have, the context limit included. min_tokens: up to this many tokens no stop string counts.
+    """
+
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    max_output: int
+    min_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The first num_kept tokens of a run stand; why the choice ends there, if it does."""
+
+    num_kept: int
+    finish_reason: FinishReason | None = None
+    stop_reason: int | bytes | None = None
+
+
+def follow(
+    root_drawn: int,
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    drawn: Sequence[int],
+) -> list[int]:
+    """Indexes of the accepted nodes, in path order.
+
+    root_drawn: the id drawn at the root's row. drawn[i]: the id drawn at node i's row. The node
+    under the current one whose token is the drawn id is accepted, until there is none.
+    """
+    path: list[int] = []
+    current, wanted = -1, root_drawn
+    for i, parent in enumerate(parents):  # parents come first: one pass finds the whole path
+        if parent == current and token_ids[i] == wanted:
+            path.append(i)
+            current, wanted = i, drawn[i]
+    return path
+
+
+def cut(run: Sequence[int], num_output: int, rules: StopRules, matcher: StopMatcher | None) -> Cut:
+    """Where the run of newly drawn ids ends the choice.
+
+    run: ids in order, at least one. num_output: tokens the choice had before. The matcher, if any,
+    has taken exactly those; afterwards it has taken the kept ones too.
+
+    Order at each token: EOS, stop id, stop string, length. The token that ends the choice is kept
+    (usage counts it); the text of an EOS or stop id, and of a stop string, is the API's to drop.
+    """
+    for i, token in enumerate(run):
+        if token in rules.eos_ids:
+            return Cut(i + 1, "stop")
+        if token in rules.stop_ids:
+            return Cut(i + 1, "stop", token)
+        count = num_output + i + 1
+        if matcher is not None:
+            found = matcher.push(token)
+            if found is not None and count > rules.min_tokens:
+                return Cut(i + 1, "stop", found)
+        if count >= rules.max_output:
+            return Cut(i + 1, "length")
+    return Cut(len(run))
+
+
+def count_step(
+    parents: Sequence[int],
+    source: Sequence[int],
+    accepted: Sequence[int],
+    source_names: Sequence[str],
+    no_draft_reason: str,
+) -> StepCounts:
+    """The StepCounts of one decode step of one choice.
+
+    parents, source: of the nodes that were verified (source may be empty: all of source 0).
+    accepted: node indexes on the accepted path that survived the cut.
+    """
+    num = len(parents)
+    if num == 0:
+        return StepCounts(num_steps=1, no_draft_reason=no_draft_reason)
+    depths = [0] * num
+    deepest = 0
+    for i, parent in enumerate(parents):
+        depth = 1 if parent < 0 else depths[parent] + 1
+        depths[i] = depth
+        if depth > deepest:
+            deepest = depth
+    by_source: dict[str, list[int]] = {}
+    sources = source if len(source) == num else [0] * num
+    for s in sources:
+        name = source_names[s] if s < len(source_names) else source_names[0]
+        by_source.setdefault(name, [0, 0])[0] += 1
+    for i in accepted:
+        s = sources[i]
+        name = source_names[s] if s < len(source_names) else source_names[0]
+        by_source[name][1] += 1
+    prediction = by_source.get("prediction", [0, 0])
+    return StepCounts(
+        num_steps=1,
+        num_drafts=1,
+        num_drafted=num,
+        num_accepted=len(accepted),
+        accepted_by_depth=tuple(1 if d < len(accepted) else 0 for d in range(deepest)),
+        offered_by_depth=(1,) * deepest,
+        by_source=tuple((name, d, a) for name, (d, a) in by_source.items()),
+        accepted_prediction_tokens=prediction[1],
+        rejected_prediction_tokens=prediction[0] - prediction[1],
+    )
+
+
+def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:
+    """The sum of two StepCounts; the later reason stands."""
+    if a.num_steps == 0:
+        return b
+    if b.num_steps == 0:
+        return a
+    by_source: dict[str, tuple[int, int]] = {name: (d, k) for name, d, k in a.by_source}
+    for name, drafted, kept in b.by_source:
+        old = by_source.get(name, (0, 0))
+        by_source[name] = (old[0] + drafted, old[1] + kept)
+    return StepCounts(
+        num_steps=a.num_steps + b.num_steps,
+        num_drafts=a.num_drafts + b.num_drafts,
+        num_drafted=a.num_drafted + b.num_drafted,
+        num_accepted=a.num_accepted + b.num_accepted,
+        accepted_by_depth=_add(a.accepted_by_depth, b.accepted_by_depth),
+        offered_by_depth=_add(a.offered_by_depth, b.offered_by_depth),
+        by_source=tuple((name, d, k) for name, (d, k) in by_source.items()),
+        no_draft_reason=b.no_draft_reason or a.no_draft_reason,
+        accepted_prediction_tokens=a.accepted_prediction_tokens + b.accepted_prediction_tokens,
+        rejected_prediction_tokens=a.rejected_prediction_tokens + b.rejected_prediction_tokens,
+    )
+
+
+def _add(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    if len(a) < len(b):
+        a, b = b, a
+    return tuple(x + (b[i] if i < len(b) else 0) for i, x in enumerate(a))

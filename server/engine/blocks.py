@@ -1,0 +1,158 @@
+"""BlockPool: fixed runs of KV slots, with reference counts and a prefix cache keyed by content.
+
+A *Block* is `block_size` consecutive KV slots. It is always in exactly one of three states:
+
+    referenced   ref_count >= 1: it stands in that many block tables
+    cached       ref_count == 0 and published: its content can still be found; evicted LRU first
+    free         ref_count == 0 and unpublished
+
+A published block is keyed by sha256 over (model fingerprint, cache salt, parent key, token ids),
+so equal keys mean equal content, whoever wrote it. Rows may be written into a block only while
+its reference count is 1 and it is unpublished (`writable`). The pool moves no memory and knows
+no sequences; it hands out ids.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+__all__ = ["BlockPool", "NoFreeBlockError", "chain_key", "root_key"]
+
+
+class NoFreeBlockError(RuntimeError):
+    """allocate() was called with every block referenced. The scheduler asks num_free first."""
+
+
+def root_key(fingerprint: str, cache_salt: str) -> bytes:
+    """The parent key of a first block: 32 bytes that no request with another salt shares."""
+    salt = sha256(cache_salt.encode()).digest()
+    return sha256(b"tailor kv 1\0" + fingerprint.encode() + b"\0" + salt).digest()
+
+
+def chain_key(parent: bytes, token_ids: bytes) -> bytes:
+    """The key of a full block: parent key (32 bytes) and its ids as little-endian int32 bytes."""
+    return sha256(parent + token_ids).digest()
+
+
+class BlockPool:
+    """Hands out blocks 0 .. num_blocks - 1. Not thread safe: one engine owns it."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError("a pool needs at least one block of at least one slot")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._ref_counts = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() can hand out: free ones, and cached ones by eviction."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Published blocks, referenced or not."""
+        return len(self._by_key)
+
+    def ref_count(self, block: int) -> int:
+        """In how many block tables the block stands."""
+        return self._ref_counts[block]
+
+    def writable(self, block: int) -> bool:
+        """Whether rows may be written into it: one owner, and nobody can find it by content."""
+        return self._ref_counts[block] == 1 and self._keys[block] is None
+
+    def allocate(self) -> int:
+        """A writable block. Evicts the least recently used cached block when none is free.
+
+        Raises NoFreeBlockError when every block is referenced.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        else:
+            raise NoFreeBlockError("every KV block is referenced")
+        self._ref_counts[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more reference to a referenced or cached block (a fork, or a prefix-cache hit)."""
+        if self._ref_counts[block] == 0:
+            if self._keys[block] is None:
+                raise ValueError(f"block {block} is free: it has no content to share")
+            del self._cached[block]
+        self._ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less to each. Pass a table's blocks last first: heads are evicted last."""
+        for block in blocks:
+            count = self._ref_counts[block] - 1
+            if count < 0:
+                raise ValueError(f"block {block} is released more often than it was acquired")
+            self._ref_counts[block] = count
+            if count == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Make a full, verified block findable. From now on no row may be written into it.
+
+        Where the key is known already the other block keeps it and this one stays unpublished.
+        """
+        if not self.prefix_cache or key in self._by_key:
+            return
+        if self._ref_counts[block] == 0 or self._keys[block] is not None:
+            raise ValueError(f"block {block} cannot be published")
+        self._keys[block] = key
+        self._by_key[key] = block
+
+    def lookup(self, key: bytes) -> int | None:
+        """The block with this content, or None. Does not acquire it."""
+        return self._by_key.get(key)
+
+    def drop_cache(self) -> None:
+        """Forget all published content (a changed model). Referenced blocks stay referenced."""
+        for block in self._by_key.values():
+            self._keys[block] = None
+        self._by_key.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless every invariant holds for exactly these block tables."""
+        counts: Counter[int] = Counter()
+        for table in tables:
+            blocks = [int(b) for b in table]
+            assert len(set(blocks)) == len(blocks), f"a table holds a block twice: {blocks}"
+            counts.update(blocks)
+        for block in range(self.num_blocks):
+            assert self._ref_counts[block] == counts[block], (
+                f"block {block}: ref count {self._ref_counts[block]}, in {counts[block]} tables"
+            )
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, "a block is both free and cached"
+        unreferenced = {b for b in range(self.num_blocks) if counts[b] == 0}
+        assert free | cached == unreferenced, "a block is lost or free while referenced"
+        for block in range(self.num_blocks):
+            key = self._keys[block]
+            assert key is None or self._by_key[key] == block, f"block {block}: key is another's"
+            assert (block in cached) == (counts[block] == 0 and key is not None)
+        assert len(self._by_key) == sum(k is not None for k in self._keys)
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._by_key[key]
+            self._keys[block] = None

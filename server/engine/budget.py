@@ -1,0 +1,292 @@
+"""The draft budget: how many tree nodes of which sequences a step verifies.
+
+Every node costs a row. `CostTable` says what rows cost on this runner (measured, a step function
+with its 1 -> 2 row jump kept); a node is worth its survival, the chance that its whole path is
+accepted, in tokens. `DraftBudget.choose` ranks the candidate nodes of all sequences together and
+takes the top S that maximises
+
+    sum of survival  -  mu * (cost of the rows with the nodes - cost of the rows without)
+
+where mu is tokens per second: the best rate that a decode-only step of the same sequences and
+nodes can reach (Dinkelbach's fixed point for a ratio). mu leaves the step's prefill rows out, so
+a step that is slow because it prefills does not make nodes look cheap, while the cost difference
+is taken where the step really stands, prefill included. S = 0 is the plain decode path.
+Everything here is pure numbers: no clock, no runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CostTable", "DraftBudget", "DraftRecord", "Prober", "row_grid"]
+
+Float64 = npt.NDArray[np.float64]
+Prober = Callable[[int, int], float]
+"""(num_rows, kv_len) -> seconds of one decode step with that many rows over kv_len keys each."""
+
+_REFRESH = 0.05  # weight of one observed step in a cost cell
+_OUTLIER = 4.0  # an observed step this many times off the table is clipped (a busy machine)
+
+
+def row_grid(max_rows: int) -> list[int]:
+    """Row counts worth measuring: every small one, then about six an octave."""
+    grid = [r for r in range(1, 9) if r <= max_rows]
+    step = 2
+    while grid[-1] < max_rows:
+        nxt = grid[-1] + step
+        if nxt >= 8 * step:
+            step *= 2
+        grid.append(min(nxt, max_rows))
+    return grid
+
+
+class CostTable:
+    """cost(rows, keys): seconds of one step on one runner.
+
+    rows: number of rows. keys: KV entries attended to, summed over the rows. Between measured row
+    counts the cost is interpolated; it never falls as rows grow; past the last one it grows in
+    proportion.
+    """
+
+    def __init__(self, rows: Sequence[int], seconds: Sequence[float], key_s: float = 0.0) -> None:
+        if len(rows) != len(seconds) or not rows or rows[0] != 1:
+            raise ValueError("rows and seconds must be of equal length and begin at 1 row")
+        if any(b <= a for a, b in pairwise(rows)):
+            raise ValueError("rows must ascend")
+        if min(seconds) <= 0.0 or not np.isfinite(seconds).all() or key_s < 0.0:
+            raise ValueError("costs must be positive and finite")
+        self._rows = np.asarray(rows, np.float64)
+        self._raw = np.asarray(seconds, np.float64)
+        self._seconds: Float64 = np.maximum.accumulate(self._raw)
+        self._key_s = key_s
+
+    @property
+    def key_s(self) -> float:
+        """Seconds for one row to attend to one more key."""
+        return self._key_s
+
+    @staticmethod
+    def measure(
+        prober: Prober,
+        max_rows: int,
+        *,
+        short_len: int = 64,
+        long_len: int = 512,
+        repeats: int = 3,
+        limit_s: float = 0.25,
+    ) -> CostTable:
+        """Measure on the real runner: the median of `repeats` steps per row count.
+
+        A row count whose step passes limit_s is the last one measured. The KV term is the slope
+        between short_len and long_len keys at 8 rows (0 where long_len is not above short_len).
+        """
+        prober(1, short_len)  # the first step pays for allocations and compilation
+        rows: list[int] = []
+        seconds: list[float] = []
+        for num in row_grid(max_rows):
+            times = sorted(prober(num, short_len) for _ in range(repeats))
+            rows.append(num)
+            seconds.append(max(times[len(times) // 2], 1e-9))
+            if seconds[-1] > limit_s:
+                break
+        key_s = 0.0
+        num = min(8, rows[-1])
+        if long_len > short_len:
+            near = sorted(prober(num, short_len) for _ in range(repeats))[repeats // 2]
+            far = sorted(prober(num, long_len) for _ in range(repeats))[repeats // 2]
+            key_s = max(0.0, far - near) / (num * (long_len - short_len))
+        base = [max(s - key_s * r * short_len, 1e-9) for r, s in zip(rows, seconds, strict=True)]
+        return CostTable(rows, base, key_s)
+
+    def cost(self, num_rows: float, keys: float = 0.0) -> float:
+        """Seconds of a step."""
+        return float(self.costs(np.asarray([num_rows], np.float64))[0]) + self._key_s * keys
+
+    def costs(self, num_rows: Float64) -> Float64:
+        """float64 [n] rows -> float64 [n] seconds, without the KV term. 0 rows cost 0."""
+        out: Float64 = np.interp(num_rows, self._rows, self._seconds)
+        last = self._rows[-1]
+        past = num_rows > last
+        if past.any():
+            out[past] = self._seconds[-1] * num_rows[past] / last
+        out[num_rows < 1] = 0.0
+        return out
+
+    def rows_within(self, seconds: float) -> int:
+        """The most rows whose step takes at most `seconds` (without the KV term); at least 1."""
+        last = float(self._rows[-1])
+        if seconds >= float(self._seconds[-1]):
+            return max(1, int(last * seconds / float(self._seconds[-1])))
+        at = int(np.searchsorted(self._seconds, seconds, side="right"))
+        if at == 0:
+            return 1
+        low, high = float(self._seconds[at - 1]), float(self._seconds[at])
+        share = (seconds - low) / (high - low)
+        return max(1, int(self._rows[at - 1] + share * (self._rows[at] - self._rows[at - 1])))
+
+    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
+        """Refresh the cells around num_rows from one real step."""
+        expected = self.cost(num_rows, keys)
+        if seconds <= 0.0 or expected <= 0.0:
+            return
+        ratio = min(max(seconds / expected, 1.0 / _OUTLIER), _OUTLIER)
+        at = int(np.searchsorted(self._rows, num_rows))
+        if at >= self._rows.shape[0]:
+            cells = [(self._rows.shape[0] - 1, 1.0)]
+        elif self._rows[at] == num_rows:
+            cells = [(at, 1.0)]
+        else:
+            low, high = float(self._rows[at - 1]), float(self._rows[at])
+            share = (num_rows - low) / (high - low)
+            cells = [(at - 1, 1.0 - share), (at, share)]
+        for cell, weight in cells:
+            self._raw[cell] *= 1.0 + _REFRESH * weight * (ratio - 1.0)
+        np.maximum.accumulate(self._raw, out=self._seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a cache file (keyed by device, model, dtype and threads elsewhere)."""
+        return {
+            "rows": [int(r) for r in self._rows],
+            "seconds": self._raw.tolist(),
+            "key_s": self._key_s,
+        }
+
+    @staticmethod
+    def from_dict(plain: dict[str, Any]) -> CostTable:
+        """The inverse of as_dict. Raises ValueError or KeyError on a damaged one."""
+        return CostTable(plain["rows"], plain["seconds"], float(plain["key_s"]))
+
+
+class DraftRecord:
+    """How one sequence's drafts have fared: its trust and its cool-down.
+
+    trust scales the survivals a drafter claims: accepted over predicted tokens, decayed, with a
+    prior of 1, never above 1. After `patience` drafts in a row without one accepted token the
+    sequence is not asked for `pause` steps, doubling up to a bound; then one small probe is.
+    """
+
+    __slots__ = ("_accepted", "_left", "_misses", "_pause", "_predicted")
+
+    PRIOR = 2.0  # tokens of prior evidence
+    DECAY = 0.95
+    PATIENCE = 4
+    FIRST_PAUSE = 4
+    LAST_PAUSE = 64
+    PROBE_NODES = 4
+
+    def __init__(self) -> None:
+        self._predicted = 0.0
+        self._accepted = 0.0
+        self._misses = 0
+        self._left = 0
+        self._pause = 0
+
+    @property
+    def trust(self) -> float:
+        """0..1."""
+        return min(1.0, (self._accepted + self.PRIOR) / (self._predicted + self.PRIOR))
+
+    @property
+    def cooling(self) -> bool:
+        """Whether the sequence sits out now."""
+        return self._left > 0
+
+    def allowance(self) -> int:
+        """Called once a step before proposing: most nodes it may ask for, 0 while cooling."""
+        if self._left > 0:
+            self._left -= 1
+            return 0
+        return self.PROBE_NODES if self._pause else 1 << 30
+
+    def observe(self, predicted: float, num_accepted: int) -> None:
+        """A draft was verified: the sum of claimed survivals of its nodes, and what came of it."""
+        self._predicted = self.DECAY * self._predicted + predicted
+        self._accepted = self.DECAY * self._accepted + num_accepted
+        if num_accepted:
+            self._misses = 0
+            self._pause = 0
+            return
+        self._misses += 1
+        if self._pause or self._misses >= self.PATIENCE:
+            self._pause = min(max(2 * self._pause, self.FIRST_PAUSE), self.LAST_PAUSE)
+            self._left = self._pause
+
+    def forgive(self) -> None:
+        """A proposal was not taken: old evidence fades, so that it is probed again some time."""
+        self._predicted *= self.DECAY
+        self._accepted *= self.DECAY
+
+
+class DraftBudget:
+    """Chooses the node set of a step. Without a cost table every node that fits is taken."""
+
+    def __init__(self, cost: CostTable | None = None, *, host_s: float = 0.0) -> None:
+        """host_s: seconds a step spends outside the runner (refreshed with observe_host)."""
+        self.cost = cost
+        self._host_s = host_s
+
+    def observe_host(self, seconds: float) -> None:
+        """Refresh the host's share of a step."""
+        self._host_s += _REFRESH * (seconds - self._host_s)
+
+    def ceiling(self, num_draws: int, base_rows: int, mean_len: float, max_nodes: int) -> int:
+        """The most nodes that could pay if every one of them were accepted.
+
+        0 means that nobody needs to propose at all. num_draws: sequences that draw this step.
+        base_rows: rows without drafts. mean_len: keys a node attends to. max_nodes: that fit.
+        """
+        if self.cost is None or max_nodes <= 0:
+            return max(0, max_nodes)
+        return self._best(np.ones(max_nodes), num_draws, base_rows, mean_len)
+
+    def choose(
+        self,
+        survivals: Sequence[Float64],
+        num_draws: int,
+        base_rows: int,
+        mean_len: float,
+        max_nodes: int,
+    ) -> list[int]:
+        """How many nodes of each tree to verify: its most likely ones (DraftTree.keep).
+
+        survivals: per tree float64 [num_nodes], already scaled by trust, each within [0, 1].
+        """
+        sizes = [s.shape[0] for s in survivals]
+        total = sum(sizes)
+        if total == 0 or max_nodes <= 0:
+            return [0] * len(sizes)
+        if self.cost is None and total <= max_nodes:
+            return sizes
+        flat = np.concatenate(survivals) if len(survivals) > 1 else survivals[0]
+        order = np.argsort(-flat, kind="stable")[:max_nodes]
+        num = order.shape[0]
+        if self.cost is not None:
+            num = self._best(flat[order], num_draws, base_rows, mean_len)
+        if len(sizes) == 1:
+            return [num]
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        kept = np.bincount(owner[order[:num]], minlength=len(sizes))
+        return [int(k) for k in kept]
+
+    def _best(self, ranked: Float64, num_draws: int, base_rows: int, mean_len: float) -> int:
+        """The best S for survivals in descending order."""
+        cost = self.cost
+        assert cost is not None
+        num = ranked.shape[0]
+        gain = np.empty(num + 1)
+        gain[0] = 0.0
+        np.cumsum(ranked, out=gain[1:])
+        nodes = np.arange(num + 1, dtype=np.float64)
+        key_s = cost.key_s * mean_len
+        decode_s = cost.costs(nodes + num_draws) + key_s * (nodes + num_draws) + self._host_s
+        rates = (gain + num_draws) / decode_s
+        best = int(np.argmax(rates))  # ties: the fewest nodes
+        if base_rows == num_draws:
+            return best
+        step_s = cost.costs(nodes + base_rows) + key_s * nodes
+        return int(np.argmax(gain - rates[best] * (step_s - step_s[0])))

@@ -1,0 +1,231 @@
+"""From a Plan and its trees to a Batch, and the prober that measures the cost table with one.
+
+The order of rows: sequence by sequence, positions ascending, then the sequence's tree nodes in
+their order. The order of draws: sequence by sequence; the root's (one per choice that forks off
+it), then one per node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from server.engine.batch import Batch, DrawParams, Runner
+from server.engine.budget import Prober
+from server.engine.drafting import CheckedTree
+from server.engine.scheduler import Scheduled
+from server.types import SamplingParams
+
+__all__ = ["Built", "Span", "build_batch", "runner_prober"]
+
+_EMPTY = np.empty(0, np.int32)
+_NO_MASKS = np.empty((0, 0), np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where one item's results lie: its root draw, and its scores [score, score + num_scores)."""
+
+    draw: int
+    score: int
+    num_scores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A Batch, a Span per item, and the KV entries its rows attend to."""
+
+    batch: Batch
+    spans: list[Span]
+    num_keys: int
+
+
+def build_batch(
+    items: SequenceOf[Scheduled],
+    trees: SequenceOf[CheckedTree | None],
+    *,
+    num_prefill_rows: int,
+) -> Built:
+    """All rows of one step. trees[i] hangs off the last row of items[i], or is None."""
+    num_nodes = sum(len(t.token_ids) for t in trees if t is not None)
+    num_rows = sum(item.num_rows for item in items) + num_nodes
+    num_blocks = max(item.sequence.num_blocks for item in items)
+
+    columns = np.zeros((8, num_rows), np.int32)
+    token_ids, token_from, positions, seq_ids, slots, prefix_len, path_start, path_len = columns
+    token_from[:] = -1
+    tables = np.zeros((len(items), num_blocks), np.int32)
+    path_slots: list[int] = []
+    params: list[DrawParams] = []
+    draw_rows: list[int] = []
+    draw_params: list[int] = []
+    draw_parent: list[int] = []
+    draw_positions: list[int] = []
+    score_rows: list[int] = []
+    score_targets: list[int] = []
+    score_top: list[int] = []
+    spans: list[Span] = []
+
+    r = 0
+    for s, item in enumerate(items):
+        sequence, start, num = item.sequence, item.start, item.num_rows
+        size, table = sequence.block_size, sequence.table
+        tables[s, : sequence.num_blocks] = table[: sequence.num_blocks]
+        if num == 1:
+            token_ids[r] = sequence.ids[start]
+            positions[r] = start
+            seq_ids[r] = s
+            slots[r] = int(table[start // size]) * size + start % size
+            prefix_len[r] = start + 1
+        else:
+            at = slice(r, r + num)
+            where = np.arange(start, start + num, dtype=np.int32)
+            token_ids[at] = sequence.ids[start : start + num]
+            positions[at] = where
+            seq_ids[at] = s
+            slots[at] = table[where // size] * size + where % size
+            prefix_len[at] = where + 1
+
+        first_score, num_scores = len(score_rows), 0
+        if sequence.scores_prompt:
+            # The logprob of prompt token p comes from the row of p - 1.
+            first = max(len(sequence.prompt_logprobs), start + 1)
+            last = min(start + num, sequence.prompt_len - 1)
+            num_scores = max(0, last - first + 1)
+            score_rows.extend(range(r + first - 1 - start, r + last - start))
+            score_targets.extend(sequence.ids[first : last + 1].tolist())
+            score_top.extend([sequence.request.echo_logprobs or 0] * num_scores)
+
+        root_row, root = r + num - 1, start + num - 1
+        draw = len(draw_rows)
+        spans.append(Span(draw, first_score, num_scores))
+        r += num
+        if not item.draws or sequence.rules.max_output == 0:
+            continue
+        for choice in (sequence, *sequence.siblings):
+            draw_rows.append(root_row)
+            draw_params.append(len(params))
+            draw_parent.append(-1)
+            draw_positions.append(root + 1)
+            params.append(choice.draw_params())
+
+        tree = trees[s]
+        if tree is None:
+            continue
+        num = len(tree.token_ids)
+        at = slice(r, r + num)
+        where = np.arange(root + 1, root + 1 + num, dtype=np.int32)
+        node_slots = table[where // size] * size + where % size
+        token_ids[at] = tree.token_ids
+        positions[at] = [root + d for d in tree.depths]
+        seq_ids[at] = s
+        slots[at] = node_slots
+        prefix_len[at] = root + 1
+        path_len[at] = tree.depths
+        paths: list[list[int]] = []
+        starts: list[int] = []
+        for parent, slot in zip(tree.parents, node_slots.tolist(), strict=True):
+            path = [*paths[parent], slot] if parent >= 0 else [slot]
+            paths.append(path)
+            starts.append(len(path_slots))
+            path_slots.extend(path)
+        path_start[at] = starts
+        draw_rows.extend(range(r, r + num))
+        draw_params.extend([len(params) - 1] * num)
+        draw_parent.extend([draw + 1 + p for p in tree.parents])
+        draw_positions.extend([root + 1 + d for d in tree.depths])
+        r += num
+
+    batch = Batch(
+        token_ids=token_ids,
+        token_from=token_from,
+        positions=positions,
+        seq_ids=seq_ids,
+        slots=slots,
+        prefix_len=prefix_len,
+        path_start=path_start,
+        path_len=path_len,
+        path_slots=np.array(path_slots, np.int32),
+        block_tables=tables,
+        draw_rows=np.array(draw_rows, np.int32),
+        draw_params=np.array(draw_params, np.int32),
+        draw_parent=np.array(draw_parent, np.int32),
+        draw_positions=np.array(draw_positions, np.int32),
+        draw_mask=np.full(len(draw_rows), -1, np.int32),
+        masks=_NO_MASKS,
+        params=tuple(params),
+        score_rows=np.array(score_rows, np.int32),
+        score_targets=np.array(score_targets, np.int32),
+        score_top=np.array(score_top, np.int32),
+        num_prefill_rows=num_prefill_rows,
+        num_draft_rows=num_nodes,
+    )
+    return Built(batch, spans, int(prefix_len.sum()) + len(path_slots))
+
+
+def runner_prober(runner: Runner) -> Prober:
+    """A Prober over a real runner, for CostTable.measure. Only before the first request.
+
+    It writes into blocks from 0 up, which nobody owns yet, and leaves garbage there that no
+    sequence ever reads. The probed step is one last-token row over kv_len keys with the other
+    rows as its tree children, each with a greedy draw.
+    """
+    size = runner.info.block_size
+    most_slots = runner.info.num_blocks * size
+    params = (DrawParams(SamplingParams(temperature=0.0), 0, _EMPTY, _EMPTY, _EMPTY, _EMPTY, 0),)
+    written = 0
+
+    def batch_of(start: int, num: int, num_nodes: int, draws: bool) -> Batch:
+        total = num + num_nodes
+        rows = np.arange(total, dtype=np.int32)
+        slots = start + rows
+        is_node = rows >= num
+        root = start + num - 1
+        draw_rows = np.arange(num - 1, total, dtype=np.int32) if draws else _EMPTY
+        num_draws = draw_rows.shape[0]
+        parent = np.zeros(num_draws, np.int32)
+        parent[:1] = -1
+        return Batch(
+            token_ids=(rows % min(64, runner.info.vocab_size)).astype(np.int32),
+            token_from=np.full(total, -1, np.int32),
+            positions=np.where(is_node, root + 1, slots).astype(np.int32),
+            seq_ids=np.zeros(total, np.int32),
+            slots=slots,
+            prefix_len=np.where(is_node, root + 1, slots + 1).astype(np.int32),
+            path_start=np.where(is_node, rows - num, 0).astype(np.int32),
+            path_len=is_node.astype(np.int32),
+            path_slots=slots[num:],
+            block_tables=np.arange(-(-(start + total) // size), dtype=np.int32)[None, :],
+            draw_rows=draw_rows,
+            draw_params=np.zeros(num_draws, np.int32),
+            draw_parent=parent,
+            draw_positions=np.full(num_draws, root + 1, np.int32) + (parent >= 0),
+            draw_mask=np.full(num_draws, -1, np.int32),
+            masks=_NO_MASKS,
+            params=params if num_draws else (),
+            score_rows=_EMPTY,
+            score_targets=_EMPTY,
+            score_top=_EMPTY,
+            num_prefill_rows=num if not draws else 0,
+            num_draft_rows=num_nodes,
+        )
+
+    def probe(num_rows: int, kv_len: int) -> float:
+        nonlocal written
+        kv_len = max(1, min(kv_len, most_slots - num_rows, runner.info.max_model_len - 1))
+        while written < kv_len - 1:  # real KV under the probed rows, not uninitialised memory
+            chunk = min(kv_len - 1 - written, runner.info.max_num_batched_tokens)
+            runner.launch(batch_of(written, chunk, 0, False))
+            runner.wait()
+            written += chunk
+        batch = batch_of(kv_len - 1, 1, num_rows - 1, True)
+        written = min(written, kv_len - 1)  # the tree overwrote what lay behind
+        began = time.perf_counter()
+        runner.launch(batch)
+        runner.wait()
+        return time.perf_counter() - began
+
+    return probe

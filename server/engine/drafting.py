@@ -1,0 +1,151 @@
+"""DrafterRegistry: which Drafter a request's speculation names, made once per distinct options.
+
+The composition root registers, per drafter name, either a ready Drafter or a factory
+`(task, speculation) -> Drafter`. A factory is called with the task's name and the request's
+SpeculationParams and may read `options` and `corpus`; its result is kept for requests with the
+same (name, task, corpus, options), least recently used ones are dropped past a bound.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from drafters.base import Drafter
+from drafters.tree import DraftTree
+from server.types import SpeculationParams
+
+__all__ = ["CheckedTree", "DraftError", "DrafterFactory", "DrafterRegistry", "check_tree"]
+
+DrafterFactory = Callable[[str, SpeculationParams], Drafter]
+"""(task, speculation) -> Drafter. Raises ValueError for options it refuses."""
+
+
+class DraftError(ValueError):
+    """A drafter proposed something that is not a tree over the vocabulary."""
+
+
+class DrafterRegistry:
+    """Resolves a request's speculation to a Drafter."""
+
+    def __init__(
+        self, entries: Mapping[str, Drafter | DrafterFactory], *, max_made: int = 64
+    ) -> None:
+        self._entries = dict(entries)
+        self._made: OrderedDict[tuple[object, ...], Drafter] = OrderedDict()
+        self._max_made = max_made
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Registered names, "off" included."""
+        return ("off", *sorted(name for name in self._entries if name != "off"))
+
+    def resolve(self, task: str, speculation: SpeculationParams) -> Drafter | None:
+        """The drafter, or None for "off". Raises ValueError for an unknown name or bad options."""
+        name = speculation.drafter
+        if name == "off" or speculation.max_draft_tokens <= 0:
+            return None
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ValueError(f"unknown drafter {name!r}; known: {', '.join(self.names)}")
+        if isinstance(entry, Drafter) and not isinstance(entry, type):
+            return entry
+        key = (name, task, speculation.corpus, speculation.options)
+        drafter = self._made.get(key)
+        if drafter is None:
+            drafter = cast("DrafterFactory", entry)(task, speculation)
+            self._made[key] = drafter
+            if len(self._made) > self._max_made:
+                self._made.popitem(last=False)
+        else:
+            self._made.move_to_end(key)
+        return drafter
+
+    def forget(self, task: str | None = None) -> None:
+        """Make a task's drafters anew from now on (None: everyone's). Open sessions go on."""
+        for key in [k for k in self._made if task is None or k[1] == task]:
+            del self._made[key]
+
+
+class CheckedTree:
+    """A DraftTree that was looked at, with its fields as lists.
+
+    depths[i] is 1 for a child of the root; survival is a float64 array clipped to [0, 1] and to
+    the parent's.
+    """
+
+    __slots__ = ("depths", "parents", "survival", "token_ids", "tree")
+
+    def __init__(
+        self,
+        tree: DraftTree,
+        token_ids: list[int],
+        parents: list[int],
+        depths: list[int],
+        survival: list[float],
+    ) -> None:
+        self.tree = tree
+        self.token_ids = token_ids
+        self.parents = parents
+        self.depths = depths
+        self.survival = np.asarray(survival, np.float64)
+
+    def keep(self, num_nodes: int) -> CheckedTree:
+        """The num_nodes likeliest nodes; closed under parents, order kept."""
+        if num_nodes >= len(self.token_ids):
+            return self
+        order = np.argsort(-self.survival, kind="stable")[:num_nodes]
+        order.sort()
+        kept: list[int] = order.tolist()
+        renumber = {old: new for new, old in enumerate(kept)}
+        renumber[-1] = -1
+        parents = [renumber[self.parents[i]] for i in kept]
+        tree = self.tree
+        return CheckedTree(
+            DraftTree(
+                tree.token_ids[order],
+                np.asarray(parents, np.int32),
+                tree.survival[order],
+                tree.source[order] if tree.source.shape[0] else tree.source,
+            ),
+            [self.token_ids[i] for i in kept],
+            parents,
+            [self.depths[i] for i in kept],
+            self.survival[order].tolist(),
+        )
+
+
+def check_tree(tree: DraftTree, vocab_size: int, max_depth: int) -> CheckedTree:
+    """Raise DraftError unless the tree can be verified; nothing a drafter says is trusted."""
+    token_ids: Sequence[int] = tree.token_ids.tolist()
+    parents: Sequence[int] = tree.parents.tolist()
+    claimed: Sequence[float] = tree.survival.tolist()
+    num = len(token_ids)
+    if not (len(parents) == len(claimed) == num) or tree.source.shape[0] not in (0, num):
+        raise DraftError("token_ids, parents, survival and source differ in length")
+    depths: list[int] = []
+    survival: list[float] = []
+    seen: set[tuple[int, int]] = set()
+    for i in range(num):
+        token, parent, chance = token_ids[i], parents[i], claimed[i]
+        if not 0 <= token < vocab_size:
+            raise DraftError(f"node {i} holds id {token}, outside the vocabulary")
+        if not -1 <= parent < i:
+            raise DraftError(f"node {i} has parent {parent}")
+        if not chance >= 0.0:
+            raise DraftError(f"node {i} survives with chance {chance}")
+        if (parent, token) in seen:
+            raise DraftError(f"node {i} repeats a sibling's token")
+        seen.add((parent, token))
+        if parent < 0:
+            depths.append(1)
+            survival.append(min(chance, 1.0))
+        else:
+            depths.append(depths[parent] + 1)
+            survival.append(min(chance, survival[parent]))
+        if depths[i] > max_depth:
+            raise DraftError(f"node {i} is {depths[i]} deep, past {max_depth}")
+    return CheckedTree(tree, list(token_ids), list(parents), depths, survival)

@@ -1,0 +1,766 @@
+"""Engine: the step loop. `step` is the whole of it, on one screen; the rest are its verbs.
+
+    schedule -> propose -> build -> launch -> (the device works) -> wait -> accept
+
+The engine owns its sequences, blocks and queues, runs on one thread, and knows neither torch nor
+HTTP: a Runner turns Batches into ids, Drafters propose, `submit` and `abort` come in, Deltas go
+out. A request that fails fails alone; what a failed step leaves behind is recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from drafters.base import Drafter
+from server.engine.accept import Cut, count_step, cut, follow, merge_counts
+from server.engine.batch import Batch, DrawError, Drawn, Runner
+from server.engine.blocks import BlockPool, root_key
+from server.engine.budget import CostTable, DraftBudget
+from server.engine.build import Built, Span, build_batch
+from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry, check_tree
+from server.engine.scheduler import Plan, Scheduler
+from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.stops import StopTable
+from server.types import Delta, EngineStats, FinishReason, Request, StepCounts, TokenLogprob
+
+__all__ = ["Engine", "EngineSettings", "RunnerBrokenError", "Verdict", "Verifier"]
+
+_log = logging.getLogger(__name__)
+_NO_COUNTS = StepCounts()
+
+
+class RunnerBrokenError(RuntimeError):
+    """Step after step failed, each request alone too: the runner is beyond repair."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The engine's numbers.
+
+    max_num_seqs, max_num_batched_tokens: seats, and rows a step. prefill_rows: prompt rows a step
+    while others decode. target_step_s: when above 0 and a cost table is there, prefill_rows
+    follows it (never below min_prefill_rows). max_waiting_requests, max_waiting_tokens: bound of
+    the queue. prefix_cache: on or off. max_draft_rows: tree nodes a step, over all sequences; 0 is
+    off. max_failures: failed steps in a row after which the runner counts as broken.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    prefill_rows: int = 256
+    min_prefill_rows: int = 16
+    target_step_s: float = 0.0
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1 << 20
+    prefix_cache: bool = True
+    max_draft_rows: int = 512
+    max_failures: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a Verifier says: so many output tokens stand; cut back to `cut_to` when one does not."""
+
+    num_verified: int
+    cut_to: int | None = None
+
+
+class Verifier(Protocol):
+    """Decides when emitted tokens are verified. Without one they are at once (full head)."""
+
+    def verify(self, sequence: Sequence, final: bool) -> Verdict:
+        """Called after each accept. `final`: the choice would end here, so decide on every token.
+
+        num_verified <= cut_to when there is a cut; the sequence goes on from cut_to and draws
+        again. Without a cut and with `final`, everything must stand.
+        """
+
+
+class _StepFailed(Exception):
+    """The runner raised `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Engine:
+    """One model on one device. Not thread safe: everything is called from its own loop."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafters: Mapping[str, Drafter | DrafterFactory],
+        settings: EngineSettings,
+        *,
+        stop_table: StopTable | None = None,
+        cost: CostTable | None = None,
+        verifier: Verifier | None = None,
+        controls: Mapping[str, Callable[[Any], Any]] | None = None,
+    ) -> None:
+        """stop_table: id -> bytes, for stop strings. cost: the draft budget's (None: no pruning).
+
+        controls: what ("control", ...) messages may call, by name, with plain values.
+        """
+        self.runner = runner
+        self.settings = settings
+        self.info = replace(
+            runner.info,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        self.drafters = DrafterRegistry(drafters)
+        self.controls = dict(controls or {})
+        self.pool = BlockPool(
+            self.info.num_blocks, self.info.block_size, prefix_cache=settings.prefix_cache
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            prefill_rows=settings.prefill_rows,
+        )
+        self.budget = DraftBudget(cost)
+        self.num_drafter_errors = 0
+        self._cost = cost
+        self._verifier = verifier
+        self._stop_table = stop_table
+        self._eos = frozenset(self.info.eos_token_ids)
+        self._open: dict[str, list[Sequence]] = {}
+        self._num_arrived = 0
+        self._deltas: list[Delta] = []
+        self._moves: tuple[list[int], list[int]] = ([], [])
+        self._suspects: list[Sequence] = []
+        self._num_failures = 0
+        self._logged: set[str] = set()
+        self._stats = EngineStats(num_total_blocks=self.pool.num_blocks)
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Delta]:
+        """One step of every sequence that has rows; the Deltas since the last call.
+
+        meanwhile: called once while the device works, e.g. to send the last Deltas. Raises
+        RunnerBrokenError, and what `meanwhile` raises.
+        """
+        began = time.perf_counter()
+        plan = self._schedule()
+        if not plan.items:
+            return self.take_deltas()
+        trees, propose_s = self._propose(plan)
+        built = build_batch(plan.items, trees, num_prefill_rows=plan.num_prefill_rows)
+        try:
+            launched = time.perf_counter()
+            self._launch(plan, built.batch)
+            if meanwhile is not None:
+                meanwhile()
+            self._settle(plan)
+            drawn = self._wait()
+            model_s = time.perf_counter() - launched
+            self._accept(plan, trees, built, drawn)
+            self._move()
+        except _StepFailed as failure:
+            self._recover(plan, failure.error)
+            return self.take_deltas()
+        self._observe(plan, built, began, propose_s, drawn.model_s or model_s)
+        return self.take_deltas()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has anything to do."""
+        return bool(self._open)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not finished."""
+        return len(self._open)
+
+    def take_deltas(self) -> list[Delta]:
+        """Deltas not handed out yet (of refused and aborted requests too)."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the figures of a step are those of the last one."""
+        scheduler = self.scheduler
+        return replace(
+            self._stats,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_free_blocks=self.pool.num_free,
+            num_cached_blocks=self.pool.num_cached,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. One that cannot be served gets an error Delta; nothing is raised."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._refuse(request, *refusal)
+            return
+        key = root_key(self.info.fingerprint, request.cache_salt)
+        self._num_arrived += 1
+        sequences = [
+            Sequence(
+                request,
+                choice_id,
+                self._num_arrived,
+                max_model_len=self.info.max_model_len,
+                block_size=self.info.block_size,
+                eos_token_ids=self._eos,
+                stop_table=self._stop_table,
+                root_key=key,
+            )
+            for choice_id in range(request.num_choices)
+        ]
+        leader = sequences[0]
+        leader.siblings = sequences[1:]
+        for sibling in leader.siblings:
+            sibling.status = Status.FORKING
+        self._open[request.request_id] = sequences
+        if leader.rules.max_output == 0 and not leader.scores_prompt:
+            for sequence in sequences:  # nothing to compute
+                sequence.num_cached_tokens = 0
+                self._finish(sequence, "length")
+            return
+        self.scheduler.enqueue(leader)
+
+    def abort(self, request_id: str) -> None:
+        """End every open choice of a request now; unknown ids are fine (it has just finished)."""
+        for sequence in list(self._open.get(request_id, ())):
+            self._finish(sequence, "abort")
+
+    def abort_all(self) -> None:
+        """End everything: the engine is about to stop."""
+        for request_id in list(self._open):
+            self.abort(request_id)
+
+    def fail_all(self, message: str) -> None:
+        """End every open request with an error."""
+        for sequences in list(self._open.values()):
+            self._fail(sequences[0], message, "engine_error")
+
+    def close(self) -> None:
+        """Abort what is open and release the device. Idempotent."""
+        self.abort_all()
+        self.runner.close()
+
+    def check(self) -> None:
+        """Raise AssertionError unless blocks, queues and open requests agree."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        alive = [s for sequences in self._open.values() for s in sequences]
+        self.pool.check([s.blocks() for s in alive])
+        assert {id(s) for s in running} == {id(s) for s in alive if s.status is Status.RUNNING}
+        assert {id(s) for s in waiting} == {id(s) for s in alive if s.status is Status.WAITING}
+        assert running == sorted(running, key=lambda s: s.order)
+        assert waiting == sorted(waiting, key=lambda s: s.order)
+        assert self.scheduler.num_waiting_tokens == sum(s.num_tokens for s in waiting)
+        for s in alive:
+            assert s.num_released <= s.num_verified <= s.num_output
+            assert s.num_computed <= s.num_tokens
+            assert s.status is Status.RUNNING or s.num_blocks == 0
+            assert s.num_computed <= s.num_blocks * s.block_size
+
+    # -- verbs of the step ------------------------------------------------------------------
+
+    def _schedule(self) -> Plan:
+        while self._suspects and self._suspects[0].status is Status.FINISHED:
+            self._suspects.pop(0)
+        if self._cost is not None and self.settings.target_step_s > 0.0:
+            rows = self._cost.rows_within(self.settings.target_step_s)
+            self.scheduler.prefill_rows = max(self.settings.min_prefill_rows, rows)
+        plan = self.scheduler.schedule(self._suspects[0] if self._suspects else None)
+        if not plan.items and self._suspects and not plan.failed:
+            self._suspects.clear()  # the suspect cannot be seated: go on with everyone
+            plan = self.scheduler.schedule()
+        for sequence in plan.failed:
+            self._fail(sequence, "the KV cache is too small for this request", "kv_exhausted")
+        now = time.monotonic()
+        for item in plan.items:
+            if item.sequence.first_step_s == 0.0:
+                item.sequence.first_step_s = now
+                self._open_session(item.sequence)
+        return plan
+
+    def _propose(self, plan: Plan) -> tuple[list[CheckedTree | None], float]:
+        """A tree or None per item; what is chosen has its blocks."""
+        items = plan.items
+        trees: list[CheckedTree | None] = [None] * len(items)
+        asked: list[tuple[int, int, int]] = []  # item, most nodes, most depth
+        num_draws = 0
+        total_len = 0
+        for i, item in enumerate(items):
+            if not item.draws:
+                continue
+            num_draws += 1
+            total_len += item.start + item.num_rows
+            sequence = item.sequence
+            sequence.no_draft_reason = reason = self._no_draft_reason(sequence)
+            if reason:
+                continue
+            allowed = sequence.draft_record.allowance()
+            if allowed == 0:
+                sequence.no_draft_reason = "cooldown"
+                continue
+            depth = sequence.rules.max_output - sequence.num_output - 1
+            nodes = min(allowed, sequence.request.speculation.max_draft_tokens)
+            asked.append((i, nodes, depth))
+        if not asked or self._suspects:
+            return trees, 0.0
+        began = time.perf_counter()
+        mean_len = total_len / num_draws
+        fit = min(
+            self.settings.max_draft_rows,
+            self.settings.max_num_batched_tokens - plan.num_rows,
+            sum(nodes for _, nodes, _ in asked),
+        )
+        most = self.budget.ceiling(num_draws, plan.num_rows, mean_len, fit)
+        proposed: list[tuple[int, CheckedTree]] = []
+        for i, nodes, depth in asked:
+            sequence = items[i].sequence
+            sequence.no_draft_reason = "budget"
+            if most <= 0:
+                continue
+            tree = self._ask(sequence, min(nodes, most), depth)
+            if tree is None:
+                sequence.no_draft_reason = "no_match"
+            else:
+                proposed.append((i, tree))
+        if proposed:
+            survivals = [t.survival * items[i].sequence.draft_record.trust for i, t in proposed]
+            kept = self.budget.choose(survivals, num_draws, plan.num_rows, mean_len, fit)
+            for (i, tree), num in zip(proposed, kept, strict=True):
+                sequence = items[i].sequence
+                num = self.scheduler.reserve_drafts(sequence, num) if num else 0
+                if num:
+                    trees[i] = tree.keep(num)
+                    sequence.no_draft_reason = ""
+                else:
+                    sequence.draft_record.forgive()
+        return trees, time.perf_counter() - began
+
+    def _launch(self, plan: Plan, batch: Batch) -> None:
+        try:
+            if plan.copies:
+                self.runner.copy_blocks(
+                    np.array([src for src, _ in plan.copies], np.int32),
+                    np.array([dst for _, dst in plan.copies], np.int32),
+                )
+            self.runner.launch(batch)
+        except Exception as error:
+            raise _StepFailed(error) from error
+
+    def _settle(self, plan: Plan) -> None:
+        for item in plan.items:
+            session = item.sequence.session
+            if session is not None:
+                try:
+                    session.settle()
+                except Exception as error:
+                    self._disable_drafts(item.sequence, error)
+
+    def _wait(self) -> Drawn:
+        try:
+            return self.runner.wait()
+        except DrawError as error:
+            return error.drawn  # some ids are -1: only the requests they belong to fail
+        except Exception as error:
+            raise _StepFailed(error) from error
+
+    def _accept(
+        self, plan: Plan, trees: list[CheckedTree | None], built: Built, drawn: Drawn
+    ) -> None:
+        drawn_ids: list[int] = drawn.token_ids.tolist()
+        for item, tree, span in zip(plan.items, trees, built.spans, strict=True):
+            sequence = item.sequence
+            sequence.num_computed = item.start + item.num_rows
+            if span.num_scores:
+                _take_scores(sequence, built.batch, drawn, span)
+            if not item.draws:
+                self.scheduler.publish(sequence)
+            elif sequence.rules.max_output == 0:
+                self.scheduler.publish(sequence)
+                for choice in (*sequence.siblings, sequence):
+                    choice.prompt_logprobs = sequence.prompt_logprobs
+                    choice.num_cached_tokens = sequence.num_cached_tokens
+                    self._finish(choice, "length")
+            elif sequence.siblings:
+                self._fork(sequence, span, drawn, drawn_ids)
+            else:
+                self._accept_run(sequence, tree, span.draw, drawn, drawn_ids)
+        self._num_failures = 0
+        if self._suspects and any(item.draws for item in plan.items):
+            self._suspects.pop(0)
+
+    def _accept_run(
+        self,
+        sequence: Sequence,
+        tree: CheckedTree | None,
+        draw: int,
+        drawn: Drawn,
+        drawn_ids: list[int],
+    ) -> None:
+        """Emit what was drawn for one choice, whose root draw is `draw`."""
+        path: list[int] = []
+        if tree is not None:
+            nodes = drawn_ids[draw + 1 : draw + 1 + len(tree.token_ids)]
+            path = follow(drawn_ids[draw], tree.token_ids, tree.parents, nodes)
+        draws = [draw, *(draw + 1 + node for node in path)]
+        run = [drawn_ids[d] for d in draws]
+        if min(run) < 0:
+            self._fail(
+                sequence,
+                "no token could be drawn: the request's constraints exclude every token, or the "
+                "model produced NaN",
+                "no_token",
+            )
+            return
+        end = cut(run, sequence.num_output, sequence.rules, sequence.matcher)
+        kept = run[: end.num_kept]
+        accepted = path[: end.num_kept]
+        if sequence.request.sampling.num_logprobs is not None:
+            for d, token in zip(draws, kept, strict=False):
+                sequence.logprobs.append(
+                    TokenLogprob(
+                        token, float(drawn.logprobs[d]), int(drawn.ranks[d]), tuple(drawn.top[d])
+                    )
+                )
+        counts = count_step(
+            tree.parents if tree is not None else (),
+            tree.tree.source.tolist() if tree is not None else (),
+            accepted,
+            sequence.sources,
+            sequence.no_draft_reason,
+        )
+        sequence.counts = merge_counts(sequence.counts, counts)
+        self._plan_moves(sequence, accepted)
+        sequence.num_computed += len(accepted)
+        sequence.append(kept)
+        self._teach(sequence, tree, accepted, kept)
+        finish = self._verify(sequence, end)
+        self.scheduler.publish(sequence)
+        if finish.finish_reason is not None:
+            self._finish(sequence, finish.finish_reason, finish.stop_reason)
+            return
+        if sequence.status is Status.RUNNING:
+            self.scheduler.trim(sequence)
+        if sequence.num_verified > sequence.num_released:
+            self._deltas.append(self._delta(sequence))
+
+    def _fork(self, leader: Sequence, span: Span, drawn: Drawn, drawn_ids: list[int]) -> None:
+        """Every choice draws its own first token from the prompt's last row, then runs alone."""
+        children, leader.siblings = leader.siblings, []
+        self.scheduler.publish(leader)
+        for child in children:
+            child.prompt_logprobs = leader.prompt_logprobs
+            child.num_cached_tokens = leader.num_cached_tokens
+            child.first_step_s = leader.first_step_s
+            child.no_draft_reason = "prefill"
+            self._open_session(child)
+        for i, child in enumerate(children):
+            self._accept_run(child, None, span.draw + 1 + i, drawn, drawn_ids)
+            if leader.status is Status.FINISHED:
+                return  # a choice that failed has taken the request with it
+            if child.status is Status.FORKING:
+                self.scheduler.fork(leader, child)
+        leader.no_draft_reason = "prefill"
+        self._accept_run(leader, None, span.draw, drawn, drawn_ids)
+
+    def _plan_moves(self, sequence: Sequence, accepted: list[int]) -> None:
+        """KV of the accepted nodes goes to the slots of their positions; usually it is there."""
+        size, table, first = sequence.block_size, sequence.table, sequence.num_computed
+        src, dst = self._moves
+        for i, node in enumerate(accepted):
+            if node != i:
+                at, to = first + node, first + i
+                src.append(int(table[at // size]) * size + at % size)
+                dst.append(int(table[to // size]) * size + to % size)
+
+    def _move(self) -> None:
+        src, dst = self._moves
+        if not src:
+            return
+        self._moves = ([], [])
+        try:
+            self.runner.move_slots(np.array(src, np.int32), np.array(dst, np.int32))
+        except Exception as error:
+            raise _StepFailed(error) from error
+
+    def _verify(self, sequence: Sequence, end: Cut) -> Cut:
+        """Move the verified mark; a cut-back sequence does not finish."""
+        if self._verifier is None:
+            sequence.verify(sequence.num_output)
+            return end
+        verdict = self._verifier.verify(sequence, end.finish_reason is not None)
+        if verdict.cut_to is not None and verdict.cut_to < sequence.num_output:
+            self._cut_back(sequence, verdict.cut_to)
+            end = Cut(0)
+        sequence.verify(verdict.num_verified)
+        if end.finish_reason is not None and sequence.num_verified != sequence.num_output:
+            raise RuntimeError("a choice ended with tokens that were never verified")
+        return end
+
+    def _cut_back(self, sequence: Sequence, num_output: int) -> None:
+        try:
+            sequence.rollback(SequenceMark(num_output))
+        except (NotImplementedError, ValueError) as error:
+            if sequence.session is None:
+                raise
+            self._disable_drafts(sequence, error)  # a drafter that cannot go back is left behind
+            sequence.rollback(SequenceMark(num_output))
+
+    def _observe(
+        self, plan: Plan, built: Built, began: float, propose_s: float, model_s: float
+    ) -> None:
+        batch = built.batch
+        if self._cost is not None:
+            self._cost.observe(batch.num_rows, built.num_keys, model_s)
+        step_s = time.perf_counter() - began
+        host_s = max(0.0, step_s - model_s)
+        self.budget.observe_host(host_s)
+        self._stats = EngineStats(
+            num_total_blocks=self.pool.num_blocks,
+            step_s=step_s,
+            model_s=model_s,
+            propose_s=propose_s,
+            host_s=host_s,
+            num_rows=batch.num_rows,
+            num_prefill_rows=plan.num_prefill_rows,
+            num_draft_rows=batch.num_draft_rows,
+            draft_budget=batch.num_draft_rows,
+        )
+
+    # -- drafts -----------------------------------------------------------------------------
+
+    def _open_session(self, sequence: Sequence) -> None:
+        request = sequence.request
+        try:
+            drafter = self.drafters.resolve(request.task, request.speculation)
+            if drafter is None:
+                return
+            sequence.session = drafter.open(
+                request.prompt_ids,
+                context_span=request.speculation.context_span,
+                prediction_ids=request.speculation.prediction_ids,
+            )
+            sequence.drafter_name = drafter.name
+            sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
+        except Exception as error:
+            self._disable_drafts(sequence, error)
+
+    def _no_draft_reason(self, sequence: Sequence) -> str:
+        if sequence.session is None or self.settings.max_draft_rows == 0:
+            return "off"
+        if sequence.siblings:
+            return "prefill"
+        if sequence.rules.max_output - sequence.num_output <= 1:
+            return "length"
+        return ""
+
+    def _ask(self, sequence: Sequence, nodes: int, depth: int) -> CheckedTree | None:
+        session = sequence.session
+        assert session is not None
+        try:
+            tree = session.propose(nodes, depth)
+            if len(tree) == 0:
+                return None
+            return check_tree(tree, self.info.vocab_size, depth).keep(nodes)
+        except Exception as error:
+            self._disable_drafts(sequence, error)
+            return None
+
+    def _teach(
+        self,
+        sequence: Sequence,
+        tree: CheckedTree | None,
+        accepted: list[int],
+        kept: list[int],
+    ) -> None:
+        if tree is not None:
+            sequence.draft_record.observe(float(tree.survival.sum()), len(accepted))
+        session = sequence.session
+        if session is None:
+            return
+        try:
+            if tree is not None:
+                session.feedback(tree.tree, accepted)
+            session.extend(kept)
+        except Exception as error:
+            self._disable_drafts(sequence, error)
+
+    def _disable_drafts(self, sequence: Sequence, error: Exception) -> None:
+        """A drafter that fails costs the request its drafts and nothing else."""
+        self.num_drafter_errors += 1
+        name = sequence.request.speculation.drafter
+        if name not in self._logged:
+            self._logged.add(name)
+            _log.exception("drafter %r failed and is off for this sequence", name, exc_info=error)
+        self._close_session(sequence)
+
+    def _close_session(self, sequence: Sequence) -> None:
+        try:
+            sequence.close_session()
+        except Exception as error:
+            self.num_drafter_errors += 1
+            _log.debug("closing a draft session failed", exc_info=error)
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def _refusal(self, request: Request) -> tuple[str, str] | None:
+        """(message, code) of a request that cannot be served, or None."""
+        num_prompt, size = len(request.prompt_ids), self.info.block_size
+        settings, scheduler = self.settings, self.scheduler
+        if request.request_id in self._open:
+            return "this request id is open already", "invalid_value"
+        if num_prompt == 0 or request.num_choices < 1:
+            return "a request needs a prompt and at least one choice", "invalid_value"
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.info.vocab_size:
+            return "a prompt id lies outside the vocabulary", "invalid_value"
+        limit = self.info.max_model_len
+        if num_prompt > limit or (num_prompt == limit and request.sampling.max_tokens > 0):
+            return f"the prompt has {num_prompt} tokens, the model {limit}", (
+                "context_length_exceeded"
+            )
+        if -(-num_prompt // size) > self.pool.num_blocks:
+            return "the KV cache is too small for this prompt", "context_length_exceeded"
+        if len(scheduler.waiting) >= settings.max_waiting_requests:
+            return "too many requests are waiting", "queue_full"
+        if scheduler.waiting and (
+            scheduler.num_waiting_tokens + num_prompt > settings.max_waiting_tokens
+        ):
+            return "too many tokens are waiting", "queue_full"
+        if request.sampling.stop and (self._stop_table is None or not all(request.sampling.stop)):
+            return "stop strings are not available", "unsupported_parameter"
+        try:
+            self.drafters.resolve(request.task, request.speculation)
+        except ValueError as error:
+            return str(error)[:200], "invalid_value"
+        except Exception as error:  # a factory's own failure: drafts are off, see _open_session
+            _log.debug("a drafter factory failed", exc_info=error)
+        return None
+
+    def _refuse(self, request: Request, message: str, code: str) -> None:
+        for choice_id in range(max(1, request.num_choices)):
+            self._deltas.append(
+                Delta(
+                    request.request_id,
+                    choice_id,
+                    (),
+                    finish_reason="error",
+                    error=message,
+                    error_code=code,
+                )
+            )
+
+    def _delta(
+        self,
+        sequence: Sequence,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | bytes | None = None,
+        error: str | None = None,
+        error_code: str | None = None,
+    ) -> Delta:
+        """Everything verified and not released yet."""
+        request = sequence.request
+        is_first = sequence.num_released == 0 and not sequence.has_spoken
+        token_ids, logprobs = sequence.release()
+        counts, sequence.counts = sequence.counts, _NO_COUNTS
+        if not is_first:
+            return Delta(
+                request.request_id,
+                sequence.choice_id,
+                token_ids,
+                logprobs,
+                (),
+                finish_reason,
+                stop_reason,
+                error,
+                error_code,
+                counts=counts,
+            )
+        sequence.has_spoken = True
+        queue_s = 0.0
+        if request.arrival_s > 0.0 and sequence.first_step_s > 0.0:
+            queue_s = max(0.0, sequence.first_step_s - request.arrival_s)
+        return Delta(
+            request.request_id,
+            sequence.choice_id,
+            token_ids,
+            logprobs,
+            tuple(sequence.prompt_logprobs) if not sequence.scores_prompt else (),
+            finish_reason,
+            stop_reason,
+            error,
+            error_code,
+            num_cached_tokens=max(0, sequence.num_cached_tokens),
+            queue_s=queue_s,
+            counts=counts,
+        )
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        finish_reason: FinishReason,
+        stop_reason: int | bytes | None = None,
+        error: str | None = None,
+        error_code: str | None = None,
+    ) -> None:
+        """The last Delta of a choice; its blocks, seat and session go back."""
+        self._deltas.append(self._delta(sequence, finish_reason, stop_reason, error, error_code))
+        self.scheduler.remove(sequence)
+        self._close_session(sequence)
+        request_id = sequence.request.request_id
+        sequences = self._open[request_id]
+        sequences.remove(sequence)
+        if not sequences:
+            del self._open[request_id]
+
+    def _fail(self, sequence: Sequence, message: str, code: str) -> None:
+        """A request fails as a whole: every open choice gets the error."""
+        for choice in list(self._open.get(sequence.request.request_id, ())):
+            self._finish(choice, "error", None, message, code)
+
+    def _recover(self, plan: Plan, error: Exception) -> None:
+        """The runner raised: nothing of the step counts, and what is in the KV cache is doubted.
+
+        The step's sequences lose their blocks and recompute, one at a time at first; who fails
+        alone fails for good. Raises RunnerBrokenError after too many failures in a row.
+        """
+        self._num_failures += 1
+        self._moves = ([], [])
+        self.pool.drop_cache()
+        text = f"{type(error).__name__}: {error}"[:300]
+        _log.error("a step failed: %s", text, exc_info=error)
+        alive = [i.sequence for i in plan.items if i.sequence.status is Status.RUNNING]
+        if len(alive) == 1 and len(plan.items) == 1:
+            self._fail(alive[0], f"the model failed on this request: {text}", "engine_error")
+        else:
+            for sequence in alive:
+                self.scheduler.preempt(sequence)
+            self._suspects = sorted(
+                {id(s): s for s in (*self._suspects, *alive)}.values(), key=lambda s: s.order
+            )
+        if self._num_failures >= self.settings.max_failures:
+            raise RunnerBrokenError(text) from error
+
+
+def _take_scores(sequence: Sequence, batch: Batch, drawn: Drawn, span: Span) -> None:
+    for c in range(span.score, span.score + span.num_scores):
+        sequence.prompt_logprobs.append(
+            TokenLogprob(
+                int(batch.score_targets[c]),
+                float(drawn.score_logprobs[c]),
+                int(drawn.score_ranks[c]),
+                tuple(drawn.score_top[c]),
+            )
+        )

@@ -1,0 +1,300 @@
+"""Sequence: the engine's mutable state of one choice of a Request.
+
+Fields are grouped by the one module that writes them. A sequence has three marks over its output
+tokens, emitted >= verified >= released: emitted ids exist and may be extended, verified ids can
+no longer change, released ids were handed out in a Delta. With a full LM head the three move
+together; an `exact` slice lets `verified` lag and cuts the sequence back with `rollback`
+(DESIGN.md section 6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.base import DraftSession
+from server.engine.accept import StopRules
+from server.engine.batch import DrawParams, Int32
+from server.engine.budget import DraftRecord
+from server.engine.stops import StopMatcher, StopTable
+from server.types import Request, StepCounts, TokenLogprob
+
+__all__ = ["Sequence", "SequenceMark", "Status"]
+
+_NO_IDS: Int32 = np.empty(0, np.int32)
+_NO_COUNTS = StepCounts()
+
+
+class Status(Enum):
+    """Where a sequence stands. FORKING: until the first choice reaches the last prompt row."""
+
+    FORKING = "forking"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMark:
+    """A state that rollback() returns to: how many tokens were emitted."""
+
+    num_output: int
+
+
+class Sequence:
+    """One choice. `ids` holds prompt and output; position p is ids[p].
+
+    The KV of positions [0, num_computed) is in the cache. The rows still to be computed are
+    [num_computed, num_tokens); the last of them is drawn from.
+    """
+
+    __slots__ = (
+        "arrival_no",
+        "banned_until",
+        "block_size",
+        "choice_id",
+        "count_ids",
+        "count_out",
+        "count_prompt",
+        "counts",
+        "draft_record",
+        "drafter_name",
+        "first_step_s",
+        "has_spoken",
+        "ids",
+        "keys",
+        "logprobs",
+        "matcher",
+        "no_draft_reason",
+        "num_blocks",
+        "num_cached_tokens",
+        "num_computed",
+        "num_published",
+        "num_released",
+        "num_tokens",
+        "num_verified",
+        "order",
+        "prompt_len",
+        "prompt_logprobs",
+        "request",
+        "root_key",
+        "rules",
+        "session",
+        "siblings",
+        "sources",
+        "status",
+        "table",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        choice_id: int,
+        arrival_no: int,
+        *,
+        max_model_len: int,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        stop_table: StopTable | None,
+        root_key: bytes,
+    ) -> None:
+        sampling = request.sampling
+        prompt_len = len(request.prompt_ids)
+        max_output = max(0, min(sampling.max_tokens, max_model_len - prompt_len))
+
+        # Identity: never written again.
+        self.request = request
+        self.choice_id = choice_id
+        self.arrival_no = arrival_no
+        self.order = (request.priority, arrival_no, choice_id)
+        self.prompt_len = prompt_len
+        self.rules = StopRules(
+            frozenset() if sampling.ignore_eos else eos_token_ids,
+            frozenset(sampling.stop_token_ids),
+            max_output,
+            sampling.min_tokens,
+        )
+        self.banned_until: Int32 = (
+            np.asarray(sorted(self.rules.eos_ids | self.rules.stop_ids), np.int32)
+            if sampling.min_tokens > 0
+            else _NO_IDS
+        )
+        self.block_size = block_size
+        self.root_key = root_key
+
+        # Tokens: written by append() and rollback() only.
+        self.ids: Int32 = np.empty(prompt_len + max_output, np.int32)
+        self.ids[:prompt_len] = request.prompt_ids
+        self.num_tokens = prompt_len
+        self.logprobs: list[TokenLogprob] = []
+        self.count_ids: Int32 = _NO_IDS
+        self.count_out: Int32 = _NO_IDS
+        self.count_prompt: Int32 = _NO_IDS
+        self.matcher: StopMatcher | None = None
+        if sampling.stop:
+            if stop_table is None:
+                raise ValueError("stop strings need the id -> bytes table")
+            self.matcher = StopMatcher(sampling.stop, stop_table, sampling.skip_special_tokens)
+        if sampling.has_penalties:
+            self._recount()
+
+        # Marks (beside num_tokens): written by the engine through verify() and release().
+        self.num_verified = 0
+        self.num_released = 0
+
+        # KV: written by the scheduler and, after a step, by the engine.
+        self.status = Status.WAITING
+        self.table: Int32 = np.zeros(-(-max_model_len // block_size), np.int32)
+        self.num_blocks = 0
+        self.num_computed = 0
+        self.keys: list[bytes] = []  # content keys of the leading full blocks, computed lazily
+        self.num_published = 0
+        self.num_cached_tokens = -1  # not admitted yet
+        self.siblings: list[Sequence] = []  # choices that fork off this one at the last prompt row
+
+        # Reporting: written by the engine.
+        self.prompt_logprobs: list[TokenLogprob | None] = (
+            [None] if request.echo_logprobs is not None else []
+        )
+        self.counts = _NO_COUNTS
+        self.has_spoken = False  # its first Delta went out
+        self.first_step_s = 0.0
+
+        # Speculation: written by the engine's propose and accept.
+        self.session: DraftSession | None = None
+        self.drafter_name = "off"
+        self.no_draft_reason = "off"
+        self.sources: tuple[str, ...] = ("off",)
+        self.draft_record = DraftRecord()
+
+    @property
+    def num_output(self) -> int:
+        """Tokens emitted."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Rows still to be computed before the next draw, the drawn row included."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt positions still lack the logprobs the request asked for."""
+        return (
+            self.request.echo_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
+        )
+
+    def blocks(self) -> list[int]:
+        """The blocks in position order."""
+        blocks: list[int] = self.table[: self.num_blocks].tolist()
+        return blocks
+
+    def output_ids(self, start: int = 0) -> tuple[int, ...]:
+        """Emitted ids from output index `start` on."""
+        return tuple(self.ids[self.prompt_len + start : self.num_tokens].tolist())
+
+    def draw_params(self) -> DrawParams:
+        """What the sampler needs at the current root."""
+        return DrawParams(
+            self.request.sampling,
+            self.choice_id,
+            self.banned_until,
+            self.count_ids,
+            self.count_out,
+            self.count_prompt,
+            self.num_tokens - self.prompt_len,
+        )
+
+    def append(self, token_ids: list[int]) -> None:
+        """Emit tokens. The stop matcher has taken them already (accept.cut)."""
+        start = self.num_tokens
+        end = start + len(token_ids)
+        self.ids[start:end] = token_ids
+        self.num_tokens = end
+        if self.request.sampling.has_penalties:
+            for token in token_ids:
+                self._count(token)
+
+    def checkpoint(self) -> SequenceMark:
+        """A mark of the emitted tokens; rollback() accepts it until tokens past it are verified."""
+        return SequenceMark(self.num_output)
+
+    def verify(self, num_output: int) -> None:
+        """The first num_output emitted tokens can no longer change."""
+        if not self.num_verified <= num_output <= self.num_output:
+            raise ValueError(f"cannot verify {num_output} of {self.num_output} tokens")
+        self.num_verified = num_output
+
+    def rollback(self, mark: SequenceMark) -> None:
+        """Forget every token emitted after the mark, with its counts, logprobs and stop state.
+
+        The KV past the new root is forgotten too; the caller releases blocks that became
+        superfluous. Raises ValueError when the mark lies ahead or verified tokens would go.
+        """
+        num_output = mark.num_output
+        if not self.num_verified <= num_output <= self.num_output:
+            raise ValueError(
+                f"cannot cut back to {num_output}: {self.num_verified} tokens are verified, "
+                f"{self.num_output} emitted"
+            )
+        if num_output == self.num_output:
+            return
+        self.num_tokens = self.prompt_len + num_output
+        self.num_computed = min(self.num_computed, self.num_tokens - 1)
+        del self.logprobs[num_output:]
+        del self.keys[self.num_tokens // self.block_size :]
+        if self.matcher is not None:
+            self.matcher.replay(self.output_ids())
+        if self.request.sampling.has_penalties:
+            self._recount()
+        if self.session is not None:
+            self.session.rollback(num_output)
+
+    def release(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Verified ids that were not handed out yet, with their logprobs when asked for."""
+        start, end = self.num_released, self.num_verified
+        self.num_released = end
+        ids = self.ids[self.prompt_len + start : self.prompt_len + end].tolist()
+        return tuple(ids), tuple(self.logprobs[start:end])
+
+    def close_session(self) -> None:
+        """End the draft session, if there is one. Its errors are no concern of the request's."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    def _count(self, token: int) -> None:
+        # The arrays of earlier steps may still be read by a device: never changed in place.
+        at = int(np.searchsorted(self.count_ids, token))
+        if at < self.count_ids.shape[0] and self.count_ids[at] == token:
+            self.count_out = self.count_out.copy()
+            self.count_out[at] += 1
+        else:
+            self.count_ids = _insert(self.count_ids, at, token)
+            self.count_out = _insert(self.count_out, at, 1)
+            self.count_prompt = _insert(self.count_prompt, at, 0)
+
+    def _recount(self) -> None:
+        out_ids, out = np.unique(self.ids[self.prompt_len : self.num_tokens], return_counts=True)
+        prompt = (
+            np.unique(self.ids[: self.prompt_len])
+            if self.request.sampling.repetition_penalty != 1.0
+            else _NO_IDS
+        )
+        ids = np.union1d(out_ids, prompt).astype(np.int32)
+        count_out = np.zeros(ids.shape[0], np.int32)
+        count_out[np.searchsorted(ids, out_ids)] = out
+        self.count_ids = ids
+        self.count_out = count_out
+        self.count_prompt = np.isin(ids, prompt).astype(np.int32)
+
+
+def _insert(array: npt.NDArray[np.int32], at: int, value: int) -> Int32:
+    grown = np.empty(array.shape[0] + 1, np.int32)
+    grown[:at] = array[:at]
+    grown[at] = value
+    grown[at + 1 :] = array[at:]
+    return grown

@@ -1,0 +1,207 @@
+"""Drafters for tests: random, oracle, liar and broken ones. All deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import numpy as np
+
+from drafters.base import SessionClosedError
+from drafters.tree import DraftTree
+
+
+class FakeSession:
+    """Keeps the text and asks `propose_from(tokens, budget, max_depth)` for trees."""
+
+    def __init__(
+        self, prompt_ids: Sequence[int], propose_from: Callable[[list[int], int, int], DraftTree]
+    ) -> None:
+        self.tokens = list(prompt_ids)
+        self._num_prompt = len(self.tokens)
+        self._propose_from = propose_from
+        self._closed = False
+        self._offered: DraftTree | None = None
+
+    def _alive(self) -> None:
+        if self._closed:
+            raise SessionClosedError("the session is closed")
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        self._alive()
+        return self._propose_from(self.tokens, budget, max_depth)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._alive()
+        self.tokens.extend(token_ids)
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self._alive()
+        tree.validate()
+        parent = -1
+        for node in accepted:
+            assert tree.parents[node] == parent
+            parent = node
+
+    def settle(self) -> None:
+        self._alive()
+
+    def checkpoint(self) -> int:
+        self._alive()
+        return len(self.tokens) - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        self._alive()
+        if mark > len(self.tokens) - self._num_prompt:
+            raise ValueError("a mark ahead")
+        del self.tokens[self._num_prompt + mark :]
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class FakeDrafter:
+    """Opens FakeSessions; counts those open."""
+
+    name = "fake"
+    sources: tuple[str, ...] = ("fake", "other")
+
+    def __init__(self, propose_from: Callable[[list[int], int, int], DraftTree]) -> None:
+        self._propose_from = propose_from
+        self.sessions: list[FakeSession] = []
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> FakeSession:
+        session = FakeSession(prompt_ids, self._propose_from)
+        self.sessions.append(session)
+        return session
+
+    @property
+    def num_open(self) -> int:
+        """Sessions that were never closed."""
+        return sum(not s._closed for s in self.sessions)
+
+
+def random_tree(
+    rng: Random, vocab_size: int, budget: int, max_depth: int, alphabet: int = 0
+) -> DraftTree:
+    """A valid tree of at most `budget` nodes in a random topological order."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    survival: list[float] = []
+    seen: set[tuple[int, int]] = set()
+    for _ in range(rng.randint(0, budget)):
+        parent = rng.randint(-1, len(tokens) - 1)
+        depth = 1 if parent < 0 else depths[parent] + 1
+        token = rng.randrange(alphabet or vocab_size)
+        if depth > max_depth or (parent, token) in seen:
+            continue
+        seen.add((parent, token))
+        tokens.append(token)
+        parents.append(parent)
+        depths.append(depth)
+        survival.append((1.0 if parent < 0 else survival[parent]) * rng.random())
+    return DraftTree(
+        np.asarray(tokens, np.int32),
+        np.asarray(parents, np.int32),
+        np.asarray(survival, np.float32),
+        np.asarray([rng.randint(0, 1) for _ in tokens], np.uint8),
+    )
+
+
+def random_drafter(seed: int, vocab_size: int, alphabet: int = 0) -> FakeDrafter:
+    """Random trees, guesses from a small alphabet."""
+    rng = Random(seed)
+    return FakeDrafter(lambda _, b, d: random_tree(rng, vocab_size, b, d, alphabet))
+
+
+def oracle_drafter(texts: Sequence[Sequence[int]]) -> FakeDrafter:
+    """Knows whole texts (prompt and output): proposes how those go on, as one tree."""
+
+    def propose(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
+        children: dict[tuple[int, int], int] = {}
+        ids: list[int] = []
+        parents: list[int] = []
+        num = len(tokens)
+        for text in texts:
+            if list(text[:num]) != tokens:
+                continue
+            parent = -1
+            for token in text[num : num + max_depth]:
+                node = children.get((parent, token), -1)
+                if node < 0:
+                    if len(ids) >= budget:
+                        break
+                    node = len(ids)
+                    children[parent, token] = node
+                    ids.append(token)
+                    parents.append(parent)
+                parent = node
+        return DraftTree(
+            np.asarray(ids, np.int32),
+            np.asarray(parents, np.int32),
+            np.full(len(ids), 0.9, np.float32),
+            np.zeros(len(ids), np.uint8),
+        )
+
+    return FakeDrafter(propose)
+
+
+def liar_drafter(seed: int, texts: Sequence[Sequence[int]], vocab_size: int) -> FakeDrafter:
+    """Sure of wrong tokens and unsure of right ones: the true path lies last and must be moved."""
+    rng = Random(seed)
+
+    def propose(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
+        num = len(tokens)
+        truths = [list(t[num : num + max_depth]) for t in texts if list(t[:num]) == tokens]
+        truth = rng.choice(truths) if truths else []
+        ids: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for token in truth:
+            for wrong in (token + 1, token + 2):
+                if rng.random() < 0.6 and len(ids) + 1 < budget:
+                    ids.append(wrong % vocab_size)
+                    parents.append(parent)
+            if len(ids) >= budget:
+                break
+            ids.append(token)
+            parents.append(parent)
+            parent = len(ids) - 1
+        return DraftTree(
+            np.asarray(ids, np.int32),
+            np.asarray(parents, np.int32),
+            np.full(len(ids), 0.99, np.float32),
+            np.zeros(len(ids), np.uint8),
+        )
+
+    return FakeDrafter(propose)
+
+
+def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
+    """Raises, or proposes what is no tree, now and then."""
+    rng = Random(seed)
+
+    def propose(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
+        kind = rng.randrange(8)
+        if kind == 0:
+            raise RuntimeError("the drafter is broken")
+        if kind == 1:
+            return DraftTree.chain([vocab_size + 3])
+        if kind == 2:
+            return DraftTree(
+                np.asarray([1, 2], np.int32),
+                np.asarray([1, -1], np.int32),
+                np.asarray([0.5, 0.5], np.float32),
+            )
+        if kind == 3:
+            return DraftTree.chain([1], [float("nan")])
+        return random_tree(rng, vocab_size, budget, max_depth)
+
+    return FakeDrafter(propose)

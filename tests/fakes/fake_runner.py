@@ -1,0 +1,253 @@
+"""FakeRunner: a Runner in numpy whose draws depend on exactly the KV that each row reads.
+
+The fake KV of a slot is one uint64: a hash of the row's token, its position and the KV of every
+slot the row attends to, read through block tables and tree paths. Logits come from that hash. So
+a stale slot, a block published too early, a missing copy or a wrong move changes what is drawn,
+and a test that compares with `FakeModel.hashes` sees it. Never-written slots hold poison.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Batch, DrawError, Drawn, Float32, Int32
+from server.engine.sampling import draw, token_logprob
+from server.types import ModelInfo
+
+UInt64 = npt.NDArray[np.uint64]
+_U64 = (1 << 64) - 1
+_MAX_LEN = 1 << 14
+_WEIGHTS: UInt64 = np.random.default_rng(7).integers(0, 1 << 63, _MAX_LEN, np.uint64) * np.uint64(
+    2
+) + np.uint64(1)
+
+
+def _mix(z: int) -> int:
+    z &= _U64
+    z = ((z ^ (z >> 33)) * 0xFF51AFD7ED558CCD) & _U64
+    z = ((z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53) & _U64
+    return z ^ (z >> 33)
+
+
+class FakeModel:
+    """A "language model": the next-token logits are a hash of all tokens so far.
+
+    alphabet: when above 0, ids [0, alphabet) are `boost` logits likelier, so that guesses from a
+    small alphabet are often right. context: when above 0 the favourite next id depends on the last
+    `context` tokens alone, so that texts repeat themselves and n-gram drafters find something.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 16,
+        *,
+        seed: int = 0,
+        alphabet: int = 0,
+        boost: float = 6.0,
+        context: int = 0,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.alphabet = alphabet
+        self.boost = boost
+        self.context = context
+        self._ids = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+    def row_hash(self, token: int, position: int, attended: UInt64) -> int:
+        """The KV of a row: attended = uint64 hashes of the slots before its own, in order."""
+        digest = int((attended * _WEIGHTS[: attended.shape[0]]).sum())
+        return _mix(_mix(digest ^ (self.seed * 0x9E37)) + token * 0x2545F4914F6CDD1D + position)
+
+    def hashes(self, tokens: Sequence[int]) -> UInt64:
+        """The KV of every position of a plain text: what a correct engine must reproduce."""
+        kv = np.empty(len(tokens), np.uint64)
+        for p, token in enumerate(tokens):
+            kv[p] = self.row_hash(token, p, kv[:p])
+        return kv
+
+    def logits(self, row_hash: int, recent: Sequence[int] = ()) -> Float32:
+        """float32 [V] raw logits of a row."""
+        bits = self._ids ^ np.uint64(row_hash)
+        bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        out = ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)) * 6 - 3
+        if self.alphabet:
+            out[: self.alphabet] += np.float32(self.boost)
+        if self.context:
+            h = self.seed
+            for token in recent[-self.context :]:
+                h = _mix(h * 31 + token + 1)
+            out[h % self.vocab_size] += np.float32(self.boost)
+        result: Float32 = out.astype(np.float32)
+        return result
+
+
+def fake_info(
+    *,
+    vocab_size: int = 16,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    eos_token_ids: tuple[int, ...] = (1,),
+) -> ModelInfo:
+    """A ModelInfo for a FakeRunner."""
+    return ModelInfo(
+        name="fake",
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device="cpu",
+        dtype="float32",
+        fingerprint="fake",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+class FakeRunner:
+    """A Runner over a FakeModel. Checks the Batch's invariants as it goes.
+
+    fail: called with each Batch before it runs; raises to simulate a broken device (an
+    out-of-memory, say). row_s, step_s: simulated device seconds a row and a step.
+    """
+
+    def __init__(
+        self,
+        model: FakeModel,
+        info: ModelInfo,
+        *,
+        fail: Callable[[Batch], None] | None = None,
+        row_s: float = 0.0,
+        step_s: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.info = info
+        self.fail = fail
+        self.row_s = row_s
+        self.step_s = step_s
+        self.num_steps = 0
+        self.num_rows = 0
+        self.num_moved = 0
+        self.closed = False
+        size = info.num_blocks * info.block_size
+        rng = np.random.default_rng(99)
+        self._kv: UInt64 = rng.integers(0, 1 << 63, size, np.uint64)
+        self._token_at = np.full(size, -1, np.int64)
+        self._batch: Batch | None = None
+
+    def launch(self, batch: Batch) -> None:
+        """Take a step; it runs in wait()."""
+        assert self._batch is None, "a step is in flight already"
+        assert not self.closed
+        assert batch.num_rows <= self.info.max_num_batched_tokens
+        assert len(set(batch.slots.tolist())) == batch.num_rows, "two rows write one slot"
+        self._batch = batch
+
+    def wait(self) -> Drawn:
+        """Run the step."""
+        batch, self._batch = self._batch, None
+        assert batch is not None, "no step is in flight"
+        if self.fail is not None:
+            self.fail(batch)
+        self.num_steps += 1
+        self.num_rows += batch.num_rows
+        began = time.perf_counter()
+        hashes, recents = self._forward(batch)
+        drawn = self._draw(batch, hashes, recents)
+        seconds = self.step_s + self.row_s * batch.num_rows
+        left = seconds - (time.perf_counter() - began)
+        if left > 0:
+            time.sleep(left)
+        return drawn
+
+    def move_slots(self, src: Int32, dst: Int32) -> None:
+        """Gather, then scatter."""
+        assert len(set(dst.tolist())) == dst.shape[0], "two moves into one slot"
+        self._kv[dst] = self._kv[src]
+        self._token_at[dst] = self._token_at[src]
+        self.num_moved += int(src.shape[0])
+
+    def copy_blocks(self, src: Int32, dst: Int32) -> None:
+        """Gather, then scatter whole blocks."""
+        size = self.info.block_size
+        within = np.arange(size)
+        self.move_slots(
+            (src[:, None] * size + within).ravel(), (dst[:, None] * size + within).ravel()
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.closed = True
+
+    def _forward(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
+        size, context = self.info.block_size, self.model.context
+        hashes: list[int] = []
+        recents: list[list[int]] = []
+        for r in range(batch.num_rows):
+            token, position = int(batch.token_ids[r]), int(batch.positions[r])
+            prefix, slot = int(batch.prefix_len[r]), int(batch.slots[r])
+            start, length = int(batch.path_start[r]), int(batch.path_len[r])
+            where = np.arange(prefix)
+            table = batch.block_tables[batch.seq_ids[r]]
+            slots = table[where // size] * size + where % size
+            if length:
+                assert position == prefix - 1 + length
+                slots = np.concatenate([slots, batch.path_slots[start : start + length]])
+            else:
+                assert prefix == position + 1
+            assert slots[-1] == slot, "a row attends to its own slot last"
+            value = self.model.row_hash(token, position, self._kv[slots[:-1]])
+            self._kv[slot] = np.uint64(value)
+            self._token_at[slot] = token
+            hashes.append(value)
+            recents.append(self._token_at[slots[-context:]].tolist() if context else [])
+        return hashes, recents
+
+    def _draw(self, batch: Batch, hashes: list[int], recents: list[list[int]]) -> Drawn:
+        num, scored = batch.num_draws, batch.score_rows.shape[0]
+        ids = np.empty(num, np.int32)
+        logprobs = np.full(num, np.nan, np.float32)
+        ranks = np.zeros(num, np.int32)
+        top: list[tuple[tuple[int, float], ...]] = [()] * num
+        failed: list[tuple[int, str]] = []
+        for d in range(num):
+            row = int(batch.draw_rows[d])
+            params = batch.params[int(batch.draw_params[d])]
+            path: list[int] = []
+            at = d
+            while batch.draw_parent[at] >= 0:
+                path.append(int(batch.token_ids[batch.draw_rows[at]]))
+                at = int(batch.draw_parent[at])
+            path.reverse()
+            logits = self.model.logits(hashes[row], recents[row])
+            position = int(batch.draw_positions[d])
+            assert position == int(batch.positions[row]) + 1
+            try:
+                ids[d] = draw(logits, params, position, path)
+            except (ValueError, FloatingPointError) as error:
+                ids[d] = -1
+                failed.append((d, str(error)))
+                continue
+            if params.sampling.num_logprobs is not None:
+                lp = token_logprob(logits, int(ids[d]), params.sampling.num_logprobs)
+                logprobs[d], ranks[d], top[d] = lp.logprob, lp.rank, lp.top
+        score_logprobs = np.empty(scored, np.float32)
+        score_ranks = np.empty(scored, np.int32)
+        score_top: list[tuple[tuple[int, float], ...]] = []
+        for c in range(scored):
+            row = int(batch.score_rows[c])
+            logits = self.model.logits(hashes[row], recents[row])
+            lp = token_logprob(logits, int(batch.score_targets[c]), int(batch.score_top[c]))
+            score_logprobs[c], score_ranks[c] = lp.logprob, lp.rank
+            score_top.append(lp.top)
+        drawn = Drawn(ids, logprobs, ranks, top, score_logprobs, score_ranks, score_top)
+        if failed:
+            raise DrawError(tuple(failed), drawn)
+        return drawn
