@@ -739,8 +739,14 @@ def _without_empty_sections(data: dict[str, Any]) -> dict[str, Any]:
 def _problems(model: type[_Section], document: Document, error: ValidationError) -> str:
     """One line a problem, in the order of the file."""
     told: list[tuple[int, str]] = []
-    for problem in error.errors(include_url=False, include_context=False):
+    problems = error.errors(include_url=False, include_context=False)
+    for problem in problems:
         path, kind = tuple(problem["loc"]), problem["type"]
+        if kind == "too_short" and any(
+            len(other["loc"]) > len(path) and other["loc"][: len(path)] == path
+            for other in problems
+        ):
+            continue  # items that are wrong themselves are not counted
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if kind == "extra_forbidden":
             message = "unknown key"

@@ -1,0 +1,319 @@
+"""Configuration files: what is read, and that every error names file, line and key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafters import DRAFTER_NAMES
+from server import config as config_module
+from server.config import (
+    DEFAULT_TASK,
+    MemorySize,
+    ServerConfig,
+    TaskConfig,
+    load_server_config,
+    load_task,
+    load_tasks,
+    parse_device_list,
+    parse_memory,
+    parse_yaml,
+    task_version,
+    with_overrides,
+)
+from server.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
+    path = tmp_path / name
+    path.write_text(text)
+    return load_task(path)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sampling:\n  temprature: 1\n", "mine.yaml:2: sampling.temprature: unknown key; did you"),
+        ("\nnothing: 1\n", "mine.yaml:2: nothing: unknown key"),
+        ("sampling:\n\n  temperature: true\n", "mine.yaml:3: sampling.temperature: "),
+        ("sampling: {top_p: 0}\n", "mine.yaml:1: sampling.top_p: input should be greater than 0"),
+        ('sampling:\n  max_tokens: "8"\n', "mine.yaml:2: sampling.max_tokens: "),
+        ("sampling:\n  temperature: .nan\n", "mine.yaml:2: sampling.temperature: "),
+        ("sampling:\n  temperature: 1e308\n", "mine.yaml:2: sampling.temperature: "),
+        ("sampling:\n  stop:\n    - a\n    - 1\n", "mine.yaml:4: sampling.stop[1]: "),
+        ("sampling: 3\n", "mine.yaml:1: sampling: "),
+        ("- a\n", "mine.yaml:1: must be a mapping"),
+        (
+            "sampling:\n  max_tokens: 9\nlimits:\n  max_tokens: 8\n",
+            "mine.yaml:1: sampling.max_tokens is above limits.max_tokens",
+        ),
+        (
+            "speculation:\n  trie:\n    n: 3\n    prefix_length: 3\n",
+            "mine.yaml:2: speculation.trie: prefix_length must be below n",
+        ),
+        ("vocabulary:\n  mode: slice\n", "mine.yaml:2: vocabulary.mode: mode slice is not avail"),
+        ("vocabulary:\n  mode: exact\n", "mine.yaml:2: vocabulary.mode: mode exact is not avail"),
+        ("vocabulary:\n  profile: p.bin\n", "mine.yaml:1: vocabulary: profile means nothing"),
+        ("speculation:\n  learn: true\n", "mine.yaml:2: speculation.learn: "),
+        ("name: a b\n", "mine.yaml:1: name: a name has"),
+        ("a: 1\nb: 2\na: 3\n", "mine.yaml:3: a: is there twice (first in line 1)"),
+        ("a: &x 1\nb: *x\n", "mine.yaml:1: anchors and aliases are not read"),
+        ("a: *x\n", "mine.yaml:1: anchors and aliases are not read"),
+        ("\na: !!python/name:os.system 1\n", "mine.yaml:2: tags are not read"),
+        ("a: [1\n", "mine.yaml:2: expected ',' or ']'"),
+        ("[" * 3000, "mine.yaml:1: nested too deeply"),
+        ("a:\n  ? [1]\n  : 2\n", "mine.yaml:2: a key must be a plain word"),
+        ("a: \x01\n", "mine.yaml:1: "),
+    ],
+)
+def test_error_names_file_line_and_key(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _task(tmp_path, text)
+    assert caught.value.message.startswith(f"{tmp_path}/{told}"), caught.value.message
+
+
+def test_all_problems_of_a_file_are_told_in_its_order(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _task(tmp_path, "limits:\n  max_token: 1\nsampling:\n  top_p: 2\n  min_p: -1\n")
+    lines = [line.split(":")[1] for line in caught.value.message.splitlines()]
+    assert lines == ["2", "4", "5"]
+
+
+def test_message_does_not_repeat_long_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _task(tmp_path, f"sampling:\n  temperature: {'x' * 5000}\n")
+    assert "xxx" not in caught.value.message
+
+
+def test_size_is_bounded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="larger than"):
+        _task(tmp_path, "# " + "x" * (1 << 20))
+
+
+def test_missing_and_undecodable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_task(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_bytes(b"name: a\ndescription: \xff\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml:2: not UTF-8"):
+        load_task(tmp_path / "bad.yaml")
+
+
+# --- values ---
+
+
+def test_yaml_is_the_core_schema() -> None:
+    text = "a: off\nb: 010\nc: 1:30\nd: 2020-01-01\ne: yes\nf: 1e3\ng: ~\nh: true\ni: 0x1f\nj: .5"
+    assert parse_yaml(text, "F").data == {
+        "a": "off", "b": 10, "c": "1:30", "d": "2020-01-01", "e": "yes", "f": 1000.0, "g": None,
+        "h": True, "i": "0x1f", "j": 0.5,
+    }  # fmt: skip
+
+
+def test_off_is_a_drafter(tmp_path: Path) -> None:
+    assert _task(tmp_path, "speculation: {drafter: off}\n").speculation.drafter == "off"
+
+
+def test_name_defaults_to_the_file_s(tmp_path: Path) -> None:
+    assert _task(tmp_path, "", "tag-it.yaml").name == "tag-it"
+    assert _task(tmp_path, "name: other\n", "tag-it.yaml").name == "other"
+
+
+def test_empty_sections_are_defaults(tmp_path: Path) -> None:
+    assert _task(tmp_path, "sampling:\nlimits:\n  max_tokens:\n") == _task(tmp_path, "")
+
+
+def test_drafter_options_are_dotted_and_sorted(tmp_path: Path) -> None:
+    task = _task(
+        tmp_path,
+        "speculation:\n  drafter: mix\n  trie: {prefix_length: 2, n: 8}\n  mix: {lambda: 0.5}\n",
+    )
+    assert task.speculation.options() == (
+        ("mix.lambda", 0.5),
+        ("trie.n", 8),
+        ("trie.prefix_length", 2),
+    )
+
+
+def test_corpus_counts_from_the_task_file(tmp_path: Path) -> None:
+    task = _task(tmp_path, "speculation: {drafter: mix, corpus: ../c.bin}\n")
+    assert task.speculation.corpus == str(tmp_path.resolve() / "../c.bin")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.4, MemorySize(fraction=0.4)),
+        ("40%", MemorySize(fraction=0.4)),
+        (1, MemorySize(fraction=1.0)),
+        ("2GiB", MemorySize(num_bytes=2 << 30)),
+        ("2 GB", MemorySize(num_bytes=2 * 10**9)),
+        ("512M", MemorySize(num_bytes=512 << 20)),
+        (1 << 31, MemorySize(num_bytes=1 << 31)),
+    ],
+)
+def test_memory(value: object, expected: MemorySize) -> None:
+    assert parse_memory(value) == expected
+
+
+@pytest.mark.parametrize("value", [True, 0, -1, "0", "101%", "2XB", "", "nan", 5, None, "1e999999"])
+def test_memory_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"must be|at most"):
+        parse_memory(value)
+
+
+def test_memory_resolves() -> None:
+    assert parse_memory(0.25).resolve(1 << 30) == 1 << 28
+    assert parse_memory("1GiB").resolve(1) == 1 << 30
+
+
+def test_devices() -> None:
+    assert parse_device_list("cuda:0, cuda:1") == ("cuda:0", "cuda:1")
+    assert parse_device_list("cpu,cpu") == ("cpu", "cpu")
+    for wrong in ("", "gpu", "cuda:x", "cpu,", "mps"):
+        with pytest.raises(ValueError, match="is no device"):
+            parse_device_list(wrong)
+
+
+# --- server.yaml ---
+
+
+def test_paths_count_from_the_file_and_names_do_not(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "models:\n"
+        "  - {name: a, path: weights}\n"
+        "  - {name: b, path: org/name, adapter: ./lora, devices: [cpu, cpu]}\n"
+        "  - {name: c, path: gemma-3-270m}\n"
+        "  - {name: d, path: m.gguf}\n"
+        "tasks: tasks\n"
+        "keys:\n  - {id: k, file: key.txt}\n"
+    )
+    config = load_server_config(path)
+    base = tmp_path.resolve()
+    assert [model.path for model in config.models] == [
+        str(base / "weights"), "org/name", "gemma-3-270m", str(base / "m.gguf"),
+    ]  # fmt: skip
+    assert config.models[1].adapter == str(base / "lora")
+    assert config.tasks == str(base / "tasks") and config.keys[0].file == str(base / "key.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("models:\n  - {name: a, path: x}\n  - {name: a, path: y}\n", ":1: models: 'a' is there"),
+        ("models:\n  - path: x\n", ":2: models[0].name: is missing"),
+        ("models:\n  - {name: a, path: x, devices: [tpu]}\n", ":2: models[0].devices: 'tpu' is no"),
+        ("models: []\n", ":1: models: "),
+        ("engine:\n  block_size: 24\n", ":2: engine.block_size: must be a power of two"),
+        ("engine:\n  kv_cache_memory: 2XB\n", ":2: engine.kv_cache_memory: must be a fraction"),
+        ("engine: {max_num_seqs: 600}\n", ":1: engine: max_num_batched_tokens must be at least"),
+        ("keys:\n  - {id: a, key: x, env: Y}\n", ":2: keys[0]: set exactly one of key, env and"),
+        ("listen:\n  port: 70000\n", ":2: listen.port: "),
+        ("limits:\n  drain: 3\n", ":2: limits.drain: unknown key; did you mean drain_s?"),
+        ("models:\n  - {name: a, path: x, device: cpu}\n", ":2: models[0].device: unknown key; d"),
+    ],
+)
+def test_server_errors(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_server_config(path)
+    assert caught.value.message.startswith(f"{path}{told}"), caught.value.message
+
+
+def test_keys_come_from_their_source_and_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key.txt").write_text("from-file\nmore\n")
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "keys:\n  - {id: a, key: literal-1}\n  - {id: b, env: SOME_KEY}\n"
+        "  - {id: c, file: key.txt}\n"
+    )
+    monkeypatch.setenv("SOME_KEY", "from-env")
+    config = load_server_config(path)
+    assert [key.secret() for key in config.keys] == ["literal-1", "from-env", "from-file"]
+    assert "literal-1" not in repr(config) and "literal-1" not in config.model_dump_json()
+    monkeypatch.setenv("SOME_KEY", "")
+    with pytest.raises(ConfigError, match="SOME_KEY is empty"):
+        config.keys[1].secret()
+    monkeypatch.setenv("SOME_KEY", "with space")
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        config.keys[1].secret()
+
+
+def test_overrides_name_the_option() -> None:
+    config = with_overrides(ServerConfig(), "engine", {"max_num_seqs": 4, "threads": None})
+    assert config.engine.max_num_seqs == 4 and config.engine.threads is None
+    with pytest.raises(ConfigError, match=r"^--max-num-seqs: "):
+        with_overrides(ServerConfig(), "engine", {"max_num_seqs": 0})
+
+
+# --- folders of tasks ---
+
+
+def test_shipped_files_are_right() -> None:
+    config = load_server_config(ROOT / "configs" / "server.yaml")
+    tasks = load_tasks(Path(str(config.tasks)), tuple(m.name for m in config.models), DRAFTER_NAMES)
+    assert {"completion", "extraction", "rag-qa", "sql", "summarize", "tagging"} <= set(tasks)
+    assert all(task.description for task in tasks.values())
+    # The shipped server.yaml says of itself that it holds the defaults.
+    defaults = ServerConfig()
+    for section in ("listen", "models", "metrics", "cors", "limits", "engine", "keys", "restart"):
+        assert getattr(config, section) == getattr(defaults, section), section
+
+
+def test_default_task_is_openai_s_defaults() -> None:
+    sampling = load_tasks(ROOT / "configs" / "tasks")[DEFAULT_TASK].sampling
+    assert all(value in (None, ()) for value in sampling.model_dump().values())
+
+
+def test_folder_problems_are_all_told(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("name: same\n")
+    (tmp_path / "b.yml").write_text("description: x\nname: same\n")
+    (tmp_path / "c.yaml").write_text("\nmodel: none\n")
+    (tmp_path / "d.yaml").write_text("name: base\n")
+    (tmp_path / "e.yaml").write_text("speculation:\n  drafter: magic\n")
+    (tmp_path / "f.yaml").write_text("what: 1\n")
+    (tmp_path / "notes.txt").write_text("not a task")
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(tmp_path, ("base",), ("off", "suffix"))
+    told = caught.value.message.splitlines()
+    starts = [
+        "b.yml:2: name: 'same' is also in",
+        "c.yaml:2: model: no model 'none'; there are: base",
+        "d.yaml:1: name: 'base' is a model's name",
+        "e.yaml:2: speculation.drafter: no drafter 'magic'; there are: off, suffix",
+        "f.yaml:1: what: unknown key",
+    ]
+    assert len(told) == len(starts)
+    for line, start in zip(told, starts, strict=True):
+        assert line.startswith(f"{tmp_path}/{start}"), line
+
+
+def test_default_task_is_always_there(tmp_path: Path) -> None:
+    assert list(load_tasks(tmp_path)) == [DEFAULT_TASK]
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_tasks(tmp_path / "none")
+
+
+def test_task_version_follows_its_settings(tmp_path: Path) -> None:
+    one = _task(tmp_path, "sampling: {temperature: 0}\n")
+    same = _task(tmp_path, "# a comment\nsampling:\n  temperature: 0\n")
+    other = _task(tmp_path, "sampling: {temperature: 1}\n")
+    assert task_version(one) == task_version(same) != task_version(other)
+
+
+def test_config_is_light() -> None:
+    code = "import sys, server.config; print([m for m in ('torch', 'fastapi') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]", config_module.__name__
