@@ -282,8 +282,10 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
     """The exception for a Delta whose finish_reason is "error".
 
     An engine names its errors by the codes above; a code it does not share with the API is an
-    EngineError.
+    EngineError. "kv_exhausted" is a request that does not fit the engine's KV memory even alone.
     """
+    if code == "kv_exhausted":
+        return ContextLengthExceededError(message)
     for cls in (
         QueueFullError,
         ContextLengthExceededError,

@@ -17,7 +17,7 @@ import httpx
 import openai
 
 from server import token_bytes
-from server.api.app import create_app, serve
+from server.api.app import create_app, run_loop, serve
 from server.api.client import EngineClient, EngineSpec, RestartPolicy
 from server.api.intake import ServedModel
 from server.config import ServerConfig, TaskConfig
@@ -97,7 +97,7 @@ class LiveServer:
 
     def _run(self) -> None:
         try:
-            self.status = asyncio.run(self._serve())
+            self.status = run_loop(self._serve())
         except BaseException as error:
             self.error = error
 
@@ -128,7 +128,7 @@ class LiveServer:
     def __enter__(self) -> LiveServer:
         self._thread.start()
         if self._wait_ready:
-            wait_until(lambda: self.error is not None or self._answers("/ready"), 10)
+            wait_until(lambda: self.error is not None or self._all_ready(), 10)
         else:
             wait_until(lambda: self.error is not None or self._answers("/health"), 10)
         if self.error is not None:
@@ -140,6 +140,11 @@ class LiveServer:
             return httpx.get(self.url + path).status_code == 200
         except httpx.TransportError:
             return False
+
+    def _all_ready(self) -> bool:
+        return self._answers("/ready") and all(
+            engine["state"] == "ready" for engine in self.client.engines()
+        )
 
     def __exit__(
         self,

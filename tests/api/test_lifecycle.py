@@ -288,7 +288,8 @@ def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
         )
         await client.start()
         async with asyncio.timeout(5):
-            await client.wait_ready()
+            while {e["state"] for e in client.engines()} != {"ready"}:
+                await asyncio.sleep(0.01)
 
         def request(task: str, i: int) -> Request:
             return Request(f"{task}-{i}", task, "tiny", (5,), SamplingParams())
@@ -377,7 +378,7 @@ def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
 
 PROGRAM = """
 import asyncio, sys
-from server.api.app import create_app, serve
+from server.api.app import create_app, run_loop, serve
 from server.api.client import EngineClient, EngineSpec
 from server.config import ServerConfig
 from server.metrics import Metrics
@@ -393,7 +394,7 @@ async def main():
     return await serve(app, client, port=0, drain_s=5,
                        on_ready=lambda port: print(port, flush=True))
 
-sys.exit(asyncio.run(main()))
+sys.exit(run_loop(main()))
 """
 
 
