@@ -48,6 +48,8 @@ class AutoDrafter:
     corpus: the task's, or None. trust: weights and their evidence, shared by the sessions.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
     num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
+    eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
+        By default the id that ends the corpus' outputs.
     learn: adapt the trust to the tokens that are emitted.
     """
 
@@ -62,6 +64,8 @@ class AutoDrafter:
         min_survival: float = 0.01,
         num_retrieved: int = 12,
         sharpness: float = 4.0,
+        template_weight: float = 0.15,
+        eos_token_ids: Sequence[int] | None = None,
         learn: bool = True,
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
@@ -76,6 +80,10 @@ class AutoDrafter:
         self.min_survival = min_survival
         self.num_retrieved = num_retrieved
         self.sharpness = sharpness
+        self.template_weight = template_weight
+        if eos_token_ids is None:
+            eos_token_ids = () if corpus is None else corpus.end_ids()
+        self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
         self.learn = learn
         self.workspace = Workspace()
         self.start_state = (0, 0)
@@ -118,6 +126,7 @@ class AutoSession:
         "_num_prompt",
         "_places",
         "_prediction",
+        "_prompt_marks",
         "_retrieved",
         "_settled",
     )
@@ -132,6 +141,7 @@ class AutoSession:
         self._prediction = tuple(prediction_ids)
         self._retrieved: TextIndex | None = None
         self._marks: Float32 = NO_MARKS
+        self._prompt_marks: Float32 = NO_MARKS
         self._settled = False
         self._num_learned = 0
         # Automaton state and match length after each emitted token.
@@ -158,6 +168,10 @@ class AutoSession:
         corpus = drafter.corpus
         if corpus is not None and drafter.num_retrieved and corpus.nearest.norms.shape[0]:
             prompt = self._index.text[0, : self._num_prompt]
+            if drafter.template_weight < 1.0:
+                self._prompt_marks = corpus.nearest.template_weights(
+                    prompt, drafter.template_weight
+                )
             examples, likeness = corpus.nearest.find(prompt, drafter.num_retrieved)
             offset = corpus.num_documents - corpus.nearest.norms.shape[0]
             # The least like first: newer text is looked at first where a walk is cut short.
@@ -206,6 +220,7 @@ class AutoSession:
             drafter.min_survival,
             index.text,
             index.table,
+            self._prompt_marks,
             index.size,
             index.size - self._num_prompt,
             NO_TEXT if docs is None else docs.text,
@@ -217,6 +232,7 @@ class AutoSession:
             automaton.tops,
             state,
             length,
+            drafter.eos_token_ids,
             drafter.trust.weights,
             work.ints,
             work.counts,
@@ -241,6 +257,7 @@ class AutoSession:
                     token,
                     index.text,
                     index.table,
+                    self._prompt_marks,
                     index.size,
                     seen,
                     NO_TEXT if docs is None else docs.text,

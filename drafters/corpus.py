@@ -62,6 +62,19 @@ class Corpus:
         start, end = self.document_starts[document], self.document_starts[document + 1]
         return self.token_ids[start:end]
 
+    def end_ids(self) -> tuple[int, ...]:
+        """The id that ends most outputs, when it stands nowhere else: the EOS id; else nothing."""
+        last = self.document_starts[1:] - 1
+        last = last[last >= self.document_starts[:-1]]
+        if last.shape[0] == 0:
+            return ()
+        ids, counts = np.unique(self.token_ids[last], return_counts=True)
+        best = int(np.argmax(counts))
+        inside = int((self.token_ids == ids[best]).sum()) - int(counts[best])
+        if 2 * counts[best] <= last.shape[0] or inside:
+            return ()
+        return (int(ids[best]),)
+
     def save(self, path: Path | str) -> None:
         """Write atomically; see drafters.array_file for the layout."""
         arrays: dict[str, npt.NDArray[Any]] = {

@@ -4,7 +4,8 @@ At a node the context is the path to it, then the text before it. Every source i
 tokens followed that context at *every* match length it has:
 
     corpus      a suffix automaton over a task's outputs (drafters.automaton)
-    own         prompt and output of this sequence (drafters.text_index)
+    prompt      the prompt of this sequence (drafters.text_index)
+    output      what it has emitted so far
     retrieved   outputs of the corpus' examples whose prompts are nearest to this one
     prediction  the text the client expects (OpenAI's Predicted Outputs)
 
@@ -32,9 +33,9 @@ Float64 = npt.NDArray[np.float64]
 
 __all__ = ["NUM_CELLS", "SOURCES", "Workspace", "cell_of"]
 
-SOURCES = ("corpus", "own", "retrieved", "prediction")
-CORPUS, OWN, RETRIEVED, PREDICTION = 0, 1, 2, 3
-NUM_SOURCES = 4
+SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction")
+CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION = 0, 1, 2, 3, 4
+NUM_SOURCES = 5
 NUM_BUCKETS = 10  # match lengths 0, 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, 32 and more
 NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1
@@ -139,7 +140,7 @@ def _visit(
     position: int,
     context: Int32,
     context_size: int,
-    source: int,
+    num_prompt: int,
     ints: Int32,
     counts: Float32,
     totals: Float32,
@@ -155,9 +156,15 @@ def _visit(
     while length < limit and text[0, position - length] == context[length]:
         length += 1
     weight = np.float32(1.0)
-    if marks.shape[1] > 0:
+    if num_prompt < 0:
         weight = marks[0, position]
         source = int(marks[1, position])
+    elif position + 1 < num_prompt:
+        source = PROMPT
+        if position < marks.shape[1]:
+            weight = marks[0, position]
+    else:
+        source = OUTPUT
     level = source * NUM_BUCKETS + length_bucket(length)
     totals[level] += weight
     row = _candidate(token, ints, counts)
@@ -173,18 +180,22 @@ def _gather_text(
     size: int,
     context: Int32,
     context_size: int,
-    source: int,
+    num_prompt: int,
     ints: Int32,
     counts: Float32,
     totals: Float32,
 ) -> None:
-    """Next tokens after all occurrences of the context in a TextIndex, by exact match length."""
+    """Next tokens after all occurrences of the context in a TextIndex, by exact match length.
+
+    num_prompt: tokens of prompt in the sequence's own text, whose marks, if any, hold a weight
+    for each position of the prompt; -1 for retrieved outputs, whose marks hold weight and source.
+    """
     if size < 2 or context_size < 1:
         return
     position = int(table[1, find_slot(table, int(context[0]))])
     visits = 0
     while position >= 0 and visits < MAX_VISITS:
-        _visit(text, marks, size, position, context, context_size, source, ints, counts, totals)
+        _visit(text, marks, size, position, context, context_size, num_prompt, ints, counts, totals)
         position = int(text[1, position])
         visits += 1
     if position >= 0 and context_size >= 3:
@@ -202,7 +213,7 @@ def _gather_text(
                     position,
                     context,
                     context_size,
-                    source,
+                    num_prompt,
                     ints,
                     counts,
                     totals,
@@ -298,6 +309,7 @@ def _levels(ints: Int32, counts: Float32, totals: Float32, cells: Int32, context
 def _gather(
     own: Int32,
     own_table: Int64,
+    own_marks: Float32,
     own_size: int,
     num_output: int,
     docs: Int32,
@@ -324,17 +336,25 @@ def _gather(
     size = min(MAX_MATCH, depth + own_size)
     for i in range(depth, size):
         path[i] = own[0, own_size - 1 - (i - depth)]
-    none = np.empty((2, 0), np.float32)
-    _gather_text(own, own_table, none, own_size, path, size, OWN, ints, counts, totals)
+    _gather_text(
+        own,
+        own_table,
+        own_marks,
+        own_size,
+        path,
+        size,
+        own_size - num_output,
+        ints,
+        counts,
+        totals,
+    )
     cover = depth + num_output
     if docs_size > 0:
         size = min(MAX_MATCH, cover + 1)
         kept = path[size - 1]
         if size == cover + 1:
             path[cover] = START
-        _gather_text(
-            docs, docs_table, docs_marks, docs_size, path, size, RETRIEVED, ints, counts, totals
-        )
+        _gather_text(docs, docs_table, docs_marks, docs_size, path, size, -1, ints, counts, totals)
         path[size - 1] = kept
     if states.shape[0] > 0:
         _gather_automaton(states, edges, tops, state, state_length, ints, counts, totals)
@@ -383,6 +403,7 @@ def grow_tree(
     min_survival: float,
     own: Int32,
     own_table: Int64,
+    own_marks: Float32,
     own_size: int,
     num_output: int,
     docs: Int32,
@@ -394,6 +415,7 @@ def grow_tree(
     tops: Int32,
     state: int,
     state_length: int,
+    ends: Int32,
     trust: Float64,
     ints: Int32,
     counts: Float32,
@@ -402,7 +424,7 @@ def grow_tree(
     nodes: Int32,
     node_chances: Float32,
 ) -> int:
-    """Grow a tree of at most `budget` nodes; returns their number.
+    """Grow a tree of at most `budget` nodes; returns their number. ends: EOS ids.
 
     heap: float32 [3, H] (survival, chance, bucket), heap_ints: int32 [3, H] (token, parent,
     source). nodes: int32 [12, N] out: rows 0..3 token, parent, source, bucket in final order;
@@ -431,6 +453,7 @@ def grow_tree(
             num_levels = _gather(
                 own,
                 own_table,
+                own_marks,
                 own_size,
                 num_output,
                 docs,
@@ -455,6 +478,14 @@ def grow_tree(
                 value = survival * chance
                 if value < min_survival or heap_size >= capacity:
                     continue
+                # An end is never drafted: where it comes it is the bonus token for nothing, and
+                # after it there is none.
+                token = ints[1, row]
+                is_end = False
+                for k in range(ends.shape[0]):
+                    is_end = is_end or ends[k] == token
+                if is_end:
+                    continue
                 # Sift up.
                 i = heap_size
                 heap_size += 1
@@ -468,7 +499,7 @@ def grow_tree(
                     heap_ints[2, i] = heap_ints[2, up]
                     i = up
                 heap[0, i], heap[1, i], heap[2, i] = value, chance, chances[2, row]
-                heap_ints[0, i] = ints[1, row]
+                heap_ints[0, i] = token
                 heap_ints[1, i] = node
                 heap_ints[2, i] = np.int32(chances[1, row])
         if num >= budget or heap_size == 0:
@@ -561,6 +592,7 @@ def learn_token(
     token: int,
     own: Int32,
     own_table: Int64,
+    own_marks: Float32,
     own_size: int,
     num_output: int,
     docs: Int32,
@@ -588,6 +620,7 @@ def learn_token(
     num_levels = _gather(
         own,
         own_table,
+        own_marks,
         own_size,
         num_output,
         docs,

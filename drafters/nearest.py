@@ -25,7 +25,15 @@ Float32 = npt.NDArray[np.float32]
 __all__ = ["Nearest", "build_nearest"]
 
 MAX_SHARE = 0.25  # terms of more than this share of the prompts are template
+TEMPLATE_SHARE = 0.5  # pairs of at least this share of the prompts are template
 MAX_TERM_DOCUMENTS = 2000  # and so are terms of more documents than this
+
+
+@compiled
+def _pair(a: int, b: int) -> int:
+    """Key of two neighbouring tokens, above all keys of single tokens."""
+    pair = (np.uint64(a) << np.uint64(32)) ^ np.uint64(b)
+    return int(np.int64((pair * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(2)) | (1 << 61))
 
 
 @compiled
@@ -36,8 +44,7 @@ def _terms(ids: Int32, out: Int64) -> int:
         out[num] = np.int64(ids[i])
         num += 1
         if i > 0:
-            pair = (np.uint64(ids[i - 1]) << np.uint64(32)) ^ np.uint64(ids[i])
-            out[num] = np.int64((pair * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(2)) | (1 << 61)
+            out[num] = _pair(ids[i - 1], ids[i])
             num += 1
     return num
 
@@ -71,16 +78,33 @@ def _score(
             scores[postings[j]] += weight
 
 
+@compiled
+def _mark_template(ids: Int32, template: Int64, weight: float, out: Float32) -> None:
+    for i in range(1, ids.shape[0]):
+        key = _pair(ids[i - 1], ids[i])
+        low, high = 0, template.shape[0]
+        while low < high:
+            middle = (low + high) // 2
+            if template[middle] < key:
+                low = middle + 1
+            else:
+                high = middle
+        if low < template.shape[0] and template[low] == key:
+            out[0, i - 1] = weight
+
+
 @dataclass(frozen=True, slots=True)
 class Nearest:
     """An inverted index. keys: int64 [terms] ascending; starts: int64 [terms + 1] into postings:
-    int32, example numbers; weights: float32 [terms] squared idf; norms: float32 [examples]."""
+    int32, example numbers; weights: float32 [terms] squared idf; norms: float32 [examples];
+    template: int64, ascending keys of the pairs that most prompts hold."""
 
     keys: Int64
     starts: Int64
     postings: Int32
     weights: Float32
     norms: Float32
+    template: Int64
 
     def find(self, prompt_ids: Sequence[int] | Int32, num: int) -> tuple[Int64, Float32]:
         """(examples, likeness), the likest first; fewer than `num` when fewer share anything."""
@@ -98,6 +122,15 @@ class Nearest:
         best = best[scores[best] > 0]
         return best, scores[best]
 
+    def template_weights(self, prompt_ids: Int32, weight: float) -> Float32:
+        """float32 [1, prompt]: `weight` where a pair that most prompts share begins, else 1.
+
+        Text that every prompt of the task holds (the instruction) is seldom what is copied.
+        """
+        out = np.ones((1, prompt_ids.shape[0]), np.float32)
+        _mark_template(prompt_ids, self.template, weight, out)
+        return out
+
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """For write_arrays."""
         return {
@@ -106,13 +139,19 @@ class Nearest:
             "postings": self.postings,
             "weights": self.weights,
             "norms": self.norms,
+            "template": self.template,
         }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Nearest:
         """What arrays() gave."""
         return cls(
-            arrays["keys"], arrays["starts"], arrays["postings"], arrays["weights"], arrays["norms"]
+            arrays["keys"],
+            arrays["starts"],
+            arrays["postings"],
+            arrays["weights"],
+            arrays["norms"],
+            arrays["template"],
         )
 
 
@@ -146,4 +185,5 @@ def build_nearest(prompts: Sequence[Sequence[int] | Int32]) -> Nearest:
         postings[kept],
         weights[keep],
         np.sqrt(norms + 1.0).astype(np.float32),
+        keys[(counts >= TEMPLATE_SHARE * num) & (keys >= 1 << 61)] if num > 1 else keys[:0],
     )

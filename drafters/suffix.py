@@ -32,15 +32,23 @@ class SuffixDrafter:
     """Makes SuffixSessions.
 
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
+    eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
     """
 
     name = "suffix"
     sources = SOURCES
 
-    def __init__(self, *, min_survival: float = 0.01, trust: Trust | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        min_survival: float = 0.01,
+        eos_token_ids: Sequence[int] = (),
+        trust: Trust | None = None,
+    ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
         self.min_survival = min_survival
+        self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
         self.trust = trust if trust is not None else Trust()
         self.workspace = Workspace()
 
@@ -94,6 +102,7 @@ class SuffixSession:
             drafter.min_survival,
             index.text,
             index.table,
+            NO_MARKS,
             index.size,
             index.size - self._num_prompt,
             NO_DOCS,
@@ -105,6 +114,7 @@ class SuffixSession:
             NO_TOPS,
             0,
             0,
+            drafter.eos_token_ids,
             drafter.trust.weights,
             work.ints,
             work.counts,
