@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from server.engine.batch import Batch, DrawError, Drawn, Int32
+from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int32
 from server.model import attention as paged
 from server.model.graphs import DecodeGraphs, row_bucket
 from server.model.kv_cache import KvCache
@@ -39,7 +39,7 @@ from server.model.sampler import (
     plan_draws,
     token_logprobs,
 )
-from server.types import ModelInfo
+from server.types import ModelInfo, SamplingParams
 
 Array = npt.NDArray[Any]
 
@@ -322,6 +322,35 @@ class TorchRunner:
         if self._on_gpu:
             torch.cuda.empty_cache()
 
+    def warm_up(self) -> int:
+        """Compile kernels and capture graphs before the first request; how many steps it ran.
+
+        Call it before any KV is kept: it writes to the first slots. Without it the first steps of
+        each kind do the same work while a client waits (seconds, with Triton).
+        """
+        self._check_open()
+        if self._in_flight:
+            raise RuntimeError("warm_up with a step in flight")
+        longest = self.info.max_model_len
+        shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
+        shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
+        if self._graphs is not None:
+            buckets = {row_bucket(n + 1, self._graphs.largest) for n in range(self._graphs.largest)}
+            splits = [1 << n for n in range(self._shape.max_splits.bit_length())]
+            shapes += [
+                (bucket, 1, min(longest, self._shape.split_size * num_splits))
+                for bucket in sorted(b for b in buckets if b is not None)
+                for num_splits in splits
+            ]
+        num_steps = 0
+        for num_seqs, rows, length in shapes:
+            fits = num_seqs * rows <= min(self._cache.num_slots, self.info.max_num_batched_tokens)
+            if fits and rows <= length <= longest:
+                self.launch(_warm_up_batch(num_seqs, rows, length, self._max_blocks))
+                self.wait()
+                num_steps += 1
+        return num_steps
+
     # One step.
 
     def _check_open(self) -> None:
@@ -577,6 +606,40 @@ class TorchRunner:
             if self._graphs is not None:
                 self._graphs.forget()
         self._previous_ids.index_copy_(0, draw_ids.long(), ids.clamp(min=0))
+
+
+def _warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:
+    """`rows` last positions of num_seqs sequences of `length` that all read block 0, greedy."""
+    total = num_seqs * rows
+    nth = np.tile(np.arange(rows, dtype=np.int32), num_seqs)
+    positions = (length - rows + nth).astype(np.int32)
+    zeros, none = np.zeros(total, np.int32), np.empty(0, np.int32)
+    last = np.arange(rows - 1, total, rows, dtype=np.int32)
+    params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
+    return Batch(
+        token_ids=zeros,
+        token_from=np.full(total, -1, np.int32),
+        positions=positions,
+        seq_ids=np.repeat(np.arange(num_seqs, dtype=np.int32), rows),
+        slots=np.arange(total, dtype=np.int32),
+        prefix_len=positions + 1,
+        path_start=zeros,
+        path_len=zeros,
+        path_slots=none,
+        block_tables=np.zeros((num_seqs, max_blocks), np.int32),
+        draw_rows=last,
+        draw_params=np.zeros(num_seqs, np.int32),
+        draw_parent=np.full(num_seqs, -1, np.int32),
+        draw_positions=positions[last] + 1,
+        draw_mask=np.full(num_seqs, -1, np.int32),
+        masks=np.empty((0, 0), np.uint32),
+        params=(params,),
+        score_rows=none,
+        score_targets=none,
+        score_top=none,
+        num_prefill_rows=0,
+        num_draft_rows=0,
+    )
 
 
 def pad_to_bucket(

@@ -7,10 +7,12 @@ the Triton half runs in a process of its own (test_triton_in_the_interpreter); t
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,10 @@ import torch
 
 from server.engine import sampling
 from server.model import sampler
+from server.model.torch_runner import TorchRunner
 from tests.model import attention_cases as cases
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -92,6 +97,68 @@ def test_triton_gumbel_max_is_the_torch_one() -> None:
     torch.testing.assert_close(value, want_value, rtol=1e-14, atol=0)
 
 
+class CapturedAtOnce:
+    """DecodeGraphs without a GPU: every replay is a call."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.keys: list[tuple[int, int]] = []
+
+    def run(self, key: tuple[int, int], forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.keys.append(key)
+        return forward()
+
+    def forget(self) -> None:
+        raise AssertionError("the inputs moved")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
+    """Prompt chunk, tree and decode rows with split keys; decode steps padded to graph buckets."""
+    results = []
+    graphs = CapturedAtOnce(8)
+    for attention in ("torch", "triton"):
+        runner = TorchRunner(
+            families.build(family),
+            name=family,
+            device=CPU,
+            num_blocks=64,
+            max_model_len=families.MAX_LEN,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            attention=attention,
+        )
+        runner._shape = dataclasses.replace(runner._shape, split_size=64, max_splits=4)
+        if attention == "triton" and bucketed:
+            runner._graphs = graphs
+        pages = Pages(64, seed=3)
+        tables = [pages.sequence(120) for _ in range(3)]
+        first = BatchBuilder()
+        for i, (table, length) in enumerate(zip(tables, (90, 10, 70), strict=True)):
+            row = first.add_rows(table, [3 + i + j for j in range(length)], 0)[-1]
+            first.draw(row, first.add_params(draw_params()))
+        nodes = first.add_tree(tables[2], 69, [8, 9, 7], [-1, 0, -1])
+        for node in nodes:
+            first.score(node, 0, families.VOCAB_SIZE)
+        second = BatchBuilder()
+        for i, position in enumerate((90, 10, 70)):
+            row = second.add_rows(tables[i], [0], position, token_from=[i])[0]
+            second.draw(row, second.add_params(draw_params()))
+            second.score(row, 0, families.VOCAB_SIZE)
+        runner.launch(first.build())
+        runner.launch(second.build())
+        drawn = [runner.wait(), runner.wait()]
+        ids = np.concatenate([d.token_ids for d in drawn])
+        logprobs = np.concatenate([all_logprobs(d, families.VOCAB_SIZE) for d in drawn])
+        results.append((ids, logprobs))
+        runner.close()
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
+    assert graphs.keys == ([(4, 2)] if bucketed else [])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="starts the process this one is")
 @needs_triton
 def test_triton_in_the_interpreter() -> None:
@@ -104,4 +171,81 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 3} passed" in done.stdout, done.stdout[-400:]
+    assert f"{len(TRITON_CASES) + 7} passed" in done.stdout, done.stdout[-400:]
+
+
+# Kernel, launch as in server.model.triton_kernels: enough of them to meet every branch.
+COMPILED = {
+    "decode, bf16": ("_attend_tiles", torch.bfloat16, 64, 16, True, True),
+    "tree, bf16": ("_attend_tiles", torch.bfloat16, 128, 64, True, False),
+    "chunk, bf16, Gemma's head": ("_attend_tiles", torch.bfloat16, 256, 64, False, True),
+    "chunk, fp32, Gemma's head": ("_attend_tiles", torch.float32, 256, 64, False, True),
+    "tree, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False),
+    "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True),
+    "write": ("_write_kv", torch.bfloat16, 64, 16, False, False),
+    "gumbel": ("_gumbel_max", torch.float64, 16, 16, False, False),
+}
+FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [(case, 80) for case in COMPILED] + [(case, 90) for case in COMPILED if "bf16" in case],
+)
+def test_triton_kernels_compile_for_a_gpu(
+    case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to machine code, without a GPU, with the shared memory that they ask for in bounds."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from server.model import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    name, dtype, head_dim, block_m, split, window = COMPILED[case]
+    constants: dict[str, int | bool] = {
+        "NUM_KV_HEADS": 2,
+        "GROUP_SIZE": 3,
+        "NUM_HEADS": 6,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton_kernels.block_d_of(head_dim),
+        "BLOCK_SIZE": 16,
+        "SPLIT_SIZE": 256,
+        "MAX_SPLITS": 32,
+        "TILE_FIELDS": 8,
+        "HAS_WINDOW": window,
+        "SPLIT": split,
+        "PART": 8192,
+        "BLOCK": 1024,
+    }
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    if name == "_attend_tiles":
+        options |= triton_kernels.tile_options(head_dim, block_m, dtype)
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": options["BLOCK_N"]}
+    kernel = getattr(triton_kernels, name)
+    floats = {"query", "key", "value", "keys", "values", "out", "logits"}
+    partials = {"part_out", "part_max", "part_sum"}
+    arrays = {"slots", "tiles", "block_tables", "prefix_len", "positions", "split_rows"}
+    arrays |= {"path_start", "path_len", "path_slots", "best_id"}
+    if name == "_gumbel_max":
+        floats, arrays = {"logits", "best_value"}, {"keys", "best_id"}
+    kinds = (
+        dict.fromkeys(floats, "*" + FLOATS[dtype])
+        | dict.fromkeys(partials, "*fp32")
+        | dict.fromkeys(arrays, "*i32")
+        | {"scaling": "fp32"}
+        | dict.fromkeys(constants, "constexpr")
+    )
+    source = ASTSource(
+        fn=kernel,
+        signature={n: kinds.get(n, "i32") for n in kernel.arg_names},
+        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
+    )
+    options = {k: v for k, v in options.items() if not k.isupper()}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SMALLEST_SHARED_MEMORY

@@ -219,6 +219,20 @@ def test_indices_outside_memory_are_refused(
         runner.wait()
 
 
+def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
+    ids = tokens(12, 9)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
+    builder.draw(row, builder.add_params(draw_params()))
+    made = make()
+    assert made.warm_up() == 4  # 129 rows at once do not fit 64 batched tokens
+    made.launch(builder.build())
+    with pytest.raises(RuntimeError, match="in flight"):
+        made.warm_up()
+    assert made.wait().token_ids.tolist() == [int(np.argmax(raw_logits(ids)))]
+    made.close()
+
+
 def test_life_cycle() -> None:
     made = make()
     with pytest.raises(RuntimeError, match="no step"):

@@ -1,0 +1,264 @@
+"""The CUDA path on a real device: the cases of tests/model, and what only a device can show.
+
+Skipped without CUDA. `python loadtest/gpu_check.py` runs this file and times steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from server.engine import sampling
+from server.engine.batch import Batch, Drawn
+from server.model import sampler
+from server.model.torch_runner import TorchRunner
+from server.types import SamplingParams
+from tests.model import attention_cases as cases
+from tests.model import families
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
+V = families.VOCAB_SIZE
+NUM_BLOCKS = 128
+KINDS = ["decode", "tree", "chunk", "mixed"]
+
+
+def make(family: str, device: torch.device, **options: object) -> TorchRunner:
+    numbers: dict[str, object] = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": families.MAX_LEN,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+    }
+    module = families.build(family).to(device)
+    return TorchRunner(module, name=family, device=device, **(numbers | options))  # type: ignore[arg-type]
+
+
+def tokens(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, V, num).tolist()
+
+
+def run(runner: TorchRunner, batch: Batch) -> Drawn:
+    runner.launch(batch)
+    return runner.wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", list(cases.SHAPES))
+@pytest.mark.parametrize("implementation", [cases.run_torch, cases.run_triton])
+def test_every_row_attends_to_exactly_its_keys(
+    implementation: object, shape: str, kind: str, dtype: torch.dtype
+) -> None:
+    p = cases.problem(cases.batch_of(kind), cases.SHAPES[shape], dtype, CUDA)
+    want = cases.expected(p)
+    got = implementation(p)  # type: ignore[operator]
+    # Inputs are the same rounded numbers; probabilities and outputs are rounded to the dtype.
+    tolerance = {torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(got.double().cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["odd_dim", "grouped_by_7", "wide"])
+def test_a_row_has_the_same_bits_whatever_its_neighbours(shape: str, dtype: torch.dtype) -> None:
+    whole = cases.problem(cases.batch_of("mixed"), cases.SHAPES[shape], dtype, CUDA)
+    together = cases.run_triton(whole)
+    assert torch.equal(cases.run_triton(whole), together)
+    for rows, batch in cases.rows_alone(whole.batch):
+        p = cases.problem(batch, cases.SHAPES[shape], dtype, CUDA)
+        p.query.copy_(whole.query[rows])
+        p.key.copy_(whole.key[rows])
+        p.value.copy_(whole.value[rows])
+        assert torch.equal(cases.run_triton(p), together[rows])
+
+
+def test_gumbel_max_draws_the_same_ids_as_on_the_cpu() -> None:
+    from server.model import triton_kernels
+
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn((64, 150_001), generator=generator, dtype=torch.float64)
+    logits[2, 100:] = float("-inf")
+    logits[3] = 1.0
+    keys = np.ones((64, 3), np.uint32)
+    keys[:, :2] = [sampling.noise_key(5, i, 1000 + i) for i in range(64)]
+    keys[3, 2] = 0
+    device_keys = torch.from_numpy(keys.view(np.int32))
+    _, want = sampler.gumbel_max(logits, device_keys)
+    for found in (
+        triton_kernels.gumbel_max(logits.to(CUDA), device_keys.to(CUDA)),
+        sampler.gumbel_max(logits.to(CUDA), device_keys.to(CUDA)),
+    ):
+        assert found[1].tolist() == want.tolist() and want[3] == 0
+
+
+@pytest.mark.parametrize("family", list(families.FAMILIES))
+def test_logits_of_every_family_are_the_cpu_s(family: str) -> None:
+    """A chunked prompt, a tree off its last row, decode rows of a neighbour, an accepted path."""
+    results = []
+    for device in (CPU, CUDA):
+        runner = make(family, device)
+        pages = Pages(NUM_BLOCKS, seed=4)
+        table, other = pages.sequence(120), pages.sequence(60)
+        prompt = tokens(70, 1)
+        first = BatchBuilder()
+        first.add_rows(table, prompt[:33], 0)
+        first.add_rows(other, tokens(40, 2), 0)
+        run(runner, first.build())
+        second = BatchBuilder()
+        rows = second.add_rows(table, prompt[33:], 33)
+        rows += second.add_tree(table, 69, tokens(12, 3), [-1, 0, 1, 2, 0, 4, -1, 6, 7, 8, 9, 10])
+        rows += second.add_rows(other, [9], 40)
+        for row in rows:
+            second.score(row, 0, V)
+        parts = [all_logprobs(run(runner, second.build()), V)]
+        path = [6, 7, 8, 9]
+        runner.move_slots(
+            np.asarray([table.slot(70 + i) for i in path], np.int32),
+            np.asarray([table.slot(70 + i) for i in range(4)], np.int32),
+        )
+        third = BatchBuilder()
+        third.score(third.add_rows(table, [17], 74)[0], 0, V)
+        parts.append(all_logprobs(run(runner, third.build()), V))
+        results.append(np.concatenate(parts))
+        runner.close()
+    np.testing.assert_allclose(results[1], results[0], rtol=0, atol=5e-4)
+
+
+def sampled_batch(table: Pages.Table, position: int) -> Batch:
+    """A step with a tree whose draws need every part of the sampler, logprobs and scores."""
+    builder = BatchBuilder()
+    asked = [
+        SamplingParams(temperature=0.0, num_logprobs=5),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=1, num_logprobs=0),
+        SamplingParams(temperature=0.9, top_k=20, min_p=0.05, seed=2, logit_bias=((4, 2.0),)),
+        SamplingParams(temperature=1.1, seed=3, presence_penalty=0.4, repetition_penalty=1.2),
+        SamplingParams(temperature=0.8, seed=4, min_tokens=9, allowed_token_ids=tuple(range(90))),
+        SamplingParams(temperature=0.0, frequency_penalty=0.5),
+    ]
+    row = builder.add_rows(table, [7], position)[0]
+    nodes = builder.add_tree(table, position, [3, 4, 5], [-1, 0, -1])
+    mask = builder.add_mask(range(0, V, 3), V)
+    for choice_id, s in enumerate(asked):
+        params = builder.add_params(
+            draw_params(s, choice_id=choice_id, banned_until=[2], counts={3: (1, 0), 8: (2, 1)})
+        )
+        root = builder.draw(row, params, mask=mask if choice_id % 2 else -1)
+        first = builder.draw(nodes[0], params, root)
+        builder.draw(nodes[1], params, first)
+        builder.draw(nodes[2], params, root)
+    builder.score(row, 5, 3)
+    return builder.build()
+
+
+def test_draws_are_the_reference_s_on_the_device_s_own_logits() -> None:
+    """The sampler on CUDA against numpy, row by row, over the logits that the device computed."""
+    runner = make("qwen3", CUDA)
+    table = Pages(NUM_BLOCKS).sequence(64)
+    prompt = BatchBuilder()
+    prompt.add_rows(table, tokens(20, 5), 0)
+    run(runner, prompt.build())
+    seen: list[torch.Tensor] = []
+    head = runner._head.logits
+    runner._head.logits = lambda hidden: seen.append(head(hidden)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    batch = sampled_batch(table, 20)
+    drawn = run(runner, batch)
+    logits = seen[0].cpu().numpy()
+    for d in range(batch.num_draws):
+        mask_id = int(batch.draw_mask[d])
+        want = sampling.draw(
+            logits[batch.draw_rows[d]],
+            batch.params[batch.draw_params[d]],
+            int(batch.draw_positions[d]),
+            sampler.path_tokens(batch, d),
+            batch.masks[mask_id] if mask_id >= 0 else None,
+        )
+        assert drawn.token_ids[d] == want
+    runner.close()
+
+
+@pytest.fixture
+def no_syncs() -> Iterator[None]:
+    """Any synchronising call of torch raises."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_launch_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
+    runner = make("gemma3", CUDA, cuda_graphs=cuda_graphs)
+    table = Pages(NUM_BLOCKS).sequence(64)
+    prompt = BatchBuilder()
+    prompt.add_rows(table, tokens(20, 5), 0)
+    greedy = BatchBuilder()
+    greedy.draw(greedy.add_rows(table, [7], 20)[0], greedy.add_params(draw_params()))
+    batches = [prompt.build(), sampled_batch(table, 20), greedy.build()]
+    for batch in batches:  # compiles kernels, fills allocators, captures graphs
+        run(runner, batch)
+        run(runner, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    for batch in batches:
+        runner.launch(batch)
+        torch.cuda.set_sync_debug_mode("default")
+        runner.wait()
+        torch.cuda.set_sync_debug_mode("error")
+    runner.move_slots(np.asarray([3], np.int32), np.asarray([4], np.int32))
+    torch.cuda.set_sync_debug_mode("default")
+    runner.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_graphs_draw_what_the_plain_path_draws(family: str) -> None:
+    """Decode of several sequences that come and go within buckets, one step ahead."""
+    streams = []
+    for cuda_graphs in (False, True):
+        runner = make(family, CUDA, cuda_graphs=cuda_graphs)
+        pages = Pages(NUM_BLOCKS, seed=1)
+        tables = [pages.sequence(100) for _ in range(6)]
+        drawn: list[list[int]] = []
+        for i, table in enumerate(tables):
+            builder = BatchBuilder()
+            row = builder.add_rows(table, tokens(10 + 5 * i, i), 0)[-1]
+            builder.draw(row, builder.add_params(draw_params()))
+            drawn.append(run(runner, builder.build()).token_ids.tolist())
+        for step in range(12):
+            alive = [i for i in range(6) if (step + i) % 5]
+            builder = BatchBuilder()
+            for i in alive:
+                position = 10 + 5 * i + len(drawn[i]) - 1
+                row = builder.add_rows(tables[i], drawn[i][-1:], position)[0]
+                s = SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i)
+                builder.draw(row, builder.add_params(draw_params(s)))
+            runner.launch(builder.build())
+            ahead = BatchBuilder()
+            for at, i in enumerate(alive):
+                position = 10 + 5 * i + len(drawn[i])
+                row = ahead.add_rows(tables[i], [0], position, token_from=[at])[0]
+                ahead.draw(row, ahead.add_params(draw_params()))
+            runner.launch(ahead.build())
+            for found in (runner.wait(), runner.wait()):
+                for i, token in zip(alive, found.token_ids.tolist(), strict=True):
+                    drawn[i].append(token)
+        streams.append(drawn)
+        runner.close()
+    assert streams[0] == streams[1]
+
+
+def test_memory_goes_back() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    runner = make("llama", CUDA)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(20), tokens(20, 1), 0)[-1]
+    builder.draw(row, builder.add_params(draw_params()))
+    run(runner, builder.build())
+    runner.close()
+    del runner
+    # What stays is cuBLAS's workspace of the runner's stream.
+    assert torch.cuda.memory_allocated() - before < 64 << 20
