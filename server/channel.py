@@ -17,6 +17,7 @@ import marshal
 from array import array
 from dataclasses import fields
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any, Protocol
 
 from server.types import (
@@ -99,31 +100,43 @@ def _ids(data: bytes) -> tuple[int, ...]:
     return tuple(ids)
 
 
+# Compiled once: these run for every choice of every step, on the engine's critical path.
+_delta_values = attrgetter(*(f.name for f in fields(Delta)))
+_counts_values = attrgetter(*(f.name for f in fields(StepCounts)))
+_logprob_values = attrgetter(*(f.name for f in fields(TokenLogprob)))
+_stats_values = attrgetter(*(f.name for f in fields(EngineStats)))
+_DELTA_NAMES = [f.name for f in fields(Delta)]
+_LOGPROBS = _DELTA_NAMES.index("logprobs")
+_PROMPT_LOGPROBS = _DELTA_NAMES.index("prompt_logprobs")
+_COUNTS = _DELTA_NAMES.index("counts")
+
+
 def pack_delta(delta: Delta) -> tuple[Any, ...]:
     """A Delta as plain values."""
-    plain = {f.name: getattr(delta, f.name) for f in fields(delta)}
-    plain["logprobs"] = tuple(_plain(lp) for lp in delta.logprobs)
-    plain["prompt_logprobs"] = tuple(
-        None if lp is None else _plain(lp) for lp in delta.prompt_logprobs
+    plain = list(_delta_values(delta))
+    plain[_LOGPROBS] = tuple(_logprob_values(lp) for lp in delta.logprobs)
+    plain[_PROMPT_LOGPROBS] = tuple(
+        None if lp is None else _logprob_values(lp) for lp in delta.prompt_logprobs
     )
-    plain["counts"] = _plain(delta.counts)
-    return tuple(plain.values())
+    plain[_COUNTS] = _counts_values(delta.counts)
+    return tuple(plain)
 
 
 def unpack_delta(plain: tuple[Any, ...]) -> Delta:
     """The inverse of pack_delta."""
-    values = dict(zip((f.name for f in fields(Delta)), plain, strict=True))
-    values["logprobs"] = tuple(TokenLogprob(*lp) for lp in values["logprobs"])
-    values["prompt_logprobs"] = tuple(
-        None if lp is None else TokenLogprob(*lp) for lp in values["prompt_logprobs"]
+    values = list(plain)
+    values[_LOGPROBS] = tuple(TokenLogprob(*lp) for lp in values[_LOGPROBS])
+    values[_PROMPT_LOGPROBS] = tuple(
+        None if lp is None else TokenLogprob(*lp) for lp in values[_PROMPT_LOGPROBS]
     )
-    values["counts"] = StepCounts(*values["counts"])
-    return Delta(**values)
+    values[_COUNTS] = StepCounts(*values[_COUNTS])
+    return Delta(*values)
 
 
 def pack_stats(stats: EngineStats) -> tuple[Any, ...]:
     """EngineStats as plain values."""
-    return _plain(stats)
+    values: tuple[Any, ...] = _stats_values(stats)
+    return values
 
 
 def unpack_stats(plain: tuple[Any, ...]) -> EngineStats:

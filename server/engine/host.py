@@ -1,0 +1,292 @@
+"""EngineHost: an Engine's loop behind a channel, in its own process or in a thread.
+
+    handle = start_process(factory, name="m-0", device="cpu")   # factory: picklable, () -> Engine
+    handle = start_thread(factory, name="m-0", device="cpu")    # the same loop, for tests
+
+The factory runs inside the child, so torch and the weights live there only. The loop drains the
+channel before every step (an abort takes effect within one step), steps while there is work, and
+sleeps in poll() when there is none. It ends on ("stop",), on ("drain",) once idle, on SIGTERM,
+and when the API process dies: an engine never survives its API.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from server import channel
+from server.engine.engine import Engine, RunnerBrokenError
+from server.types import Delta
+
+__all__ = ["EngineFactory", "EngineHost", "start_process", "start_thread"]
+
+_log = logging.getLogger(__name__)
+
+EngineFactory = Callable[[], Engine]
+"""Builds the engine inside its process. For start_process it must be picklable."""
+
+_MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
+
+
+class EngineHost:
+    """Runs one engine over one end of a channel, on the calling thread."""
+
+    def __init__(self, engine: Engine, connection: Connection, wake_fd: int) -> None:
+        """wake_fd: a file descriptor that becomes readable when the loop must stop."""
+        self._engine = engine
+        self._connection = connection
+        self._wake_fd = wake_fd
+        self._pending: list[Delta] = []
+        self._draining = False
+        self._num_errors = 0
+        # On an accelerator Deltas are sent while the next step computes. On the CPU that step
+        # would delay them by its whole length.
+        self._sends_late = not engine.info.device.startswith("cpu")
+
+    def run(self) -> int:
+        """The loop. Returns the exit status: 0 when it was told to end, 1 otherwise."""
+        engine, connection = self._engine, self._connection
+        poller = select.poll()
+        poller.register(connection.fileno(), select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
+        announced = False
+        try:
+            channel.send(connection, ("ready", channel.pack_info(engine.info)))
+            while True:
+                while ready := poller.poll(0):
+                    if any(fd == self._wake_fd for fd, _ in ready) or not self._take():
+                        engine.abort_all()
+                        self._send(engine.take_deltas())
+                        return 0
+                if engine.has_work:
+                    announced = False
+                    if not self._step():
+                        return 1
+                    continue
+                self._pending.extend(engine.take_deltas())
+                if self._pending or not announced:
+                    self._flush()
+                    channel.send(connection, ("stats", channel.pack_stats(engine.stats())))
+                    announced = True
+                if self._draining:
+                    return 0
+                poller.poll()
+        except (EOFError, BrokenPipeError, ConnectionError):
+            return 1  # the API process is gone
+        finally:
+            engine.close()
+
+    def _take(self) -> bool:
+        """One message. False: stop now."""
+        engine = self._engine
+        message = channel.receive(self._connection)
+        kind = message[0]
+        if kind == "submit":
+            engine.submit(channel.unpack_request(message[1]))
+        elif kind == "abort":
+            engine.abort(message[1])
+        elif kind == "control":
+            self._control(message[1], message[2], message[3])
+        elif kind == "drain":
+            self._draining = True
+        elif kind == "stop":
+            return False
+        else:
+            _log.warning("an unknown message was dropped: %.40r", kind)
+        return True
+
+    def _control(self, call_id: int, name: str, payload: Any) -> None:
+        """Answers {"ok": True, "value": ...} or {"ok": False, "error": message}."""
+        answer: dict[str, Any]
+        try:
+            control = self._engine.controls.get(name)
+            if control is None:
+                raise ValueError(f"unknown control {name!r}")
+            answer = {"ok": True, "value": control(payload)}
+        except Exception as error:
+            answer = {"ok": False, "error": str(error)[:300]}
+        try:
+            channel.send(self._connection, ("control", call_id, answer))
+        except ValueError:  # not marshallable
+            answer = {"ok": False, "error": f"control {name!r} gave no plain value"}
+            channel.send(self._connection, ("control", call_id, answer))
+
+    def _step(self) -> bool:
+        """One step and its Deltas. False: the engine is beyond repair."""
+        engine = self._engine
+        try:
+            self._pending.extend(engine.step(self._flush if self._sends_late else None))
+        except (BrokenPipeError, ConnectionError):
+            raise
+        except Exception as error:
+            self._num_errors += 1
+            _log.exception("the step failed")
+            broken = isinstance(error, RunnerBrokenError) or self._num_errors >= _MAX_STEP_ERRORS
+            try:
+                engine.fail_all("the engine failed on this step")
+                engine.check()
+            except Exception:
+                _log.exception("the engine's state is damaged")
+                broken = True
+            self._pending.extend(engine.take_deltas())
+            self._flush()
+            if broken:
+                text = f"{type(error).__name__}: {error}"[:300]
+                channel.send(self._connection, ("failed", text))
+                return False
+            return True
+        self._num_errors = 0
+        if not self._sends_late:
+            self._flush()
+        return True
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        self._send(pending)
+
+    def _send(self, deltas: list[Delta]) -> None:
+        packed = [channel.pack_delta(delta) for delta in deltas]
+        stats = channel.pack_stats(self._engine.stats())
+        channel.send(self._connection, ("deltas", packed, stats))
+
+
+def _build(factory: EngineFactory, connection: Connection) -> Engine | None:
+    """The engine, or None after telling the API why not."""
+    try:
+        return factory()
+    except Exception as error:
+        _log.exception("the engine could not be built")
+        try:
+            channel.send(connection, ("failed", f"{type(error).__name__}: {error}"[:500]))
+        except OSError:
+            pass
+        return None
+
+
+# -- its own process ------------------------------------------------------------------------------
+
+
+def _watch_parent() -> None:
+    """Ends this process with its parent, whatever the main thread is busy with."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _process_main(factory: EngineFactory, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the API's to handle: it drains
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    engine = _build(factory, connection)
+    status = 1
+    if engine is not None:
+        wake, waker = os.pipe()
+        signal.signal(signal.SIGTERM, lambda *_: os.write(waker, b"!"))
+        status = EngineHost(engine, connection, wake).run()
+    connection.close()
+    raise SystemExit(status)
+
+
+class ProcessHandle:
+    """channel.EngineHandle of an engine in its own process."""
+
+    def __init__(self, factory: EngineFactory, name: str, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.device = device
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_process_main, args=(factory, theirs), name=f"engine-{name}", daemon=True
+        )
+        try:
+            self._process.start()
+        finally:
+            theirs.close()  # so that the child's end is the only one, and its death is an EOF
+
+    @property
+    def pid(self) -> int | None:
+        """The process id."""
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.is_alive()
+
+    def exit_code(self) -> int | None:
+        """The exit status; negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def stop(self, timeout_s: float) -> None:
+        """SIGTERM ends it after the step in flight; SIGKILL when it has not by timeout_s."""
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(timeout_s)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(5.0)
+        self.connection.close()
+
+
+def start_process(factory: EngineFactory, *, name: str, device: str) -> ProcessHandle:
+    """Start an engine in a spawned process. Its first message is ("ready", info)."""
+    return ProcessHandle(factory, name, device)
+
+
+# -- a thread -------------------------------------------------------------------------------------
+
+
+class ThreadHandle:
+    """channel.EngineHandle of an engine in a thread of this process (tests, tools)."""
+
+    def __init__(self, factory: EngineFactory, name: str, device: str) -> None:
+        self.name = name
+        self.device = device
+        self.connection, self._theirs = multiprocessing.Pipe()
+        self._wake, self._waker = os.pipe()
+        self._status: int | None = None
+        self._thread = threading.Thread(
+            target=self._main, args=(factory,), name=f"engine-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def _main(self, factory: EngineFactory) -> None:
+        status = 1
+        try:
+            engine = _build(factory, self._theirs)
+            if engine is not None:
+                status = EngineHost(engine, self._theirs, self._wake).run()
+        finally:
+            self._status = status
+            self._theirs.close()
+
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def exit_code(self) -> int | None:
+        """0 or 1, None while it runs."""
+        return self._status if not self._thread.is_alive() else None
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends it after the step in flight. A thread cannot be killed: RuntimeError if it stays."""
+        if self._waker >= 0:
+            os.write(self._waker, b"!")
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise RuntimeError(f"engine {self.name} is still in a step after {timeout_s} s")
+            os.close(self._wake)
+            os.close(self._waker)
+            self._waker = -1
+        self.connection.close()
+
+
+def start_thread(factory: EngineFactory, *, name: str, device: str) -> ThreadHandle:
+    """Start an engine in a thread. Its first message is ("ready", info)."""
+    return ThreadHandle(factory, name, device)
