@@ -333,7 +333,6 @@ class EngineConfig(_Section):
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
     )
-    seed: int = Field(0, ge=0, lt=1 << 64, description="seed of the engine's own random numbers")
 
     @field_validator("block_size")
     @classmethod

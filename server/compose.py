@@ -1,0 +1,289 @@
+"""Composition: from a ServerConfig to engines, and from engines to a running server.
+
+This module and cli.py are the only places that know every part. It is imported by the command
+line and by each engine process (`build_engine`); torch is imported only in the latter.
+
+    plan = plan_server(config, tasks, folders)     # cheap: tokenizers, no weights, no torch
+    status = run_server(plan)                      # until a signal; returns the exit status
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drafters import DRAFTER_NAMES
+from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
+from server.errors import ModelError
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+    from server.api.intake import ServedModel
+    from server.engine.engine import Engine
+    from server.model.runner import RunnerSpec
+    from server.types import SpeculationParams
+
+__all__ = [
+    "EngineOrder",
+    "ServerPlan",
+    "build_engine",
+    "make_task_drafter",
+    "plan_server",
+    "run_server",
+    "served_model",
+]
+
+log = logging.getLogger("tailor.server")
+
+_OPTION_NAMES = {"mix.lambda": "mix.mixing"}
+"""Where a drafter's parameter is called otherwise than in the papers and in task files."""
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """All that an engine process needs, as plain values that can be pickled.
+
+    name: the engine's. table: file of the id -> bytes table. folder: the model's.
+    """
+
+    name: str
+    model: str
+    folder: str
+    adapter: str | None
+    device: str
+    dtype: str
+    max_model_len: int | None
+    table: str
+    engine: EngineConfig
+    max_waiting_requests: int
+    max_waiting_tokens: int
+
+
+def _runner_spec(order: EngineOrder) -> RunnerSpec:
+    from server.model.runner import RunnerSpec
+
+    engine = order.engine
+    return RunnerSpec(
+        name=order.model,
+        folder=order.folder,
+        adapter=order.adapter,
+        device=order.device,
+        dtype=order.dtype,
+        max_model_len=order.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        block_size=engine.block_size,
+        kv_bytes=engine.kv_cache_memory.num_bytes,
+        kv_fraction=engine.kv_cache_memory.fraction or 0.0,
+        threads=engine.threads,
+    )
+
+
+def build_engine(order: EngineOrder) -> Engine:
+    """Load the model and make its Engine. Called inside the engine's own process.
+
+    Raises ModelError and its kin for a model that cannot be served, ValueError for numbers that
+    do not fit the device.
+    """
+    from server import token_bytes
+    from server.engine.engine import Engine, EngineSettings
+    from server.engine.stops import StopTable
+    from server.model.runner import build_runner
+
+    table = token_bytes.open_table(order.table)
+    runner = build_runner(_runner_spec(order))
+    settings = EngineSettings(
+        max_num_seqs=order.engine.max_num_seqs,
+        max_num_batched_tokens=order.engine.max_num_batched_tokens,
+        prefill_rows=max(16, order.engine.max_num_batched_tokens // 2),
+        max_waiting_requests=order.max_waiting_requests,
+        max_waiting_tokens=order.max_waiting_tokens,
+        prefix_cache=order.engine.prefix_cache,
+    )
+    fingerprint = table.fingerprint.hex()
+    drafters = {
+        name: functools.partial(make_task_drafter, name, fingerprint)
+        for name in DRAFTER_NAMES
+        if name != "off"
+    }
+    stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
+    return Engine(runner, drafters, settings, stop_table=stops)
+
+
+def make_task_drafter(
+    name: str, fingerprint: str, task: str, speculation: SpeculationParams
+) -> Drafter:
+    """The drafter that a task or request names, with its options and the task's corpus.
+
+    fingerprint: of the tokenizer; a corpus of another one is refused. Raises ValueError.
+    """
+    from drafters import make_drafter
+
+    options: dict[str, Any] = {}
+    for key, value in speculation.options:
+        section, _, option = _OPTION_NAMES.get(key, key).partition(".")
+        if section == name:
+            options[option] = value
+    if speculation.corpus is not None and name in ("auto", "mix"):
+        from drafters.corpus import Corpus
+
+        try:
+            options["corpus"] = Corpus.load(speculation.corpus, fingerprint=fingerprint)
+        except OSError as error:
+            raise ValueError(f"corpus of task {task}: {error.strerror}") from None
+    return make_drafter(name, **options)
+
+
+# --- the API's side -------------------------------------------------------------------------------
+
+
+def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) -> ServedModel:
+    """What the API needs of a model: its tokenizer, its sizes, its name. Reads no weights.
+
+    The id -> bytes table is written into the cache folder beside the converted models, once per
+    tokenizer, so that the engines can map it. Raises ModelError.
+    """
+    from tokenizers import Tokenizer
+
+    from server import token_bytes
+    from server.api.intake import ServedModel
+
+    config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
+    try:
+        raw = json.loads(config_file.read_text(encoding="utf-8"))
+        vocab_size, limit = int(raw["vocab_size"]), int(raw["max_position_embeddings"])
+        created = int(config_file.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
+    table = token_bytes.load_or_build(tokenizer, _table_file(folder), vocab_size)
+    return ServedModel(
+        name=model.name,
+        tokenizer=tokenizer,
+        table=table,
+        vocab_size=vocab_size,
+        max_model_len=min(limit, max_model_len or limit),
+        created=created,
+        fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
+    )
+
+
+def _table_file(folder: Path) -> Path:
+    from server.model.catalog import cache_dir, sha256_of
+
+    tables = cache_dir() / "tokens"
+    tables.mkdir(parents=True, exist_ok=True)
+    return tables / f"{sha256_of(folder / 'tokenizer.json')[:24]}.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """A server that could be started: all files read, nothing loaded."""
+
+    config: ServerConfig
+    tasks: Mapping[str, TaskConfig]
+    models: Mapping[str, ServedModel]
+    orders: tuple[EngineOrder, ...]
+
+
+def plan_server(
+    config: ServerConfig, tasks: Mapping[str, TaskConfig], folders: Mapping[str, Path]
+) -> ServerPlan:
+    """Read tokenizers and sizes, and write one EngineOrder per device.
+
+    folders: each model's folder by the model's name. Raises ModelError.
+    """
+    models: dict[str, ServedModel] = {}
+    orders: list[EngineOrder] = []
+    for model in config.models:
+        folder = folders[model.name]
+        max_model_len = model.max_model_len or config.engine.max_model_len
+        models[model.name] = served_model(model, folder, max_model_len)
+        for i, device in enumerate(model.devices):
+            orders.append(
+                EngineOrder(
+                    name=f"{model.name}/{i}",
+                    model=model.name,
+                    folder=str(folder),
+                    adapter=model.adapter,
+                    device=device,
+                    dtype=model.dtype or config.engine.dtype,
+                    max_model_len=max_model_len,
+                    table=str(_table_file(folder)),
+                    engine=config.engine,
+                    max_waiting_requests=config.limits.max_queued_requests,
+                    max_waiting_tokens=config.limits.max_queued_tokens,
+                )
+            )
+    return ServerPlan(config, dict(tasks), models, tuple(orders))
+
+
+def run_server(plan: ServerPlan, *, on_ready: Callable[[int], None] | None = None) -> int:
+    """Start every engine and serve until a signal. Returns the exit status (see api.app.serve).
+
+    on_ready: called once with the port, on the event loop, when every model has an engine.
+    """
+    from server.api.app import create_app, serve
+    from server.api.client import EngineClient, EngineSpec, RestartPolicy
+    from server.engine.host import start_process
+    from server.metrics import Metrics
+
+    config = plan.config
+
+    async def main() -> int:
+        metrics = Metrics()
+        client = EngineClient(
+            [
+                EngineSpec(
+                    order.name,
+                    order.model,
+                    order.device,
+                    functools.partial(
+                        start_process,
+                        functools.partial(build_engine, order),
+                        name=order.name,
+                        device=order.device,
+                    ),
+                )
+                for order in plan.orders
+            ],
+            metrics=metrics,
+            restart=RestartPolicy(
+                max_restarts=config.restart.max_restarts,
+                window_s=config.restart.window_s,
+                first_delay_s=config.restart.first_delay_s,
+                max_delay_s=config.restart.max_delay_s,
+            ),
+            max_queued_requests=config.limits.max_queued_requests,
+            max_queued_tokens=config.limits.max_queued_tokens,
+        )
+        app = create_app(
+            config,
+            tasks=plan.tasks,
+            models=plan.models,
+            client=client,
+            metrics=metrics,
+            drafters=DRAFTER_NAMES,
+        )
+        return await serve(
+            app,
+            client,
+            host=config.listen.host,
+            port=config.listen.port,
+            drain_s=config.limits.drain_s,
+            on_ready=on_ready,
+        )
+
+    return asyncio.run(main())

@@ -1,0 +1,216 @@
+"""The README is true: its commands exist, its files are valid, its reference is the code's.
+
+    TAILOR_WRITE_README=1 python -m pytest tests/setup/test_readme.py
+
+writes the configuration reference anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from server.cli import build_parser
+from server.config import MemorySize, ServerConfig, TaskConfig, load_task
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- reference:begin", "<!-- reference:end -->"
+
+
+def _text() -> str:
+    return README.read_text(encoding="utf-8")
+
+
+# --- the configuration reference ---
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        found = _section(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _shown(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or isinstance(value, BaseModel) or value == "":
+        return ""
+    if isinstance(value, MemorySize):
+        return f"`{value.fraction}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`" if value else ""
+    return f"`{value}`"
+
+
+def _bounds(field: Any) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    told = []
+    for item in field.metadata:
+        for name, sign in signs.items():
+            limit = getattr(item, name, None)
+            if limit is not None:
+                told.append(f"{sign} {limit}")
+    choices = [c for c in get_args(field.annotation) if isinstance(c, str)]
+    for argument in get_args(field.annotation):
+        choices += [c for c in get_args(argument) if isinstance(c, str)]
+    if choices:
+        told.append(" or ".join(choices))
+    return ", ".join(told)
+
+
+def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inner = _section(field.annotation)
+        many = "tuple" in str(field.annotation)
+        if inner is not None:
+            if field.description:
+                yield f"| `{key}` | | | {field.description} |"
+            yield from _rows(inner, f"{key}[]." if many else f"{key}.")
+            continue
+        default = field.get_default(call_default_factory=True, validated_data={})
+        yield f"| `{key}` | {_shown(default)} | {_bounds(field)} | {field.description or ''} |"
+
+
+def _reference() -> str:
+    parts = []
+    for title, model in (("server.yaml", ServerConfig), ("a task file", TaskConfig)):
+        rows = "\n".join(_rows(model))
+        parts.append(
+            f"Keys of {title}:\n\n| key | default | allowed | |\n|---|---|---|---|\n{rows}"
+        )
+    return "\n\n".join(parts)
+
+
+def test_configuration_reference_is_the_code_s() -> None:
+    text = _text()
+    begin = text.index("\n", text.index(BEGIN)) + 1
+    end = text.index(END)
+    expected = f"\n{_reference()}\n\n"
+    if os.environ.get("TAILOR_WRITE_README"):
+        README.write_text(text[:begin] + expected + text[end:], encoding="utf-8")
+        return
+    assert text[begin:end] == expected, "run this test once with TAILOR_WRITE_README=1"
+
+
+def test_every_key_says_what_it_is() -> None:
+    def bare(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            inner = _section(field.annotation)
+            if inner is not None:
+                assert inner.__doc__
+                yield from bare(inner, f"{prefix}{name}.")
+            elif not field.description and not prefix.startswith("sampling."):
+                yield prefix + name
+
+    known = {  # told by their names and by the sections' docstrings
+        "description", "limits.max_tokens", "limits.max_prompt_tokens", "limits.max_prompts",
+        "limits.max_choices", "limits.max_logprobs", "speculation.context.after",
+        "speculation.context.before", "vocabulary.mode", "vocabulary.profile",
+        "vocabulary.verify_every",
+    }  # fmt: skip
+    assert set(bare(ServerConfig, "")) == set()
+    assert set(bare(TaskConfig, "")) <= known
+
+
+# --- commands and options ---
+
+
+def _commands(parser: argparse.ArgumentParser, path: str) -> Iterator[tuple[str, Any]]:
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield path, parser
+    for group in groups:
+        for name, child in group.choices.items():
+            yield from _commands(child, f"{path} {name}")
+
+
+COMMANDS = dict(_commands(build_parser(), "tailor"))
+
+
+def test_every_command_is_in_the_readme() -> None:
+    table = set(re.findall(r"^\| `(tailor[a-z ]*[a-z])[A-Z ]*` \|", _text(), re.M))
+    assert table == set(COMMANDS)
+
+
+def test_commands_and_options_of_the_readme_exist() -> None:
+    quoted = re.findall(r"`(tailor [^`]+)`", _text())
+    assert len(quoted) >= 5
+    for line in quoted:
+        words = shlex.split(line)
+        found = [c for c in COMMANDS if line.startswith(c)]
+        assert found, line
+        options = COMMANDS[max(found, key=len)]._option_string_actions
+        assert all(w.split("=")[0] in options for w in words if w.startswith("--")), line
+    serve = COMMANDS["tailor serve"]._option_string_actions
+    for option in re.findall(r"`(--[a-z-]+)[^`]*`", _text()):
+        assert option in serve, option
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)|`make (\w+)`", _text(), re.M):
+        assert re.search(rf"^{''.join(target)}:", makefile, re.M), target
+
+
+def test_make_s_torch_is_the_pinned_one() -> None:
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned and f"torch=={pinned[1]}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_constraints_hold_every_dependency() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {
+        re.split(r"==", line)[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    wanted = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        wanted += extra
+    names = {re.split(r"[<>=;\[ ]", w)[0].lower().replace("_", "-") for w in wanted}
+    assert names <= pinned, names - pinned
+    assert project["requires-python"] == ">=3.11"
+
+
+def test_task_example_is_a_task(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", _text(), re.S)
+    assert blocks
+    for i, block in enumerate(blocks):
+        (tmp_path / f"task-{i}.yaml").write_text(block)
+        load_task(tmp_path / f"task-{i}.yaml")
+
+
+def test_python_examples_are_python() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", _text(), re.S)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
+
+
+def test_files_of_the_readme_exist() -> None:
+    for name in re.findall(r"`((?:server|drafters|vocab_store|configs|tests)/[\w./]+)`", _text()):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("word", ["TODO", "FIXME", "/work/", "pypi.org"])
+def test_readme_has_no_leftovers(word: str) -> None:
+    assert word not in _text()

@@ -1,0 +1,171 @@
+"""The direction of imports (DESIGN.md section 3), read from the source and tried in a process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("server", "drafters", "vocab_store")
+EVERYONE = {"server.types", "server.errors", "server.config"}
+
+# What each part may import of ours, beside itself. The longest prefix decides. None: anything.
+ALLOWED: dict[str, set[str] | None] = {
+    "drafters": set(),
+    "vocab_store": set(),
+    "server": set(),
+    "server.types": set(),
+    "server.errors": set(),
+    "server.config": {"server.errors"},
+    "server.channel": {"server.types"},
+    "server.metrics": {"server.types", "server.errors", "server.config"},
+    "server.token_bytes": {"server.errors", "server.types"},
+    "server.api": {
+        *EVERYONE,
+        "server",
+        "server.metrics",
+        "server.channel",
+        "server.token_bytes",
+    },
+    "server.engine": {*EVERYONE, "server.channel", "drafters", "vocab_store"},
+    "server.model": {
+        *EVERYONE,
+        "server.engine.batch",
+        "server.engine.sampling",
+        "vocab_store",
+    },
+    "server.compose": None,
+    "server.cli": None,
+}
+
+# What each part may never import from outside.
+FORBIDDEN: dict[str, set[str]] = {
+    "drafters": {"torch", "transformers", "fastapi", "starlette", "tokenizers", "pydantic"},
+    "vocab_store": {"torch", "transformers", "fastapi", "starlette", "pydantic"},
+    "server.types": {"torch", "numpy", "fastapi", "pydantic"},
+    "server.config": {"torch", "transformers", "fastapi", "starlette"},
+    "server.channel": {"torch", "transformers", "fastapi", "starlette"},
+    "server.api": {"torch", "transformers", "accelerate", "safetensors"},
+    "server.engine": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "tokenizers"},
+    "server.model": {"fastapi", "starlette", "uvicorn"},
+}
+
+# drafters and vocab_store stand alone: beside the standard library, only these.
+LIBRARIES = {"drafters": {"numpy", "numba"}, "vocab_store": {"numpy", "numba"}}
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for top in OURS:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def _imports(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
+    """(imported module, line, whether at module level); imports for type checkers count too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        top = id(node) not in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, top
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            name = node.module or ""
+            if name in OURS or any(name.startswith(f"{o}.") for o in OURS):
+                for alias in node.names:
+                    full = f"{name}.{alias.name}"
+                    is_module = (ROOT / Path(*full.split("."))).with_suffix(".py").is_file() or (
+                        ROOT / Path(*full.split("."))
+                    ).is_dir()
+                    yield (full if is_module else name), node.lineno, top
+            else:
+                yield name, node.lineno, top
+
+
+def _part(module: str, table: dict[str, set[str]] | dict[str, set[str] | None]) -> str | None:
+    while module:
+        if module in table:
+            return module
+        module = module.rpartition(".")[0]
+    return None
+
+
+def _is_ours(name: str) -> bool:
+    return name.split(".")[0] in OURS
+
+
+@pytest.mark.parametrize(("module", "path"), list(_modules()), ids=lambda v: str(v)[-40:])
+def test_imports_point_one_way(module: str, path: Path) -> None:
+    part = _part(module, ALLOWED)
+    assert part is not None
+    allowed = ALLOWED[part]
+    if part == "server" and module != "server":
+        pytest.fail(f"{path} is a new part of the server: say in this test what it may import")
+    problems = []
+    for name, line, _ in _imports(path, module):
+        if _is_ours(name):
+            if allowed is None or name == part or name.startswith(f"{part}."):
+                continue
+            if not any(name == a or (a != "server" and name.startswith(f"{a}.")) for a in allowed):
+                problems.append(f"{path.relative_to(ROOT)}:{line}: {part} may not import {name}")
+        else:
+            forbidden = FORBIDDEN.get(_part(module, FORBIDDEN) or "", set())
+            if name.split(".")[0] in forbidden:
+                problems.append(f"{path.relative_to(ROOT)}:{line}: {part} may not import {name}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("package", sorted(LIBRARIES))
+def test_drafters_and_vocab_store_stand_alone(package: str) -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for module, path in _modules()
+        if module.split(".")[0] == package
+        for name, line, top in _imports(path, module)
+        if top
+        and name.split(".")[0] not in sys.stdlib_module_names | LIBRARIES[package] | {package}
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_no_module_is_called_utils() -> None:
+    names = {module.rpartition(".")[2] for module, _ in _modules()}
+    assert not names & {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "absent"),
+    [
+        ("drafters", ("torch", "transformers", "server", "fastapi", "pydantic")),
+        ("vocab_store", ("torch", "transformers", "server", "fastapi")),
+        ("server.engine", ("torch", "transformers", "fastapi")),
+        ("server.api", ("torch", "transformers", "server.engine")),
+        ("server.compose", ("torch", "transformers", "fastapi")),
+        ("server.cli", ("torch", "transformers", "fastapi", "numpy")),
+    ],
+)
+def test_importing_pulls_in_no_more(prefix: str, absent: tuple[str, ...]) -> None:
+    """Import every module of a part in a fresh interpreter and look at what came along."""
+    names = [m for m, _ in _modules() if m == prefix or m.startswith(f"{prefix}.")]
+    assert names
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print([m for m in {absent!r} if m in sys.modules])\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert out.stdout.strip() == "[]"
