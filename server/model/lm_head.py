@@ -16,8 +16,8 @@ class LmHead:
     """The head's weight and how it is multiplied.
 
     weight: [V, hidden_size], may be the tied embedding table (never copied). bias: [V] or None.
-    num_token_ids: ids of the tokenizer; columns from there to V exist only as padding of the
-    weight and are -inf always. float32 logits whatever the weight's dtype: rounding logits to
+    num_token_ids: ids that exist; rows of the weight from there on are padding, multiplied (odd
+    sizes are slow) but never shown, so that no such id can be drawn or listed. float32 logits whatever the weight's dtype: rounding logits to
     bfloat16 would make ties, and ties go to the lowest id.
     """
 
@@ -26,13 +26,13 @@ class LmHead:
     ) -> None:
         self._weight = weight
         self._bias = None if bias is None else bias.float()
-        self.vocab_size = int(weight.shape[0])
-        self._num_token_ids = self.vocab_size if num_token_ids is None else num_token_ids
-        if not 0 < self._num_token_ids <= self.vocab_size:
-            raise ValueError(f"{num_token_ids} token ids, but the head has {self.vocab_size} rows")
+        num_rows = int(weight.shape[0])
+        self.vocab_size = num_rows if num_token_ids is None else num_token_ids
+        if not 0 < self.vocab_size <= num_rows:
+            raise ValueError(f"{num_token_ids} token ids, but the head has {num_rows} rows")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, V], no host sync."""
+        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, vocab_size], no host sync."""
         weight = self._weight
         if weight.dtype == torch.float32:
             logits = functional.linear(hidden, weight)
@@ -40,13 +40,12 @@ class LmHead:
             # cuBLAS keeps its float32 accumulator (torch >= 2.8, CUDA only).
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         else:
-            logits = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32)
+            num_rows = weight.shape[0]
+            logits = torch.empty((hidden.shape[0], num_rows), dtype=torch.float32)
             wide = hidden.float()
-            for start in range(0, self.vocab_size, _CPU_SLAB):
+            for start in range(0, num_rows, _CPU_SLAB):
                 rows = weight[start : start + _CPU_SLAB].float()
                 torch.mm(wide, rows.t(), out=logits[:, start : start + _CPU_SLAB])
         if self._bias is not None:
             logits += self._bias
-        if self._num_token_ids < self.vocab_size:
-            logits[:, self._num_token_ids :] = float("-inf")
-        return logits
+        return logits[:, : self.vocab_size]
