@@ -13,7 +13,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,8 @@ _OPTION_NAMES = {"mix.lambda": "mix.mixing"}
 class EngineOrder:
     """All that an engine process needs, as plain values that can be pickled.
 
-    name: the engine's. table: file of the id -> bytes table. folder: the model's.
+    name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: those
+    that tasks name, to be compiled before the engine is ready.
     """
 
     name: str
@@ -66,6 +67,8 @@ class EngineOrder:
     engine: EngineConfig
     max_waiting_requests: int
     max_waiting_tokens: int
+    drafters: tuple[str, ...]
+    log_level: str = "INFO"
 
 
 def _runner_spec(order: EngineOrder) -> RunnerSpec:
@@ -94,8 +97,12 @@ def build_engine(order: EngineOrder) -> Engine:
     Raises ModelError and its kin for a model that cannot be served, ValueError for numbers that
     do not fit the device.
     """
+    logging.basicConfig(
+        level=order.log_level, format=f"%(asctime)s %(levelname)s {order.name}: %(message)s"
+    )
     from server import token_bytes
     from server.engine.engine import Engine, EngineSettings
+    from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
     from server.model.runner import build_runner
 
@@ -116,7 +123,57 @@ def build_engine(order: EngineOrder) -> Engine:
         if name != "off"
     }
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
-    return Engine(runner, drafters, settings, stop_table=stops)
+    cost = load_or_measure(runner, _cost_file(order, runner.info.fingerprint))
+    engine = Engine(runner, drafters, settings, stop_table=stops, cost=cost)
+    _warm_up(engine, order.drafters)
+    return engine
+
+
+def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
+    """Where the cost of a step is kept: by device, model with dtype, and threads."""
+    import hashlib
+    import os
+
+    from server.model.catalog import cache_dir
+
+    threads = order.engine.threads or len(os.sched_getaffinity(0))
+    key = f"{order.device}|{_device_name(order.device)}|{fingerprint}|{threads}"
+    return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    import platform
+
+    return f"{platform.node()} {platform.processor() or platform.machine()}"
+
+
+def _warm_up(engine: Engine, drafters: Sequence[str]) -> None:
+    """Run a short request with each drafter, so that what is compiled on first use is compiled
+    before the engine says it is ready. Nothing of it stays in the prefix cache."""
+    from server.types import Request, SamplingParams, SpeculationParams
+
+    usual = [i for i in range(3, 64) if i not in engine.info.eos_token_ids][:3]
+    for name in dict.fromkeys(("off", *drafters)):
+        engine.submit(
+            Request(
+                request_id=f"warm-up-{name}",
+                task="warm-up",
+                model=engine.info.name,
+                prompt_ids=tuple(usual * 4),
+                sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                speculation=SpeculationParams(name, 0 if name == "off" else 4),
+            )
+        )
+        while engine.has_work:
+            engine.step()
+    for delta in engine.take_deltas():
+        if delta.finish_reason == "error":
+            raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
+    engine.pool.drop_cache()
 
 
 def make_task_drafter(
@@ -156,10 +213,12 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
 
     from server import token_bytes
     from server.api.intake import ServedModel
+    from server.model.supported import check_raw
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
     try:
         raw = json.loads(config_file.read_text(encoding="utf-8"))
+        check_raw(raw)
         vocab_size, limit = int(raw["vocab_size"]), int(raw["max_position_embeddings"])
         created = int(config_file.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -225,6 +284,8 @@ def plan_server(
                     engine=config.engine,
                     max_waiting_requests=config.limits.max_queued_requests,
                     max_waiting_tokens=config.limits.max_queued_tokens,
+                    drafters=tuple(dict.fromkeys(t.speculation.drafter for t in tasks.values())),
+                    log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
                 )
             )
     return ServerPlan(config, dict(tasks), models, tuple(orders))
@@ -241,6 +302,9 @@ def run_server(plan: ServerPlan, *, on_ready: Callable[[int], None] | None = Non
     from server.metrics import Metrics
 
     config = plan.config
+
+    for order in plan.orders:
+        log.info("loading %s on %s", order.model, order.device)
 
     async def main() -> int:
         metrics = Metrics()

@@ -1,0 +1,124 @@
+"""Measures what a step costs on the real runner, and keeps the answer for the next start.
+
+The draft budget (budget.py) needs cost(rows, keys) of *this* model on *this* device with *this*
+dtype and thread count. The prober runs real steps before the first request: one sequence with a
+history of `kv_len` positions, its last token and a draft of num_rows - 1 nodes, every row drawn,
+as in decoding with drafts. What it leaves in the KV memory is nobody's: no block is published.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from server.engine.batch import Batch, DrawParams, Runner
+from server.engine.budget import CostTable, Prober
+from server.types import SamplingParams
+
+__all__ = ["load_or_measure", "make_prober"]
+
+_log = logging.getLogger(__name__)
+_VERSION = 1
+
+
+def _probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
+    """One sequence: a root at position kv_len and a chain of num_rows - 1 drafted tokens."""
+    info = runner.info
+    size = info.block_size
+    num_blocks = min(info.num_blocks, -(-(kv_len + num_rows) // size))
+    kv_len = min(kv_len, num_blocks * size - num_rows)
+    rows = np.arange(num_rows, dtype=np.int32)
+    slots = kv_len + rows
+    none = np.empty(0, np.int32)
+    params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
+    zeros = np.zeros(num_rows, np.int32)
+    # Row r is at depth r: its path is the slots of rows 1..r, a slice of one array.
+    return Batch(
+        token_ids=rows % np.int32(info.vocab_size),
+        token_from=zeros - 1,
+        positions=slots,
+        seq_ids=zeros,
+        slots=slots,
+        prefix_len=np.full(num_rows, kv_len + 1, np.int32),
+        path_start=zeros,
+        path_len=rows,
+        path_slots=slots[1:],
+        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+        draw_rows=rows,
+        draw_params=zeros,
+        draw_parent=rows - 1,
+        draw_positions=slots + 1,
+        draw_mask=zeros - 1,
+        masks=np.empty((0, 1), np.uint32),
+        params=(params,),
+        score_rows=none,
+        score_targets=none,
+        score_top=none,
+        num_prefill_rows=0,
+        num_draft_rows=num_rows - 1,
+    )
+
+
+def make_prober(runner: Runner) -> Prober:
+    """(num_rows, kv_len) -> seconds of one such step on this runner."""
+
+    def probe(num_rows: int, kv_len: int) -> float:
+        batch = _probe_batch(runner, num_rows, kv_len)
+        began = time.perf_counter()
+        runner.launch(batch)
+        runner.wait()
+        return time.perf_counter() - began
+
+    return probe
+
+
+def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int = 128) -> CostTable:
+    """The runner's CostTable: from `path` when it holds one, else measured and written there.
+
+    path: a file whose name says device, model, dtype and threads; None measures every time. A
+    damaged file is measured again. Sizes beyond max_rows are extrapolated in proportion.
+    """
+    if path is not None:
+        try:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+            if plain["version"] == _VERSION:
+                return CostTable.from_dict(plain)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("the cost table %s cannot be read (%s): measuring again", path, error)
+    info = runner.info
+    room = min(info.max_model_len, info.num_blocks * info.block_size)
+    most = max(1, min(max_rows, info.max_num_batched_tokens, room // 2))
+    short = max(1, min(64, room // 4))
+    began = time.perf_counter()
+    table = CostTable.measure(
+        make_prober(runner), most, short_len=short, long_len=max(short, min(512, room - most))
+    )
+    _log.info(
+        "measured the cost of a step in %.1f s: 1 row %.2f ms, 8 rows %.2f ms",
+        time.perf_counter() - began,
+        table.cost(1) * 1e3,
+        table.cost(8) * 1e3,
+    )
+    if path is not None:
+        _write(path, {"version": _VERSION, **table.as_dict()})
+    return table
+
+
+def _write(path: Path, plain: dict[str, object]) -> None:
+    """Atomically; failing to keep a measurement is not worth failing to start."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(plain, file)
+        os.replace(name, path)
+    except OSError as error:
+        _log.warning("the cost table cannot be kept in %s: %s", path, error)

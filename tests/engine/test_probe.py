@@ -1,0 +1,64 @@
+"""The cost prober runs real steps, and its answer is kept and reread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.engine.batch import Batch
+from server.engine.probe import load_or_measure, make_prober
+from server.types import ModelInfo
+from tests.fakes.fake_runner import FakeModel, FakeRunner
+
+INFO = ModelInfo("fake", 16, 1024, (2,), 64, 16, "cpu", "float32", "f", 8, 512)
+
+
+class RecordingRunner(FakeRunner):
+    """Keeps its Batches; 2 ms a step and 1 ms a row."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeModel(), INFO, step_s=0.002, row_s=0.001)
+        self.batches: list[Batch] = []
+
+    def launch(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        super().launch(batch)
+
+
+def test_a_probe_is_a_decode_step_with_a_draft() -> None:
+    runner = RecordingRunner()
+    assert make_prober(runner)(5, 30) > 0.0
+    (batch,) = runner.batches
+    assert batch.num_rows == batch.num_draws == 5
+    assert batch.num_draft_rows == 4
+    assert batch.prefix_len.tolist() == [31] * 5
+    # Each row's path is its ancestors inside the draft and itself.
+    for r in range(5):
+        start, num = batch.path_start[r], batch.path_len[r]
+        assert batch.path_slots[start : start + num].tolist() == list(range(31, 31 + r))
+        assert r == 0 or batch.path_slots[start + num - 1] == batch.slots[r]
+
+
+def test_the_table_is_measured_once_and_reread(tmp_path: Path) -> None:
+    path = tmp_path / "costs" / "table.json"
+    runner = RecordingRunner()
+    table = load_or_measure(runner, path, max_rows=16)
+    assert table.cost(8) - table.cost(1) == pytest.approx(0.007, abs=0.004)
+    num_steps = len(runner.batches)
+    again = load_or_measure(runner, path, max_rows=16)
+    assert len(runner.batches) == num_steps, "the second start measures nothing"
+    rows = np.arange(1.0, 30.0)
+    assert np.allclose(again.costs(rows), table.costs(rows))
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1, "rows": [2]}', '{"version": 0}'])
+def test_a_damaged_table_is_measured_again(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(damage)
+    runner = RecordingRunner()
+    load_or_measure(runner, path, max_rows=4)
+    assert runner.batches
+    assert json.loads(path.read_text())["version"] == 1
