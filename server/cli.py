@@ -260,6 +260,8 @@ def _serve(args: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    if args.log_level == "info":  # what uvicorn says at this level is said by us, or is noise
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = _server_config(args)
     keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
     tasks = _tasks(config)

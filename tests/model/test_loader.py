@@ -1,0 +1,305 @@
+"""The loader: every family's weights, sharded or not, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.model import loader
+from server.model.loader import build_module, check_supported, open_model
+from tests.model.tiny_models import FAMILIES, save_tiny, tiny_config
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_weights_and_forward_equal_transformers(family: str, folder: Path) -> None:
+    saved = save_tiny(folder, family)
+    opened = open_model(folder)
+    state = saved.state_dict()
+    assert set(opened.weights.names()) == set(state)
+    for name in opened.weights.names():
+        assert torch.equal(opened.weights.get(name), state[name]), name
+        assert opened.weights.shape(name) == tuple(state[name].shape)
+    module = build_module(opened, torch.float32, torch.device("cpu"))
+    ids = torch.arange(40)[None] * 3 % 128
+    with torch.inference_mode():
+        assert torch.equal(module(ids).logits, saved(ids).logits)
+    assert not any(p.is_meta or p.requires_grad for p in module.parameters())
+
+
+def test_sharded_equals_whole(tmp_path: Path) -> None:
+    for name, shard in (("one", "1GB"), ("many", "20KB")):
+        (tmp_path / name).mkdir()
+        save_tiny(tmp_path / name, "llama", max_shard_size=shard)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    one, many = open_model(tmp_path / "one"), open_model(tmp_path / "many")
+    assert one.weights.names() == many.weights.names()
+    for name in one.weights.names():
+        assert torch.equal(one.weights.get(name), many.weights.get(name))
+
+
+def test_module_in_bfloat16_keeps_rotary_frequencies(folder: Path) -> None:
+    save_tiny(folder, "gemma3")
+    module = build_module(open_model(folder), torch.bfloat16, torch.device("cpu"))
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    rotary = {n: b.dtype for n, b in module.named_buffers() if "inv_freq" in n}
+    assert rotary and set(rotary.values()) == {torch.float32}
+
+
+def test_skipped_weights_stay_on_meta(folder: Path) -> None:
+    save_tiny(folder, "llama-scaled")
+    skip = ("model.embed_tokens.weight", "lm_head.weight")
+    module = build_module(open_model(folder), torch.float32, torch.device("cpu"), skip=skip)
+    meta = {name for name, p in module.named_parameters() if p.is_meta}
+    assert meta == set(skip)
+
+
+def test_tied_head_is_the_embedding(folder: Path) -> None:
+    save_tiny(folder, "llama")
+    opened = open_model(folder)
+    head, table = (
+        opened.weights.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    assert torch.equal(head, table)
+    module: Any = build_module(opened, torch.float32, torch.device("cpu"))
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+
+
+def test_module_owns_its_memory(folder: Path) -> None:
+    """Overwriting the file under a running server must not change its weights."""
+    save_tiny(folder, "llama")
+    module = build_module(open_model(folder), torch.float32, torch.device("cpu"))
+    before = module.get_parameter("model.embed_tokens.weight").clone()
+    file = folder / "model.safetensors"
+    with file.open("r+b") as out:
+        out.seek(file.stat().st_size // 2)
+        out.write(b"\xff" * (file.stat().st_size // 2))
+    assert torch.equal(module.get_parameter("model.embed_tokens.weight"), before)
+
+
+def test_closed_reader_raises(folder: Path) -> None:
+    save_tiny(folder, "llama")
+    weights = open_model(folder).weights
+    weights.close()
+    weights.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        weights.get("lm_head.weight")
+
+
+def test_every_eos_id_is_known(folder: Path) -> None:
+    save_tiny(folder, "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 4000]}))
+    assert open_model(folder).eos_token_ids == (2, 5, 7)
+
+
+def test_fingerprint_follows_weights_and_config(tmp_path: Path) -> None:
+    prints = set()
+    for name, seed, changes in (
+        ("a", 0, {}),
+        ("b", 1, {}),
+        ("c", 0, {"rms_norm_eps": 1e-5}),
+    ):
+        (tmp_path / name).mkdir()
+        save_tiny(tmp_path / name, "llama", seed, **changes)
+        prints.add(open_model(tmp_path / name).fingerprint)
+    (tmp_path / "again").mkdir()
+    save_tiny(tmp_path / "again", "llama", 0)
+    assert len(prints) == 3 and open_model(tmp_path / "again").fingerprint in prints
+
+
+def test_fingerprint_is_not_hashed_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(folder, "llama")
+    first = open_model(folder).fingerprint
+    hashed: list[Path] = []
+    real = loader.sha256_of
+    monkeypatch.setattr(loader, "sha256_of", lambda p: hashed.append(p) or real(p))
+    assert open_model(folder).fingerprint == first
+    assert [p.name for p in hashed] == ["tokenizer.json"]
+    # A changed file is hashed again even if its size is the same.
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert open_model(folder).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "soft-caps logits"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "soft-caps attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "not causal"),
+        ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ("llama", {"num_local_experts": 8}, "mixture of experts"),
+        ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "its own code"),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rope type 'dynamic'",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "part of the head",
+        ),
+        ("llama", {"is_encoder_decoder": True}, "encoder-decoder"),
+        ("llama", {"kv_lora_rank": 16}, "latent attention"),
+    ],
+)
+def test_config_is_refused_with_the_reason(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
+    config = tiny_config(family)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    config.architectures = [{"gemma3": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM"}[family]]
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_supported_configs_pass(family: str, folder: Path) -> None:
+    save_tiny(folder, family)
+    check_supported(open_model(folder).config)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["GptOssForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM", "NoSuchModel"]
+)
+def test_other_architectures_are_refused(architecture: str, folder: Path) -> None:
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "model_type": "whatever"})
+    )
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} is not supported"):
+        open_model(folder)
+
+
+def _rewrite(folder: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_extra_and_misshapen_tensors(folder: Path) -> None:
+    save_tiny(folder, "llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    _rewrite(folder, lambda t: t.update({name: t[name][:-1].clone()}))
+    with pytest.raises(ModelError, match=r"up_proj\.weight is \(47, 32\)"):
+        open_model(folder)
+    _rewrite(folder, lambda t: t.pop(name))
+    with pytest.raises(ModelError, match=r"lacks 1 tensors, first model\.layers\.1\.mlp"):
+        open_model(folder)
+    _rewrite(folder, lambda t: t.update({name: torch.zeros(48, 32), "model.x": torch.zeros(1)}))
+    with pytest.raises(UnsupportedModelError, match=r"not computed, first model\.x"):
+        open_model(folder)
+
+
+def test_broken_folders(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        open_model(folder)
+    save_tiny(folder, "llama")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(IntegrityError, match=r"model\.safetensors"):
+        open_model(folder)
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"holds no model\.safetensors"):
+        open_model(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
+        open_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        open_model(folder)
+
+
+def test_index_may_not_leave_the_folder(folder: Path) -> None:
+    save_tiny(folder, "llama")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}})
+    )
+    with pytest.raises(ModelError, match="which is not there"):
+        open_model(folder)
+
+
+def test_peak_memory_is_one_copy(folder: Path) -> None:
+    """Loading allocates the model once, plus at most one tensor and small change."""
+    import subprocess
+    import sys
+
+    save_tiny(folder, "llama", vocab_size=128, hidden_size=1024, intermediate_size=8192)
+    size = (folder / "model.safetensors").stat().st_size
+    script = (
+        "import sys, torch, resource\n"
+        "from server.model.loader import open_model, build_module\n"
+        "import transformers.models.llama.modeling_llama\n"
+        "folder = open_model(sys.argv[1])\n"
+        "def private():\n"
+        "    for line in open('/proc/self/status'):\n"
+        "        if line.startswith('RssAnon'): return int(line.split()[1]) * 1024\n"
+        "import threading, time\n"
+        "peak, done = [0], []\n"
+        "def watch():\n"
+        "    while not done:\n"
+        "        peak[0] = max(peak[0], private()); time.sleep(0.001)\n"
+        "before = private()\n"
+        "thread = threading.Thread(target=watch); thread.start()\n"
+        "module = build_module(folder, torch.float32, torch.device('cpu'))\n"
+        "done.append(1); thread.join()\n"
+        "print(peak[0] - before)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    largest = 8192 * 1024 * 4
+    assert int(out.stdout) < size + 2 * largest + (32 << 20)
+
+
+def test_real_model(real_model_folder: Path) -> None:
+    """The built-in model's greedy text is that of its fp32 weights elsewhere (issue 2)."""
+    from tokenizers import Tokenizer
+
+    opened = open_model(real_model_folder)
+    assert opened.eos_token_ids == (2,)
+    module: Any = build_module(opened, torch.float32, torch.device("cpu"))
+    tokenizer = Tokenizer.from_file(str(opened.tokenizer_file))
+    ids = tokenizer.encode("The capital of France is").ids
+    with torch.inference_mode():
+        out = module.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)
+    text = tokenizer.decode(out[0, len(ids) :].tolist())
+    assert text == " Paris.\n\nThe answer is: 2018-01-22 12:1"

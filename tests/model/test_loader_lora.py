@@ -1,0 +1,161 @@
+"""LoRA merged on read, against peft's own merge_and_unload."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.errors import ModelError, UnsupportedModelError
+from server.model.loader import build_module, open_model
+from tests.model.tiny_models import save_tiny
+
+peft = pytest.importorskip("peft")
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _adapter(model: Any, out: Path, **settings: Any) -> Any:
+    """A random adapter saved to `out`; returns the merged model."""
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    wrapped.save_pretrained(out, save_embedding_layers=False)
+    return wrapped.merge_and_unload()
+
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+        ("qwen2", {"r": 4, "lora_alpha": 3, "target_modules": ALL, "use_rslora": True}),
+        (
+            "qwen3",
+            {
+                "r": 4,
+                "target_modules": ALL,
+                "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6},
+                "alpha_pattern": {"model.layers.0.self_attn.k_proj": 5, "down_proj": 1},
+            },
+        ),
+        ("mistral", {"r": 2, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}),
+        ("mistral", {"r": 2, "target_modules": ["lm_head"]}),
+        ("gemma3", {"r": 3, "target_modules": "all-linear"}),
+    ],
+)
+def test_merge_equals_peft(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", family)
+    base = open_model(tmp_path / "model")
+    merged = _adapter(model, tmp_path / "adapter", **settings)
+    opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+    assert opened.fingerprint != base.fingerprint
+    changed = 0
+    for name, value in merged.state_dict().items():
+        assert torch.equal(opened.weights.get(name), value), name
+        changed += not torch.equal(base.weights.get(name), value)
+    assert changed > 0
+    module = build_module(opened, torch.float32, torch.device("cpu"))
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        assert torch.equal(module(ids).logits, merged(ids).logits)
+
+
+def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", "llama")
+    _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    halves = {name: tensor.half() for name, tensor in load_file(file).items()}
+    save_file(halves, file, metadata={"format": "pt"})
+    name = "model.layers.0.mlp.up_proj.weight"
+    prefix = "base_model.model.model.layers.0.mlp.up_proj.lora_"
+    delta = halves[prefix + "B.weight"].float() @ halves[prefix + "A.weight"].float()
+    base = open_model(tmp_path / "model").weights.get(name)
+    got = open_model(tmp_path / "model", adapter=tmp_path / "adapter").weights.get(name)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, base + delta * 2.0)  # alpha 8 / r 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding"),
+        ({"bias": "lora_only"}, "trains biases"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", "mistral")
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ALL, **settings})
+    )
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
+        ({"some_future_switch": {"on": 1}}, "some_future_switch"),
+        ({"r": 5}, "has rank 4, config says 5"),
+    ],
+)
+def test_adapter_config_is_believed_only_where_known(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", "llama")
+    _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=reason):
+        open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+
+
+def test_adapter_of_another_model(tmp_path: Path) -> None:
+    for name, layers in (("model", 3), ("deeper", 4)):
+        (tmp_path / name).mkdir()
+        model = save_tiny(tmp_path / name, "llama", num_hidden_layers=layers)
+    _adapter(model, tmp_path / "adapter", r=4, target_modules=ALL)
+    with pytest.raises(ModelError, match=r"layers\.3\.mlp\.down_proj\.weight, which is not there"):
+        open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+    (tmp_path / "wider").mkdir()
+    save_tiny(tmp_path / "wider", "llama", num_hidden_layers=4, intermediate_size=50)
+    with pytest.raises(ModelError, match=r"in the model, and \["):
+        open_model(tmp_path / "wider", adapter=tmp_path / "adapter")
+
+
+def test_missing_adapter(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_tiny(tmp_path / "model", "llama")
+    with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
+        open_model(tmp_path / "model", adapter=tmp_path / "nothing")
