@@ -265,8 +265,9 @@ def _serve(args: argparse.Namespace) -> int:
     config = _server_config(args)
     keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
     tasks = _tasks(config)
-    from server.compose import plan_server, run_server
+    from server.compose import listen, plan_server, run_server
 
+    listener = listen(config.listen.host, config.listen.port)
     plan = plan_server(config, tasks, {m.name: _ready_folder(m) for m in config.models})
 
     def on_ready(port: int) -> None:
@@ -284,7 +285,7 @@ def _serve(args: argparse.Namespace) -> int:
                 daemon=True,
             ).start()
 
-    return run_server(plan, on_ready=on_ready)
+    return run_server(plan, listener, on_ready=on_ready)
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:

@@ -4,7 +4,7 @@ This module and cli.py are the only places that know every part. It is imported 
 line and by each engine process (`build_engine`); torch is imported only in the latter.
 
     plan = plan_server(config, tasks, folders)     # cheap: tokenizers, no weights, no torch
-    status = run_server(plan)                      # until a signal; returns the exit status
+    status = run_server(plan, listen(host, port))  # until a signal; returns the exit status
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import functools
 import json
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafters import DRAFTER_NAMES
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
-from server.errors import ModelError
+from server.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -33,6 +34,7 @@ __all__ = [
     "EngineOrder",
     "ServerPlan",
     "build_engine",
+    "listen",
     "make_task_drafter",
     "plan_server",
     "run_server",
@@ -291,9 +293,40 @@ def plan_server(
     return ServerPlan(config, dict(tasks), models, tuple(orders))
 
 
-def run_server(plan: ServerPlan, *, on_ready: Callable[[int], None] | None = None) -> int:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Taken before a model is loaded, so that a busy port is told at once.
+
+    Raises ConfigError.
+    """
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        taken = socket.socket(family, kind, protocol)
+        try:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+            taken.listen(2048)
+        except OSError:
+            taken.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; see --host and --port"
+        ) from None
+    taken.setblocking(False)
+    return taken
+
+
+def run_server(
+    plan: ServerPlan,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[int], None] | None = None,
+) -> int:
     """Start every engine and serve until a signal. Returns the exit status (see api.app.serve).
 
+    listener: from `listen`; closed at the end.
     on_ready: called once with the port, on the event loop, when every model has an engine.
     """
     from server.api.app import create_app, serve
@@ -344,10 +377,10 @@ def run_server(plan: ServerPlan, *, on_ready: Callable[[int], None] | None = Non
         return await serve(
             app,
             client,
-            host=config.listen.host,
-            port=config.listen.port,
+            sockets=[listener],
             drain_s=config.limits.drain_s,
             on_ready=on_ready,
         )
 
-    return asyncio.run(main())
+    with listener:
+        return asyncio.run(main())
