@@ -1,0 +1,323 @@
+"""Does speculation change the text? Real model, real prompts, every way of sampling, bit for bit.
+
+    python -m loadtest.lossless --data DATA_DIR --server tailor=http://127.0.0.1:8000
+
+For each prompt and each setting (greedy; temperature 0.8 with seeds; top_p 0.9; penalties; n = 2)
+the completion is asked four times: {drafter off, drafter on} x {alone, among 8 at once}. The first,
+off and alone with a cold prefix cache, is the reference; the others share a prefix cache. Token
+ids, text, finish reasons and (unless --no-logprobs) the logprob of every token must be *equal*, to
+the last bit: JSON carries a double exactly.
+
+Exits 0 when all are equal, 1 on any difference, 3 when nothing was shown: no draft was accepted, so
+that "on" was never on. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress
+
+from loadtest import machine
+from loadtest.compare import add_server_options, describe_servers, emit
+from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, parse_peers, stop_on_sigterm
+from loadtest.prompts import Example, spread_examples
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "penalties": {
+        "temperature": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+    },
+    "n2": {"temperature": 0.8, "n": 2},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: prompt number, setting, drafter and whether others run beside it."""
+
+    prompt_id: int
+    setting: str
+    drafter: str
+    alone: bool
+
+    @property
+    def case(self) -> tuple[int, str]:
+        return self.prompt_id, self.setting
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What must be equal. One entry a choice: ids, text, finish reason, logprobs."""
+
+    choices: tuple[tuple[tuple[int, ...], str, str, tuple[float, ...]], ...]
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+    num_steps: int
+
+
+def job_body(
+    job: Job, prompt: str, model: str, *, max_tokens: int, logprobs: bool, salt: str | None
+) -> dict[str, Any]:
+    """The request of a job. The seed depends on the prompt only, so every drafter meets it."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "seed": 1_000_003 * (job.prompt_id + 1),
+        "return_token_ids": True,
+        "include_speculation": True,
+        "speculation": {"drafter": job.drafter},
+        **SETTINGS[job.setting],
+    }
+    if logprobs:
+        body["logprobs"] = 0
+    if salt is not None:
+        body["cache_salt"] = salt
+    return body
+
+
+def read_answer(response: Mapping[str, Any]) -> Answer:
+    """Raises KeyError when the server left out token ids or speculation."""
+    choices = sorted(response["choices"], key=lambda choice: choice["index"])
+    speculation = response["speculation"]
+    return Answer(
+        tuple(
+            (
+                tuple(choice["token_ids"]),
+                choice["text"],
+                choice["finish_reason"],
+                tuple((choice.get("logprobs") or {}).get("token_logprobs") or ()),
+            )
+            for choice in choices
+        ),
+        response["usage"]["completion_tokens"],
+        speculation["drafted_tokens"],
+        speculation["accepted_tokens"],
+        speculation["steps"],
+    )
+
+
+def difference(reference: Answer, other: Answer) -> str | None:
+    """Where two answers differ first, in words; None when they are equal."""
+    if len(reference.choices) != len(other.choices):
+        return f"{len(reference.choices)} choices, {len(other.choices)} choices"
+    for index, (a, b) in enumerate(zip(reference.choices, other.choices, strict=True)):
+        if a == b:
+            continue
+        ids_a, ids_b = a[0], b[0]
+        if ids_a != ids_b:
+            at = next(
+                (i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y),
+                min(len(ids_a), len(ids_b)),
+            )
+            return (
+                f"choice {index}, token {at}: {list(ids_a[at : at + 3])} against "
+                f"{list(ids_b[at : at + 3])}"
+            )
+        for name, x, y in zip(("text", "finish reason", "logprobs"), a[1:], b[1:], strict=True):
+            if x != y:
+                if name != "logprobs":
+                    return f"choice {index}, {name}: {x!r} against {y!r}"
+                at = next(
+                    (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q),
+                    min(len(x), len(y)),
+                )
+                return f"choice {index}, logprob {at}: {x[at : at + 1]} against {y[at : at + 1]}"
+    return None
+
+
+def plan(num_prompts: int, settings: Sequence[str], drafter: str) -> tuple[list[Job], list[Job]]:
+    """(jobs run one at a time, jobs run several at once); the second list is shuffled, so that
+    neighbours differ in prompt, setting and drafter."""
+    cases = [(prompt_id, setting) for prompt_id in range(num_prompts) for setting in settings]
+    alone = [Job(p, s, d, True) for p, s in cases for d in ("off", drafter)]
+    together = [Job(p, s, d, False) for p, s in cases for d in ("off", drafter)]
+    random.Random(0).shuffle(together)
+    return alone, together
+
+
+async def check(
+    peer: Peer,
+    examples: Sequence[Example],
+    settings: Sequence[str],
+    drafter: str,
+    *,
+    num_at_once: int,
+    max_tokens: int,
+    logprobs: bool,
+    console: Console,
+) -> dict[str, Any]:
+    """Run all jobs; the figures and every difference as JSON values."""
+    alone, together = plan(len(examples), settings, drafter)
+    reference: dict[tuple[int, str], Answer] = {}
+    differences: list[dict[str, Any]] = []
+    totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
+    salt = f"{time.time_ns():x}"
+    async with httpx.AsyncClient(timeout=900.0) as client:
+        with Progress(console=console) as progress:
+            bar = progress.add_task("alone", total=len(alone) + len(together))
+
+            async def run(job: Job) -> None:
+                is_reference = job.alone and job.drafter == "off"
+                body = job_body(
+                    job, examples[job.prompt_id].prompt, peer.model,
+                    max_tokens=max_tokens, logprobs=logprobs,
+                    salt=f"{salt}-{job.prompt_id}-{job.setting}" if is_reference else None,
+                )  # fmt: skip
+                body.update(peer.extra)
+                response = await client.post(f"{peer.url}/v1/completions", json=body)
+                if response.status_code != 200:
+                    raise PeerFailed(f"HTTP {response.status_code}: {response.text[:300]}")
+                answer = read_answer(response.json())
+                totals["tokens"] += answer.num_tokens
+                totals["drafted"] += answer.num_drafted
+                totals["accepted"] += answer.num_accepted
+                if job.drafter != "off":
+                    totals["steps_on"] += answer.num_steps
+                    totals["tokens_on"] += answer.num_tokens
+                if is_reference:
+                    reference[job.case] = answer
+                else:
+                    found = difference(reference[job.case], answer)
+                    if found is not None:
+                        example = examples[job.prompt_id]
+                        differences.append(
+                            {
+                                "task": example.task,
+                                "example": example.example_id,
+                                "setting": job.setting,
+                                "drafter": job.drafter,
+                                "alone": job.alone,
+                                "difference": found,
+                            }
+                        )
+                        console.print(f"DIFFERENT: {differences[-1]}", markup=False)
+                progress.update(
+                    bar, advance=1, description=f"{'alone' if job.alone else 'together'} "
+                    f"({len(differences)} differ)",
+                )  # fmt: skip
+
+            for job in alone:
+                await run(job)
+            gate = asyncio.Semaphore(num_at_once)
+
+            async def gated(job: Job) -> None:
+                async with gate:
+                    await run(job)
+
+            await asyncio.gather(*(gated(job) for job in together))
+    num_compared = len(alone) + len(together) - len(reference)
+    return {
+        "num_prompts": len(examples),
+        "settings": list(settings),
+        "drafter": drafter,
+        "num_at_once": num_at_once,
+        "max_tokens": max_tokens,
+        "logprobs_compared": logprobs,
+        "num_compared": num_compared,
+        "num_different": len(differences),
+        "differences": differences[:50],
+        "num_tokens": totals["tokens"],
+        "num_drafted": totals["drafted"],
+        "num_accepted": totals["accepted"],
+        "mean_tokens_per_step_on": (
+            totals["tokens_on"] / totals["steps_on"] if totals["steps_on"] else None
+        ),
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.lossless",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_server_options(parser)
+    parser.add_argument("--data", type=Path, required=True, help="folder of task data sets")
+    parser.add_argument("--limit", type=int, default=100, help="prompts (default 100)")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--drafter", default="suffix")
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--max-prompt-chars", type=int, default=1500)
+    parser.add_argument("--no-logprobs", action="store_true", help="compare ids and text only")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    settings = options.settings.split(",")
+    try:
+        peers = parse_peers(
+            options.server, models=options.model, extras=options.extra, dialects=options.dialect
+        )
+        if len(peers) != 1:
+            raise ValueError("one --server is checked at a time")
+        unknown = set(settings) - set(SETTINGS)
+        if unknown:
+            raise ValueError(f"no setting {unknown}; there are {', '.join(SETTINGS)}")
+        if min(options.limit, options.at_once, options.tokens) < 1:
+            raise ValueError("--limit, --at-once and --tokens want at least 1")
+        examples = spread_examples(
+            options.data, options.limit, max_prompt_chars=options.max_prompt_chars
+        )
+        if not examples:
+            raise ValueError(f"no */test.jsonl with short enough prompts in {options.data}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    console = Console(stderr=True, width=120)
+    about = machine.describe()
+    stop_on_sigterm()
+    began = time.perf_counter()
+    try:
+
+        async def run() -> dict[str, Any]:
+            await bring_up(peers, options.log_dir)
+            return await check(
+                peers[0], examples, settings, options.drafter,
+                num_at_once=options.at_once, max_tokens=options.tokens,
+                logprobs=not options.no_logprobs, console=console,
+            )  # fmt: skip
+
+        figures = asyncio.run(run())
+        servers = describe_servers(peers)
+    except (PeerFailed, httpx.HTTPError, KeyError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        bring_down(peers)
+    result = {
+        "tool": "lossless",
+        "machine": about,
+        "servers": servers,
+        **figures,
+        "wall_s": round(time.perf_counter() - began, 1),
+    }
+    verdict = f"{figures['num_different']} of {figures['num_compared']} answers differ"
+    console.print(f"{verdict}; {figures['num_accepted']} draft tokens accepted")
+    emit(result, options.json)
+    if figures["num_different"]:
+        return 1
+    return 0 if figures["num_accepted"] else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

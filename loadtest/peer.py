@@ -1,0 +1,268 @@
+"""The servers that are compared: where each one is, how to start it, how to talk to it.
+
+A server is named on the command line as NAME=WHERE:
+
+    tailor=http://127.0.0.1:8000     already running
+    llamacpp=loadtest/peers/llamacpp.sh   started by us on a free port, stopped at the end
+    tailor-suffix=@tailor            the same server again, with other request fields
+
+A start script gets PORT in its environment, takes everything else (MODEL, PYTHON, BIN, ...) from
+the environment it was called in, and execs the server in the foreground on 127.0.0.1:$PORT.
+The dialect is the known name that NAME starts with, else plain OpenAI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from loadtest.completion import DIALECTS, Dialect
+
+
+class PeerFailed(Exception):
+    """A server could not be started or did not become ready."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One named server under test. `extra` fields are merged into every request's body."""
+
+    name: str
+    where: str
+    dialect: Dialect = "openai"
+    model: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    version: str = ""
+    process: subprocess.Popen[bytes] | None = None
+    log_path: Path | None = None
+
+    @property
+    def is_alias(self) -> bool:
+        return self.where.startswith("@")
+
+
+def _split(option: str, text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name or not value:
+        raise ValueError(f"{option} wants NAME=VALUE, not {text!r}")
+    return name, value
+
+
+def _dialect_of(name: str) -> Dialect:
+    if name.startswith("hf-"):  # peers/hf_generate.py
+        return "transformers"
+    return next((dialect for dialect in DIALECTS if name.startswith(dialect)), "openai")
+
+
+def parse_peers(
+    servers: Sequence[str],
+    *,
+    models: Sequence[str] = (),
+    extras: Sequence[str] = (),
+    dialects: Sequence[str] = (),
+) -> list[Peer]:
+    """The peers of a command line, in its order.
+
+    Raises ValueError for a malformed, repeated or unknown name, an unknown dialect, an alias of
+    nothing, or an extra that is no JSON object.
+    """
+    peers: dict[str, Peer] = {}
+    for text in servers:
+        name, where = _split("--server", text)
+        if name in peers:
+            raise ValueError(f"server {name!r} is named twice")
+        if where.startswith("@") and (where[1:] not in peers or peers[where[1:]].is_alias):
+            raise ValueError(f"{name}: {where} is no server named before it")
+        peers[name] = Peer(name, where, dialect=_dialect_of(name))
+
+    def chosen(option: str, text: str) -> tuple[Peer, str]:
+        name, value = _split(option, text)
+        if name not in peers:
+            raise ValueError(f"{option} names {name!r}, which is no server here")
+        return peers[name], value
+
+    for text in models:
+        peer, value = chosen("--model", text)
+        peer.model = value
+    for text in dialects:
+        peer, value = chosen("--dialect", text)
+        if value not in DIALECTS:
+            raise ValueError(f"{peer.name}: no dialect {value!r}; there are {', '.join(DIALECTS)}")
+        peer.dialect = next(dialect for dialect in DIALECTS if dialect == value)
+    for text in extras:
+        peer, value = chosen("--extra", text)
+        fields = json.loads(value)
+        if not isinstance(fields, dict):
+            raise ValueError(f"--extra {peer.name}: wants a JSON object")
+        peer.extra = fields
+    return list(peers.values())
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(peer: Peer, log_dir: Path) -> None:
+    """Run the peer's start script on a free port; returns at once. Sets url, process, log_path."""
+    script = Path(peer.where).resolve()
+    if not script.is_file():
+        raise PeerFailed(f"{peer.name}: no start script {peer.where}")
+    port = free_port()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    peer.log_path = log_dir / f"{peer.name}.log"
+    with peer.log_path.open("wb") as log:
+        peer.process = subprocess.Popen(
+            ["bash", str(script)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PORT": str(port), "HOST": "127.0.0.1"},
+            start_new_session=True,  # so that stop() reaches its workers and nothing else
+        )
+    peer.url = f"http://127.0.0.1:{port}"
+
+
+def stop(peer: Peer, *, grace_s: float = 20.0) -> None:
+    """End a server that start() began: SIGTERM to its session, SIGKILL after the grace time."""
+    process = peer.process
+    if process is None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    peer.process = None
+
+
+async def wait_ready(peer: Peer, *, timeout_s: float = 600.0) -> None:
+    """Wait until the server answers, then learn its model's name and version.
+
+    Raises PeerFailed when the process ends or the time is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    async with httpx.AsyncClient(timeout=10.0) as client:
+        while True:
+            if peer.process is not None and peer.process.poll() is not None:
+                tail = peer.log_path.read_text(errors="replace")[-1500:] if peer.log_path else ""
+                raise PeerFailed(f"{peer.name} ended with {peer.process.returncode}:\n{tail}")
+            with suppress(httpx.HTTPError, ValueError, KeyError, IndexError):
+                health = await client.get(f"{peer.url}/health")
+                if health.status_code in (200, 404):
+                    if not peer.model:
+                        models = await client.get(f"{peer.url}/v1/models")
+                        # transformers serve answers 500 here when its download cache is missing,
+                        # and needs no name for the model it was started with.
+                        served = models.json()["data"] if models.status_code == 200 else []
+                        peer.model = served[0]["id"] if served else ""
+                    break
+            if time.monotonic() > deadline:
+                raise PeerFailed(f"{peer.name} was not ready after {timeout_s:.0f} s")
+            await asyncio.sleep(0.5)
+        for path, key in (("/version", "version"), ("/props", "build_info")):
+            with suppress(httpx.HTTPError, ValueError, AttributeError):
+                found = await client.get(f"{peer.url}{path}")
+                if found.status_code == 200 and found.json().get(key):
+                    peer.version = str(found.json()[key])
+                    break
+
+
+async def bring_up(peers: Sequence[Peer], log_dir: Path, *, timeout_s: float = 600.0) -> None:
+    """Start and await every peer, one after the other (two loading at once slow each other).
+
+    Raises PeerFailed for the first that fails; what was started stays up for bring_down.
+    """
+    by_name = {peer.name: peer for peer in peers}
+    for peer in peers:
+        if peer.is_alias:
+            original = by_name[peer.where[1:]]
+            peer.url, peer.version = original.url, original.version
+            peer.model = peer.model or original.model
+            continue
+        if peer.where.startswith(("http://", "https://")):
+            peer.url = peer.where.rstrip("/").removesuffix("/v1")
+        else:
+            start(peer, log_dir)
+        await wait_ready(peer, timeout_s=timeout_s)
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that bring_down runs."""
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def bring_down(peers: Sequence[Peer]) -> None:
+    """Stop every server that we started. Idempotent."""
+    for peer in peers:
+        stop(peer)
+
+
+class CpuMeter:
+    """CPU seconds of each server's process tree, to show that the idle ones were idle.
+
+    A server that we did not start is found by the port it listens on; one that can't be found
+    (another machine, another user) is left out.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._roots: dict[str, psutil.Process] = {}
+        for peer in peers:
+            if peer.is_alias:
+                continue
+            root = self._find(peer)
+            if root is not None:
+                self._roots[peer.name] = root
+
+    @staticmethod
+    def _find(peer: Peer) -> psutil.Process | None:
+        with suppress(psutil.Error, OSError):
+            if peer.process is not None:
+                return psutil.Process(peer.process.pid)
+            parts = urlsplit(peer.url)
+            if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+                return None
+            for connection in psutil.net_connections("tcp"):
+                if connection.status != psutil.CONN_LISTEN or not connection.laddr:
+                    continue
+                if connection.laddr[1] == parts.port and connection.pid:
+                    return psutil.Process(connection.pid)
+        return None
+
+    def read(self) -> dict[str, float]:
+        """CPU seconds used so far, by server name."""
+        used: dict[str, float] = {}
+        for name, root in self._roots.items():
+            with suppress(psutil.Error):
+                total = 0.0
+                for process in (root, *root.children(recursive=True)):
+                    with suppress(psutil.Error):
+                        times = process.cpu_times()
+                        total += times.user + times.system
+                used[name] = total
+        return used

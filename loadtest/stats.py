@@ -1,0 +1,81 @@
+"""Percentiles, paired ratios and bootstrap confidence intervals. Numbers in, numbers out.
+
+Servers are measured in alternating rounds, so that a slow minute of the machine hits all of them:
+the figure of interest is the ratio *within* a round. Its spread is a percentile bootstrap over
+rounds (Efron, "Bootstrap methods: another look at the jackknife", Ann. Statist. 1979).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Median of pairwise ratios with a two-sided 95 % bootstrap interval over pairs."""
+
+    median: float
+    low: float
+    high: float
+    num_pairs: int
+
+    def to_json(self) -> dict[str, float | int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Order statistics of a sample; all fields in the sample's own unit."""
+
+    num: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    low: float
+    high: float
+
+    def to_json(self) -> dict[str, float | int]:
+        return asdict(self)
+
+
+def summarize(values: Sequence[float]) -> Summary | None:
+    """Order statistics of `values`; None when there are none."""
+    if not values:
+        return None
+    sample = np.asarray(values, dtype=np.float64)
+    p50, p90, p99 = (float(q) for q in np.percentile(sample, [50, 90, 99]))
+    return Summary(
+        len(values), float(sample.mean()), p50, p90, p99, float(sample.min()), float(sample.max())
+    )
+
+
+def ratio(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    num_resamples: int = 10_000,
+    seed: int = 0,
+) -> Ratio:
+    """Median of numerators[i] / denominators[i] and its 95 % percentile-bootstrap interval.
+
+    Raises ValueError when the lengths differ, there is no pair, or a value is not positive.
+    With one pair the interval is the point itself: no spread is known, and num_pairs says so.
+    """
+    if len(numerators) != len(denominators):
+        raise ValueError(f"{len(numerators)} numerators, {len(denominators)} denominators")
+    if not numerators:
+        raise ValueError("no pair to compare")
+    a = np.asarray(numerators, dtype=np.float64)
+    b = np.asarray(denominators, dtype=np.float64)
+    if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b)) and a.min() > 0 and b.min() > 0):
+        raise ValueError("ratios need positive, finite figures")
+    ratios = a / b
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(ratios), size=(num_resamples, len(ratios)))
+    medians = np.median(ratios[picks], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))

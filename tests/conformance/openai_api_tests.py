@@ -1,0 +1,154 @@
+"""Runs the API tests that the openai-python source package ships against a running server.
+
+    python tests/conformance/openai_api_tests.py --base-url http://127.0.0.1:8000/v1
+
+Fetches the source package of `openai` from the package index at run time (pip download), builds a
+virtual environment with it beside it, takes its tests/api_resources/test_completions.py and
+test_models.py, puts the served model's name where they name one of OpenAI's, and runs them with
+pytest. Nothing of that package is kept in this repository. Prints what was left out and why, and
+ends in one JSON line; the exit status is pytest's.
+
+Needs the network for the package index, and the server to accept the key "My API Key" if it has
+keys. Not collected by `pytest tests/`: the name has no test_ prefix on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULT_VERSION = "3.52.0"
+TEST_FILES = ("tests/api_resources/test_completions.py", "tests/api_resources/test_models.py")
+MODEL_NAMES = re.compile(r'"(?:gpt|davinci|babbage|o\d)[A-Za-z0-9.-]*"')
+# What the package's own conftest and helpers import.
+TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "rich", "aiohttp")
+
+DESELECTED = {
+    "with_all_params": (
+        "sends every field at once with contradictory values (best_of=0 with n=1, echo with "
+        'suffix, logit_bias of "foo", stream=False with stream_options): made for a mock that '
+        "answers anything"
+    ),
+    "TestModels and delete and not path_params": (
+        "DELETE /v1/models deletes a fine-tuned model; the server has none"
+    ),
+    "TestAsyncModels and delete and not path_params": "the same, async",
+}
+
+
+def fetch_source(version: str, folder: Path) -> Path:
+    """Download and unpack the sdist; its root. Raises CalledProcessError or RuntimeError."""
+    subprocess.run(
+        [
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+            "--no-binary", "openai", f"openai=={version}", "--dest", str(folder),
+        ],
+        check=True,
+    )  # fmt: skip
+    archives = list(folder.glob("openai-*.tar.gz"))
+    if len(archives) != 1:
+        raise RuntimeError(f"pip download left {len(archives)} archives")
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"openai-{version}"
+
+
+def make_environment(version: str, folder: Path) -> Path:
+    """A virtual environment with the same release and its test requirements; its python."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run(
+        [
+            str(python), "-m", "pip", "install", "--quiet",
+            f"openai[aiohttp]=={version}", *TEST_REQUIREMENTS,
+        ],
+        check=True,
+    )  # fmt: skip
+    return python
+
+
+def served_model(base_url: str) -> str:
+    """The first model that GET /v1/models lists."""
+    request = urllib.request.Request(
+        f"{base_url}/models", headers={"Authorization": "Bearer My API Key"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return str(json.load(response)["data"][0]["id"])
+
+
+def name_served_model(source: str, model: str) -> str:
+    """The test file's text with every OpenAI model name, as a whole string, replaced."""
+    return MODEL_NAMES.sub(f'"{model}"', source)
+
+
+def selection() -> str:
+    """pytest's -k expression that leaves out DESELECTED."""
+    return " and ".join(f"not ({expression})" for expression in DESELECTED)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base-url", required=True, help="with /v1")
+    parser.add_argument("--model", help="default: the first that GET /v1/models lists")
+    parser.add_argument("--openai-version", default=DEFAULT_VERSION)
+    parser.add_argument("--work-dir", type=Path, help="keep the package and environment here")
+    options = parser.parse_args(arguments)
+    base_url = options.base_url.rstrip("/")
+    model = options.model or served_model(base_url)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.work_dir or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        root = folder / f"openai-{options.openai_version}"
+        if not root.is_dir():
+            fetch_source(options.openai_version, folder)
+        python = folder / "venv" / "bin" / "python"
+        if not python.exists():
+            make_environment(options.openai_version, folder / "venv")
+        for name in TEST_FILES:
+            path = root / name
+            path.write_text(name_served_model(path.read_text(), model))
+        results = folder / "results.xml"
+        done = subprocess.run(
+            [
+                str(python), "-m", "pytest", *TEST_FILES,
+                "--override-ini", "addopts=", "--tb=short", "-q",
+                "-p", "no:cacheprovider", "-k", selection(), "--junitxml", str(results),
+            ],
+            cwd=root,
+            env={**os.environ, "TEST_API_BASE_URL": base_url},
+        )  # fmt: skip
+        suites = ElementTree.parse(results).getroot().iter("testsuite")
+        counts = {key: 0 for key in ("tests", "failures", "errors", "skipped")}
+        for suite in suites:
+            for key in counts:
+                counts[key] += int(suite.get(key, "0"))
+    for expression, reason in DESELECTED.items():
+        print(f"left out: {expression}: {reason}")
+    print(
+        json.dumps(
+            {
+                "tool": "openai_api_tests",
+                "openai_version": options.openai_version,
+                "model": model,
+                **counts,
+                "left_out": list(DESELECTED),
+            }
+        )
+    )
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

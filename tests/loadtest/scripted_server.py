@@ -1,0 +1,159 @@
+"""A completions server that says what it was told to, at a set pace. Standard library only.
+
+Speaks both shapes: SSE streams (with running usage, or one token a chunk and a final usage only)
+and whole JSON answers with token ids, logprobs and a speculation report. Requests are kept, so that
+tests see what the load tests sent.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+WORDS = ["one", " two", " three", " four", " five", " six", " seven", " eight"]
+
+
+class ScriptedServer:
+    """Listens on 127.0.0.1 while used as a context manager; `url` says where.
+
+    pace_s: seconds before each chunk. tokens_per_chunk: tokens a stream chunk carries.
+    running_usage: whether chunks carry continuous usage. answer: the tokens' texts for a body.
+    metrics: the text of /metrics. status: what every completion answers with.
+    """
+
+    def __init__(
+        self,
+        *,
+        pace_s: float = 0.001,
+        tokens_per_chunk: int = 1,
+        running_usage: bool = True,
+        answer: Callable[[dict[str, Any]], list[str]] | None = None,
+        accepted: int = 3,
+        metrics: str | None = None,
+        status: int = 200,
+    ) -> None:
+        self.pace_s = pace_s
+        self.tokens_per_chunk = tokens_per_chunk
+        self.running_usage = running_usage
+        self.answer = answer or (lambda body: (WORDS * 64)[: body["max_tokens"]])
+        self.accepted = accepted
+        self.metrics = metrics
+        self.status = status
+        self.bodies: list[dict[str, Any]] = []
+        self.num_open = 0
+        self.most_open = 0
+        self.lock = threading.Lock()
+        script = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path == "/health":
+                    self.reply({"status": "ok"})
+                elif self.path == "/version":
+                    self.reply({"version": "1.2.3"})
+                elif self.path == "/v1/models":
+                    self.reply({"data": [{"id": "scripted-model"}]})
+                elif self.path == "/metrics" and script.metrics is not None:
+                    self.reply_bytes(script.metrics.encode(), 200)
+                else:
+                    self.reply({"error": {"message": "not found"}}, 404)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with script.lock:
+                    script.bodies.append(body)
+                    script.num_open += 1
+                    script.most_open = max(script.most_open, script.num_open)
+                try:
+                    if script.status != 200:
+                        self.reply({"error": {"message": "scripted refusal"}}, script.status)
+                    elif body.get("stream"):
+                        self.stream(body)
+                    else:
+                        self.whole(body)
+                finally:
+                    with script.lock:
+                        script.num_open -= 1
+
+            def stream(self, body: dict[str, Any]) -> None:
+                tokens = script.answer(body)
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                sent = 0
+                while sent < len(tokens):
+                    time.sleep(script.pace_s)
+                    part = tokens[sent : sent + script.tokens_per_chunk]
+                    sent += len(part)
+                    chunk: dict[str, Any] = {
+                        "choices": [{"index": 0, "text": "".join(part), "finish_reason": None}]
+                    }
+                    if script.running_usage:
+                        chunk["usage"] = {"prompt_tokens": 7, "completion_tokens": sent}
+                    self.event(chunk)
+                reason = "length" if sent >= body["max_tokens"] else "stop"
+                self.event({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
+                self.event(
+                    {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": sent}}
+                )
+                self.wfile.write(b"data: [DONE]\n\n")
+
+            def whole(self, body: dict[str, Any]) -> None:
+                time.sleep(script.pace_s)
+                tokens = script.answer(body)
+                on = (body.get("speculation") or {}).get("drafter", "off") != "off"
+                number = body.get("n", 1)
+                self.reply(
+                    {
+                        "choices": [
+                            {
+                                "index": index,
+                                "text": "".join(tokens),
+                                "token_ids": [len(token) for token in tokens],
+                                "finish_reason": "length",
+                                "logprobs": {"token_logprobs": [-0.5] * len(tokens)},
+                            }
+                            for index in range(number)
+                        ],
+                        "usage": {"prompt_tokens": 7, "completion_tokens": number * len(tokens)},
+                        "speculation": {
+                            "drafted_tokens": 5 if on else 0,
+                            "accepted_tokens": script.accepted if on else 0,
+                            "steps": len(tokens),
+                        },
+                    }
+                )
+
+            def event(self, value: dict[str, Any]) -> None:
+                self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+                self.wfile.flush()
+
+            def reply(self, value: dict[str, Any], status: int = 200) -> None:
+                self.reply_bytes(json.dumps(value).encode(), status)
+
+            def reply_bytes(self, data: bytes, status: int) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> ScriptedServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import asyncio
+import stat
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loadtest.completion import request_body
+from loadtest.peer import CpuMeter, PeerFailed, bring_down, bring_up, parse_peers
+
+
+def test_names_give_the_dialect_and_options_their_server() -> None:
+    peers = parse_peers(
+        ["tailor=http://a", "tailor-suffix=@tailor", "hf-loop=x.sh", "mine=http://b"],
+        models=["mine=big=model"],
+        extras=['tailor-suffix={"speculation": {"drafter": "suffix"}}'],
+        dialects=["mine=vllm"],
+    )
+    assert [peer.dialect for peer in peers] == ["tailor", "tailor", "transformers", "vllm"]
+    assert peers[3].model == "big=model"
+    assert peers[1].extra == {"speculation": {"drafter": "suffix"}}
+    assert peers[0].extra == {}
+
+
+@pytest.mark.parametrize(
+    ("servers", "extras"),
+    [
+        (["noequals"], []),
+        (["a=http://x", "a=http://y"], []),
+        (["a=@b"], []),
+        (["a=http://x", "b=@a", "c=@b"], []),
+        (["a=http://x"], ["b={}"]),
+        (["a=http://x"], ["a=[1]"]),
+        (["a=http://x"], ["a={"]),
+    ],
+)
+def test_bad_command_lines_are_refused(servers: list[str], extras: list[str]) -> None:
+    with pytest.raises(ValueError):
+        parse_peers(servers, extras=extras)
+
+
+def test_each_dialect_keeps_the_prefix_cache_out_of_the_way() -> None:
+    def body(dialect: str) -> dict[str, object]:
+        return request_body(dialect, "m", "Hello", max_tokens=4, salt="s1")  # type: ignore[arg-type]
+
+    for dialect in ("tailor", "vllm"):
+        assert (body(dialect)["cache_salt"], body(dialect)["prompt"]) == ("s1", "Hello")
+    assert (body("llamacpp")["cache_prompt"], body("llamacpp")["prompt"]) == (False, "Hello")
+    assert body("transformers")["prompt"] == "Hello"
+    assert "stream_options" not in body("transformers")
+    assert body("openai")["prompt"] == "[s1]\nHello"
+    assert "model" not in request_body("openai", "", "x", max_tokens=1, salt="s")
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text("#!/usr/bin/env bash\n" + textwrap.dedent(text))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+SERVER = f"""
+exec {sys.executable} - <<'PY'
+import os, json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class H(BaseHTTPRequestHandler):
+    def do_GET(self):
+        data = json.dumps({{"data": [{{"id": "m1"}}], "version": "9"}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+HTTPServer((os.environ["HOST"], int(os.environ["PORT"])), H).serve_forever()
+PY
+"""
+
+
+def test_a_start_script_is_run_found_ready_metered_and_ended(tmp_path: Path) -> None:
+    peers = parse_peers([f"a={script(tmp_path / 'a.sh', SERVER)}", "b=@a"])
+    try:
+        asyncio.run(bring_up(peers, tmp_path / "logs", timeout_s=30))
+        assert (peers[0].model, peers[0].version) == ("m1", "9")
+        assert (peers[1].url, peers[1].model) == (peers[0].url, "m1")
+        assert set(CpuMeter(peers).read()) == {"a"}
+        process = peers[0].process
+        assert process is not None
+    finally:
+        bring_down(peers)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(process.pid)
+    assert peers[0].process is None
+
+
+def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    peers = parse_peers([f"a={script(tmp_path / 'a.sh', 'echo no such weights; exit 3')}"])
+    try:
+        with pytest.raises(PeerFailed, match="ended with 3:\nno such weights"):
+            asyncio.run(bring_up(peers, tmp_path / "logs", timeout_s=30))
+    finally:
+        bring_down(peers)
+
+
+def test_a_missing_start_script_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="no start script"):
+        asyncio.run(bring_up(parse_peers([f"a={tmp_path}/none.sh"]), tmp_path))
+
+
+def test_every_shipped_start_script_is_valid_and_names_no_machine() -> None:
+    import subprocess
+
+    folder = Path(__file__).resolve().parents[2] / "loadtest" / "peers"
+    scripts = sorted(folder.glob("*.sh"))
+    assert len(scripts) >= 5
+    for path in scripts:
+        assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+        text = path.read_text()
+        assert "127.0.0.1" in text or "--port" in text
+        assert "${PORT:?}" in text
+        for place in ("/home/", "/root/", "/work/", "/opt/"):
+            assert place not in text

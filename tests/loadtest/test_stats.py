@@ -1,0 +1,62 @@
+"""Ratios are paired, their interval covers the truth as often as it says, order does not matter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.stats import ratio, summarize
+
+positive = st.floats(0.01, 1e4)
+
+
+def test_ratio_pairs_by_position_and_not_by_rank() -> None:
+    # A machine that slows down over the rounds: medians of each side would say 1.0 or noise.
+    theirs = [100.0, 50.0, 25.0, 10.0, 5.0]
+    ours = [2 * value for value in theirs]
+    found = ratio(ours, theirs)
+    assert (found.median, found.low, found.high, found.num_pairs) == (2.0, 2.0, 2.0, 5)
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=20))
+def test_interval_holds_the_median_and_lies_within_the_ratios(
+    pairs: list[tuple[float, float]],
+) -> None:
+    found = ratio([a for a, _ in pairs], [b for _, b in pairs], num_resamples=200)
+    ratios = [a / b for a, b in pairs]
+    assert min(ratios) <= found.low <= found.high <= max(ratios)
+    assert found.median == pytest.approx(float(np.median(ratios)))
+
+
+def test_interval_covers_the_true_ratio_about_95_times_in_100() -> None:
+    rng = np.random.default_rng(5)
+    covered = 0
+    for trial in range(200):
+        noise = np.exp(rng.normal(0, 0.1, size=30))
+        found = ratio((1.5 * noise).tolist(), [1.0] * 30, num_resamples=500, seed=trial)
+        covered += found.low <= 1.5 <= found.high
+    # Binomial(200, 0.95): below 175 or at 200 has a chance under 1e-5 and 1e-4; a percentile
+    # bootstrap of the median at n = 30 is near nominal.
+    assert 175 <= covered < 200
+
+
+def test_one_pair_has_no_spread_and_says_so() -> None:
+    found = ratio([3.0], [2.0])
+    assert (found.low, found.median, found.high, found.num_pairs) == (1.5, 1.5, 1.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([], []), ([1.0], []), ([0.0], [1.0]), ([1.0], [float("nan")]), ([-1.0], [1.0])]
+)
+def test_ratio_refuses_what_has_none(a: list[float], b: list[float]) -> None:
+    with pytest.raises(ValueError):
+        ratio(a, b)
+
+
+def test_summary_of_nothing_is_none_and_percentiles_are_right() -> None:
+    assert summarize([]) is None
+    found = summarize([float(value) for value in range(1, 102)])
+    assert found is not None
+    assert (found.p50, found.p90, found.p99, found.low, found.high) == (51, 91, 100, 1, 101)

@@ -1,0 +1,278 @@
+"""The load tests end to end, against scripted servers: figures, verdicts, exit codes, JSON line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import compare, concurrency, load, lossless
+from loadtest.completion import Timing
+from tests.loadtest.scripted_server import WORDS, ScriptedServer
+
+IDLE = ["--max-load", "1e9"]
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    return result
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    for name in ("alpha", "beta"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.jsonl").write_text(
+            "".join(
+                json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) + "\n" for i in range(4)
+            )
+        )
+    return tmp_path
+
+
+def test_compare_finds_the_ratio_and_the_different_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def other(body: dict[str, Any]) -> list[str]:
+        words = (WORDS * 8)[: body["max_tokens"]]
+        return words if "Brennick" in body["prompt"] else [*words[:3], " SIX", *words[4:]]
+
+    with (
+        ScriptedServer(pace_s=0.004) as fast,
+        ScriptedServer(pace_s=0.012, running_usage=False, answer=other) as slow,
+    ):
+        status = compare.main(
+            [
+                "--server", f"tailor={fast.url}", "--server", f"llamacpp={slow.url}",
+                "--rounds", "5", "--warmups", "1", "--tokens", "12", "--pause", "0",
+                "--json", str(tmp_path / "out.jsonl"), *IDLE,
+            ]
+        )  # fmt: skip
+        result = last_json(capsys)
+    assert status == 0
+    found = result["ratios"]["plain"]["llamacpp"]["decode_tokens_per_s"]
+    assert found["num_pairs"] == 5
+    assert 1.2 < found["median"] < 4.0  # 3, but for a busy machine
+    assert result["ratios"]["plain"]["llamacpp"]["ttft_s"]["median"] > 1.0
+    row = result["figures"]["plain"]["tailor"]
+    assert row["num_runs"] == 5 and row["num_tokens"] == [12]
+    assert 10 < row["decode_tokens_per_s"]["p50"] < 260  # at least 4 ms a token
+    assert len(result["texts"]["plain"]) == 1
+    groups = result["texts"]["copy"]
+    assert [group["diverges_at"] for group in groups] == [None, len("one two three f") - 1]
+    assert result["servers"]["tailor"]["version"] == "1.2.3"
+    assert {"cpu", "cores", "commit", "versions"} <= set(result["machine"])
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == result
+    # Two prompts, six rounds, one request at a time, the same prompt to both, a new salt each.
+    for server in (fast, slow):
+        assert (len(server.bodies), server.most_open) == (12, 1)
+    salts = [body["cache_salt"] for body in fast.bodies]
+    assert len(set(salts)) == 12
+    assert all(body["cache_prompt"] is False for body in slow.bodies)
+    prompts = [sorted({body["prompt"] for body in server.bodies}) for server in (fast, slow)]
+    assert prompts[0] == prompts[1]
+
+
+def test_tokens_after_the_first_chunk_are_counted_and_not_chunks() -> None:
+    timing = Timing(
+        start_s=0.0, end_s=2.0, chunk_s=[1.0, 1.5, 2.0], chunk_tokens=[4, 4, 2], num_tokens=10
+    )
+    assert timing.ttft_s == 1.0
+    assert timing.decode_tokens_per_s == 6.0
+    assert timing.end_to_end_tokens_per_s == 5.0
+    assert timing.tpot_s == pytest.approx(1 / 6)
+    one = Timing(start_s=0.0, end_s=1.0, chunk_s=[1.0], chunk_tokens=[3], num_tokens=3)
+    assert one.decode_tokens_per_s is None and one.tpot_s is None
+
+
+def test_compare_counts_several_tokens_a_chunk(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(pace_s=0.01, tokens_per_chunk=4) as server:
+        compare.main(
+            ["--server", f"tailor={server.url}", "--rounds", "2", "--tokens", "16",
+             "--prompts", "copy", "--pause", "0", *IDLE]
+        )  # fmt: skip
+    row = last_json(capsys)["figures"]["copy"]["tailor"]
+    assert 105 < row["decode_tokens_per_s"]["p50"] < 420  # 12 tokens in 3 x 10 ms
+
+
+def test_compare_tells_a_refusal_and_a_busy_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(status=503) as server:
+        assert compare.main(["--server", f"tailor={server.url}", "--rounds", "1", *IDLE]) == 1
+        assert "HTTP 503" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as left:
+            compare.main(["--server", f"tailor={server.url}", "--max-load", "-1"])
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--server", "nonsense"],
+        ["--server", "a=http://x", "--rounds", "0"],
+        ["--server", "a=http://x", "--prompts", "none"],
+    ],
+)
+def test_compare_refuses_bad_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        compare.main(arguments)
+    assert left.value.code == 2
+
+
+def test_concurrency_sends_all_at_once_and_sees_kv_come_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    idle = 'tailor_kv_cache_usage_perc{engine="0"} 0.0\n'
+    with ScriptedServer(pace_s=0.005, metrics=idle) as server:
+        status = concurrency.main(
+            ["--server", f"tailor={server.url}", "--streams", "4", "--rounds", "2",
+             "--tokens", "8", *IDLE]
+        )  # fmt: skip
+    row = last_json(capsys)["figures"]["4"]["tailor"]
+    assert status == 0
+    assert server.most_open == 4
+    assert row["num_tokens"] == [32] and row["kv_usage_after"] == 0.0
+    assert len({body["prompt"] for body in server.bodies}) == 4
+    assert 10 < row["tokens_per_s"]["p50"] < 850  # 32 tokens in 8 x 5 ms
+
+
+def test_concurrency_fails_when_kv_stays_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(client: Any, url: str, wait_s: float) -> float | None:
+        return concurrency.parse_kv_usage((await client.get(f"{url}/metrics")).text)
+
+    monkeypatch.setattr(concurrency, "kv_usage_when_idle", at_once)
+    with ScriptedServer(metrics='vllm:kv_cache_usage_perc{engine="0"} 0.25\n') as server:
+        status = concurrency.main(
+            ["--server", f"vllm={server.url}", "--streams", "2", "--rounds", "1",
+             "--tokens", "4", *IDLE]
+        )  # fmt: skip
+    assert status == 1
+    assert "KV use 0.25" in capsys.readouterr().err
+
+
+def test_kv_usage_is_the_highest_of_all_engines() -> None:
+    text = (
+        "# HELP tailor_kv_cache_usage_perc x\n"
+        'tailor_kv_cache_usage_perc{engine="0"} 0.1\ntailor_kv_cache_usage_perc{engine="1"} 0.3\n'
+    )
+    assert concurrency.parse_kv_usage(text) == 0.3
+    assert concurrency.parse_kv_usage("other 1\n") is None
+
+
+def lossless_args(url: str, data_dir: Path) -> list[str]:
+    return ["--server", f"tailor={url}", "--data", str(data_dir), "--limit", "3", "--tokens", "6"]
+
+
+def test_lossless_passes_equal_answers(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.01) as server:
+        assert lossless.main(lossless_args(server.url, data_dir)) == 0
+    result = last_json(capsys)
+    # 3 prompts x 5 settings x (3 compared with the reference).
+    assert (result["num_compared"], result["num_different"]) == (45, 0)
+    assert result["num_accepted"] > 0
+    assert 2 <= server.most_open <= 8
+    seeds = {(body["prompt"], body["seed"]) for body in server.bodies}
+    assert len(seeds) == 3  # the seed is the prompt's, whatever the drafter and the neighbours
+    references = [body for body in server.bodies if "cache_salt" in body]
+    assert {body["speculation"]["drafter"] for body in references} == {"off"}
+    assert len(references) == 15
+
+
+def test_lossless_sees_one_wrong_token(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    def lying(body: dict[str, Any]) -> list[str]:
+        words = (WORDS * 8)[: body["max_tokens"]]
+        on = body["speculation"]["drafter"] == "suffix"
+        if on and body["prompt"] == "beta 0" and body.get("n") == 2:
+            words[4] = " a much longer word"
+        return words
+
+    with ScriptedServer(answer=lying, pace_s=0.0) as server:
+        assert lossless.main(lossless_args(server.url, data_dir)) == 1
+    result = last_json(capsys)
+    assert result["num_different"] == 2  # alone and together
+    first = result["differences"][0]
+    assert (first["task"], first["setting"], first["drafter"]) == ("beta", "n2", "suffix")
+    assert first["difference"] == "choice 0, token 4: [5, 4] against [19, 4]"
+
+
+def test_lossless_without_accepted_drafts_shows_nothing(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    with ScriptedServer(accepted=0, pace_s=0.0) as server:
+        assert lossless.main(lossless_args(server.url, data_dir)) == 3
+
+
+def answer(logprobs: tuple[float, ...], reason: str = "stop") -> lossless.Answer:
+    return lossless.Answer((((1, 2), "ab", reason, logprobs),), 2, 0, 0, 2)
+
+
+def test_difference_sees_the_last_bit_of_a_logprob_and_the_reason() -> None:
+    assert lossless.difference(answer((0.1, 0.2)), answer((0.1, 0.2))) is None
+    near = 0.2000000000000000111 + 2**-54
+    assert near != 0.2
+    found = lossless.difference(answer((0.1, 0.2)), answer((0.1, near)))
+    assert found is not None and "logprob 1" in found
+    found = lossless.difference(answer(()), answer((), "length"))
+    assert found is not None and "finish reason" in found
+
+
+def load_args(urls: list[str], data_dir: Path, *more: str) -> list[str]:
+    servers = [item for i, url in enumerate(urls) for item in ("--server", f"tailor-{i}={url}")]
+    return [*servers, "--data", str(data_dir), "--mix", "alpha=3,beta", "--requests", "8",
+            "--rounds", "2", "--tokens", "6", "--warmups", "0", *IDLE, *more]  # fmt: skip
+
+
+def test_load_closed_and_open_loop(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.004) as fast, ScriptedServer(pace_s=0.012) as slow:
+        status = load.main(
+            load_args([slow.url, fast.url], data_dir, "--concurrency", "2", "--rate", "100",
+                      "--slo", "ttft=0.0115,e2e=10")
+        )  # fmt: skip
+    result = last_json(capsys)
+    assert status == 0
+    rows = result["figures"]["2 clients"]
+    assert fast.most_open <= 8
+    assert rows["tailor-1"]["num_requests"] == 16 and rows["tailor-1"]["num_failed"] == 0
+    assert 1.1 < rows["tailor-1"]["ratio"]["median"] < 4.0
+    assert rows["tailor-0"]["ratio"] is None
+    # The slow one's first chunk comes after 12 ms: none of its requests can be good.
+    assert rows["tailor-0"]["good_share"] == 0.0
+    assert rows["tailor-1"]["good_share"] > 0.0
+    assert "100 req/s" in result["figures"]
+
+
+def test_load_books_failures_and_exits_1(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    with ScriptedServer(status=429) as server:
+        assert load.main(load_args([server.url], data_dir, "--concurrency", "1")) == 1
+    row = last_json(capsys)["figures"]["1 clients"]["tailor-0"]
+    assert row["num_failed"] == 16 and "HTTP 429" in row["failures"][0]
+    assert row["ttft_s"] is None and row["good_share"] == 0.0
+
+
+def test_arrivals_are_poisson_and_repeatable() -> None:
+    times = load.arrival_times(4000, 50.0, 3)
+    assert times == load.arrival_times(4000, 50.0, 3)
+    assert times != load.arrival_times(4000, 50.0, 4)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    assert min(gaps) >= 0
+    assert times[-1] == pytest.approx(80.0, rel=0.08)  # sd of the mean gap: 1.6 %
+    # Exponential gaps: 1 - exp(-1) = 63.2 % are below the mean (sd 0.8 %).
+    assert sum(gap < 0.02 for gap in gaps) / 4000 == pytest.approx(0.632, abs=0.04)
+
+
+def test_lateness_counts_against_the_objective() -> None:
+    timing = Timing(start_s=5.0, end_s=6.0, chunk_s=[5.1], chunk_tokens=[1], num_tokens=1)
+    assert load.meets_slo(timing, 0.0, {"ttft": 0.2, "tpot": 0.001, "e2e": 1.5})
+    assert not load.meets_slo(timing, 0.15, {"ttft": 0.2})
+    assert not load.meets_slo(timing, 0.6, {"e2e": 1.5})
+
+
+@pytest.mark.parametrize("text", ["ttfb=1", "ttft=0", "ttft=x", "ttft=nan"])
+def test_bad_objectives_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        load.parse_slo(text)
