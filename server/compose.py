@@ -13,6 +13,7 @@ import asyncio
 import functools
 import json
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,7 +135,6 @@ def build_engine(order: EngineOrder) -> Engine:
 def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
     """Where the cost of a step is kept: by device, model with dtype, and threads."""
     import hashlib
-    import os
 
     from server.model.catalog import cache_dir
 
@@ -170,11 +170,12 @@ def _warm_up(engine: Engine, drafters: Sequence[str]) -> None:
                 speculation=SpeculationParams(name, 0 if name == "off" else 4),
             )
         )
+        deltas = engine.take_deltas()
         while engine.has_work:
-            engine.step()
-    for delta in engine.take_deltas():
-        if delta.finish_reason == "error":
-            raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
+            deltas += engine.step()
+        for delta in deltas:
+            if delta.finish_reason == "error":
+                raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
     engine.pool.drop_cache()
 
 
@@ -268,6 +269,11 @@ def plan_server(
     """
     models: dict[str, ServedModel] = {}
     orders: list[EngineOrder] = []
+    engine = config.engine
+    num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
+    if engine.threads is None and num_on_cpu > 1:  # they share the cores
+        threads = max(1, len(os.sched_getaffinity(0)) // num_on_cpu)
+        engine = engine.model_copy(update={"threads": threads})
     for model in config.models:
         folder = folders[model.name]
         max_model_len = model.max_model_len or config.engine.max_model_len
@@ -283,7 +289,7 @@ def plan_server(
                     dtype=model.dtype or config.engine.dtype,
                     max_model_len=max_model_len,
                     table=str(_table_file(folder)),
-                    engine=config.engine,
+                    engine=engine,
                     max_waiting_requests=config.limits.max_queued_requests,
                     max_waiting_tokens=config.limits.max_queued_tokens,
                     drafters=tuple(dict.fromkeys(t.speculation.drafter for t in tasks.values())),

@@ -900,6 +900,9 @@ def load_tasks(
                         ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
                     )
                 )
+            corpus = task.speculation.corpus
+            if corpus is not None and not Path(corpus).is_file():
+                raise ConfigError(document.error(("speculation", "corpus"), f"no file {corpus}"))
             if drafters:
                 _check_drafters(task, document, drafters)
         except ConfigError as error:

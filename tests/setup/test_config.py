@@ -284,6 +284,7 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text("name: base\n")
     (tmp_path / "e.yaml").write_text("speculation:\n  drafter: magic\n")
     (tmp_path / "f.yaml").write_text("what: 1\n")
+    (tmp_path / "g.yaml").write_text("\n\nspeculation:\n  corpus: none.bin\n")
     (tmp_path / "notes.txt").write_text("not a task")
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path, ("base",), ("off", "suffix"))
@@ -294,6 +295,7 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
         "d.yaml:1: name: 'base' is a model's name",
         "e.yaml:2: speculation.drafter: no drafter 'magic'; there are: off, suffix",
         "f.yaml:1: what: unknown key",
+        "g.yaml:4: speculation.corpus: no file",
     ]
     assert len(told) == len(starts)
     for line, start in zip(told, starts, strict=True):

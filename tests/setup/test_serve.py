@@ -1,0 +1,243 @@
+"""`tailor serve` as a person runs it: processes, signals, a real socket, a tiny real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafters import DRAFTER_NAMES
+from server.compose import listen, make_task_drafter, plan_server, served_model
+from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
+from server.errors import ConfigError, ModelError, UnsupportedModelError
+from server.types import SpeculationParams
+from tests.model.tiny_models import save_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    save_tiny(folder, "llama")
+    return folder
+
+
+class Running:
+    """A `tailor serve` process and its output."""
+
+    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "server.cli", "serve", "--port", "0", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **env},
+        )
+        self.lines: list[str] = []
+        self.url = self.wait_for(r"ready on (http://\S+) after")[1]
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first further line that matches; fails when the process ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"no {pattern!r} in:\n{''.join(self.lines)}")
+
+    def ask(self, path: str, body: Any = None, key: str | None = None) -> Any:
+        """GET, or POST a JSON body; the JSON answer. Raises urllib's HTTPError."""
+        headers = {"content-type": "application/json"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def stop(self, number: int) -> int:
+        """Send a signal and return the exit status."""
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(30)
+        finally:
+            if self.process.stdout is not None:
+                self.lines += self.process.stdout.readlines()
+
+
+@pytest.fixture
+def start(tiny_folder: Path) -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def start(*words: str, **env: str) -> Running:
+        cache = {"TAILOR_CACHE_DIR": str(tiny_folder.parent / "cache")}
+        small = ["--kv-cache-memory", "64MiB", "--max-num-seqs", "8"]
+        running.append(Running(["--model", str(tiny_folder), *small, *words], cache | env))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+        if one.process.stdout is not None:
+            one.process.stdout.close()
+
+
+def test_serve_completes_says_hello_and_stops_cleanly(start: Callable[..., Running]) -> None:
+    server = start("--hello", TAILOR_API_KEY="secret")
+    server.wait_for(r"^The capital of France is")
+    server.wait_for(r"Ctrl-C stops the server")
+    assert "secret" not in "".join(server.lines)
+    body = {"model": "tiny", "prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.ask("/v1/completions", body)
+    assert refused.value.code == 401
+    refused.value.close()
+    plain = server.ask("/v1/completions", body | {"speculation": {"drafter": "off"}}, "secret")
+    drafted = server.ask("/v1/completions", body | {"model": "extraction"}, "secret")
+    assert plain["usage"]["completion_tokens"] > 0
+    assert drafted["choices"][0]["text"].startswith(plain["choices"][0]["text"][:4])
+    assert server.stop(signal.SIGTERM) == 0
+    text = "".join(server.lines)
+    assert "Traceback" not in text and "abcabc" not in text
+
+
+def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
+    server = start("--device", "cpu,cpu")
+    # /ready, and the announcement, need one engine of each model; the other follows.
+    end_s = time.monotonic() + 60
+    while True:
+        states = [engine["state"] for engine in server.ask("/health")["engines"]]
+        if states == ["ready", "ready"]:
+            break
+        assert set(states) <= {"loading", "ready"} and time.monotonic() < end_s, states
+        time.sleep(0.2)
+    body = {"model": "tiny", "prompt": "xyz", "max_tokens": 5, "temperature": 0}
+    texts = {server.ask("/v1/completions", body)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) == 1
+    # Ctrl-C reaches every process of the terminal's group, engines included.
+    assert server.stop(signal.SIGINT) == 0
+    assert "Traceback" not in "".join(server.lines)
+
+
+def test_busy_port_is_told_at_once(tiny_folder: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+            listen("127.0.0.1", port)
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "server.cli", "serve", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+    assert done.returncode == 1 and "already in use" in done.stderr
+    assert "Traceback" not in done.stderr and time.monotonic() - began < 10
+
+
+def test_unknown_host_is_told() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on no-such-host"):
+        listen("no-such-host.invalid", 0)
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[1] > 0 and listener.family == socket.AF_INET
+
+
+def test_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text(
+        json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    )
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is not supported"):
+        served_model(ModelConfig(name="gpt", path="gpt"), tmp_path / "gpt", None)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        served_model(ModelConfig(name="x", path="x"), tmp_path / "none", None)
+
+
+# --- the plan ---
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_plan_has_one_order_a_device(tiny_folder: Path, own_cache: None) -> None:
+    config = ServerConfig(
+        models=(
+            ModelConfig(name="a", path="a", devices=("cuda:0", "cuda:1"), dtype="float16"),
+            ModelConfig(name="b", path="b", max_model_len=100),
+        ),
+        engine=EngineConfig(max_model_len=120),
+    )
+    tasks = {"t": TaskConfig(name="t")}
+    plan = plan_server(config, tasks, {"a": tiny_folder, "b": tiny_folder})
+    assert [(o.name, o.device, o.dtype, o.max_model_len) for o in plan.orders] == [
+        ("a/0", "cuda:0", "float16", 120),
+        ("a/1", "cuda:1", "float16", 120),
+        ("b/0", "cpu", "auto", 100),
+    ]
+    assert plan.models["a"].max_model_len == 120 and plan.models["b"].max_model_len == 100
+    assert plan.models["a"].vocab_size == 128
+    assert len({order.table for order in plan.orders}) == 1
+    assert all(Path(order.table).is_file() for order in plan.orders)
+
+
+def test_engines_on_the_cpu_share_its_cores(tiny_folder: Path, own_cache: None) -> None:
+    def threads(devices: tuple[str, ...], given: int | None = None) -> list[int | None]:
+        config = ServerConfig(
+            models=(ModelConfig(name="a", path="a", devices=devices),),
+            engine=EngineConfig(threads=given),
+        )
+        return [o.engine.threads for o in plan_server(config, {}, {"a": tiny_folder}).orders]
+
+    cores = len(os.sched_getaffinity(0))
+    assert threads(("cpu",)) == [None]
+    assert threads(("cpu", "cpu")) == [max(1, cores // 2)] * 2
+    assert threads(("cpu", "cpu"), 3) == [3, 3]
+
+
+# --- drafters of tasks ---
+
+
+@pytest.mark.parametrize("name", [n for n in DRAFTER_NAMES if n != "off"])
+def test_every_drafter_can_be_made_for_a_task(name: str) -> None:
+    drafter = make_task_drafter(name, "f" * 64, "t", SpeculationParams(name, 8))
+    session = drafter.open((1, 2, 3, 1, 2, 3, 1, 2))
+    session.settle()
+    session.extend((3,))
+    assert len(session.propose(8, 4).token_ids) <= 8
+    session.close()
+
+
+def test_options_reach_their_drafter_only() -> None:
+    task = TaskConfig.model_validate(
+        {"name": "t", "speculation": {"mix": {"lambda": 0.25, "n_max": 3}, "trie": {"n": 6}}}
+    )
+    speculation = SpeculationParams("mix", 8, task.speculation.options())
+    mix: Any = make_task_drafter("mix", "f", "t", speculation)
+    assert (mix.mixing, mix.n_max) == (0.25, 3)
+    trie: Any = make_task_drafter("trie", "f", "t", speculation)
+    assert (trie.n, trie.prefix_length) == (6, 3)
+    make_task_drafter("suffix", "f", "t", speculation)
+
+
+def test_missing_corpus_is_a_clear_error() -> None:
+    with pytest.raises(ValueError, match="corpus of task t: No such file"):
+        make_task_drafter("mix", "f", "t", SpeculationParams("mix", 8, (), "none.bin"))
