@@ -108,7 +108,7 @@ def read_arrays(
         except (ValueError, KeyError, TypeError) as error:
             raise ArrayFileError(f"{path} has a damaged header") from error
         if found_kind != kind:
-            raise ArrayFileError(f"{path} is a {found_kind} file, not a {kind} file")
+            raise ArrayFileError(f"{path} is of the kind {found_kind!r}, not {kind!r}")
         if found_version != version:
             raise ArrayFileError(
                 f"{path} is version {found_version}; this program reads version {version}:"

@@ -45,7 +45,8 @@ NO_MARKS = np.empty((2, 0), np.float32)
 class AutoDrafter:
     """Makes AutoSessions.
 
-    corpus: the task's, or None. trust: weights and their evidence, shared by the sessions.
+    corpus: the task's, or None. trust: weights and their evidence, shared by the sessions; by
+    default what the corpus' held-out examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
     num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
     eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
@@ -76,7 +77,11 @@ class AutoDrafter:
             raise ValueError(f"sharpness must be in 0..64, not {sharpness}")
         self.corpus = corpus
         self.automaton = corpus.automaton if corpus is not None else Automaton.empty()
-        self.trust = trust if trust is not None else Trust()
+        if trust is None:
+            trust = Trust()
+            if corpus is not None and corpus.evidence.shape[1]:
+                trust.restore_arrays(corpus.evidence, corpus.outcomes)
+        self.trust = trust
         self.min_survival = min_survival
         self.num_retrieved = num_retrieved
         self.sharpness = sharpness
@@ -152,11 +157,16 @@ class AutoSession:
             raise SessionClosedError("this AutoSession is closed")
         return self._drafter
 
-    def settle(self) -> None:
-        """Retrieve the nearest examples (once) and fold what was learned into the trust."""
+    def settle_once(self) -> None:
+        """Retrieve the nearest examples, if that has not been done."""
         drafter = self._owner()
         if not self._settled:
             self._retrieve(drafter)
+
+    def settle(self) -> None:
+        """settle_once(), and fold what was learned into the trust now and then."""
+        self.settle_once()
+        drafter = self._owner()
         if drafter.learn:
             drafter.trust.update_if_due()
 
@@ -166,12 +176,10 @@ class AutoSession:
         weights: list[float] = []
         sources: list[int] = []
         corpus = drafter.corpus
-        if corpus is not None and drafter.num_retrieved and corpus.nearest.norms.shape[0]:
+        if corpus is not None and corpus.nearest.norms.shape[0]:
             prompt = self._index.text[0, : self._num_prompt]
-            if drafter.template_weight < 1.0:
-                self._prompt_marks = corpus.nearest.template_weights(
-                    prompt, drafter.template_weight
-                )
+            self._prompt_marks = corpus.nearest.template_weights(prompt, drafter.template_weight)
+            corpus.copies.weigh(prompt, self._prompt_marks)
             examples, likeness = corpus.nearest.find(prompt, drafter.num_retrieved)
             offset = corpus.num_documents - corpus.nearest.norms.shape[0]
             # The least like first: newer text is looked at first where a walk is cut short.
@@ -234,6 +242,7 @@ class AutoSession:
             length,
             drafter.eos_token_ids,
             drafter.trust.weights,
+            drafter.trust.factors,
             work.ints,
             work.counts,
             work.heap,
@@ -271,6 +280,7 @@ class AutoSession:
                     length,
                     drafter.trust.weights,
                     drafter.trust.evidence,
+                    drafter.trust.outcomes,
                     work.ints,
                     work.counts,
                 )

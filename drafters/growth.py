@@ -31,7 +31,7 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["NUM_CELLS", "SOURCES", "Workspace", "cell_of"]
+__all__ = ["NUM_CELLS", "NUM_FACTORS", "SOURCES", "Workspace", "cell_of", "factor_cell"]
 
 SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction")
 CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION = 0, 1, 2, 3, 4
@@ -41,6 +41,9 @@ NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1
 NUM_LEVELS = NUM_SOURCES * NUM_BUCKETS
 NUM_CELLS = NUM_LEVELS * NUM_OCCURRENCES * NUM_AGREEMENTS * 2
+
+NUM_SHARES = 10  # chances before correction: below 1%, 2%, 5%, 10%, 20%, 35%, 50%, 70%, 90%
+NUM_FACTORS = NUM_LEVELS * NUM_SHARES
 
 MAX_MATCH = 40  # comparisons end here: longer matches share a bucket
 MAX_VISITS = 192  # occurrences looked at per node and chain, newest first
@@ -84,6 +87,18 @@ def cell_of(level: int, total: float, top_share: float, covers: bool) -> int:
     agreement = 0 if top_share < 0.5 else (1 if top_share < 0.999 else 2)
     cell = (level * NUM_OCCURRENCES + occurrences) * NUM_AGREEMENTS + agreement
     return cell * 2 + (1 if covers else 0)
+
+
+@compiled
+def factor_cell(source: int, bucket: int, chance: float) -> int:
+    """The correction cell of a chance: its leading source, that one's match length, its size."""
+    if chance < 0.1:
+        share = 0 if chance < 0.01 else (1 if chance < 0.02 else (2 if chance < 0.05 else 3))
+    elif chance < 0.5:
+        share = 4 if chance < 0.2 else (5 if chance < 0.35 else 6)
+    else:
+        share = 7 if chance < 0.7 else (8 if chance < 0.9 else 9)
+    return (source * NUM_BUCKETS + bucket) * NUM_SHARES + share
 
 
 @compiled
@@ -417,6 +432,7 @@ def grow_tree(
     state_length: int,
     ends: Int32,
     trust: Float64,
+    factors: Float64,
     ints: Int32,
     counts: Float32,
     heap: Float32,
@@ -474,7 +490,11 @@ def grow_tree(
             )
             _blend(ints, counts, totals, cells, num_levels, trust, chances)
             for row in range(ints[0, 0]):
-                chance = min(chances[0, row], np.float32(0.9999))
+                chance = chances[0, row]
+                if survival * chance < 0.2 * min_survival:
+                    continue
+                cell = factor_cell(int(chances[1, row]), int(chances[2, row]), chance)
+                chance = min(chance * np.float32(factors[cell]), np.float32(0.9999))
                 value = survival * chance
                 if value < min_survival or heap_size >= capacity:
                     continue
@@ -606,13 +626,15 @@ def learn_token(
     state_length: int,
     trust: Float64,
     evidence: Float64,
+    outcomes: Float64,
     ints: Int32,
     counts: Float32,
 ) -> float:
     """One step of expectation maximisation for the trusts, *before* `token` is appended.
 
-    evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered. Returns
-    the chance that was given to `token`.
+    evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered. outcomes:
+    float64 [3, NUM_FACTORS]: sum of the chances given to candidates, how often one was right, how
+    many there were. Returns the chance that was given to `token`.
     """
     totals = np.empty(NUM_LEVELS, np.float32)
     cells = np.empty((2, NUM_LEVELS), np.int32)
@@ -665,6 +687,16 @@ def learn_token(
         evidence[0, cell] += reach
         evidence[1, cell] += reach * answered
         reach *= 1.0 - answered
+    chances = np.empty((4, MAX_CANDIDATES), np.float32)
+    _blend(ints, counts, totals, cells, num_levels, trust, chances)
+    for i in range(ints[0, 0]):
+        given = chances[0, i]
+        if given > 0.002:
+            cell = factor_cell(int(chances[1, i]), int(chances[2, i]), given)
+            outcomes[0, cell] += given
+            outcomes[2, cell] += 1.0
+            if i == row:
+                outcomes[1, cell] += 1.0
     return chance
 
 

@@ -115,7 +115,7 @@ class Nearest:
         _score(terms, self.keys, self.starts, self.postings, self.weights, scores)
         scores /= self.norms
         num = min(num, scores.shape[0])
-        if num == 0:
+        if num <= 0:
             return np.empty(0, np.int64), np.empty(0, np.float32)
         best = np.argpartition(-scores, num - 1)[:num]
         best = best[np.lexsort((best, -scores[best]))]

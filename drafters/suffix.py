@@ -116,6 +116,7 @@ class SuffixSession:
             0,
             drafter.eos_token_ids,
             drafter.trust.weights,
+            drafter.trust.factors,
             work.ints,
             work.counts,
             work.heap,

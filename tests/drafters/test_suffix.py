@@ -20,7 +20,7 @@ def test_a_long_match_is_followed_to_its_end() -> None:
     tree = session.propose(16, 32)
     # The likeliest path comes first, and it copies the text from where the match stands.
     assert paths(tree)[15] == tuple(text[10:26])
-    assert tree.survival[0] > 0.8
+    assert tree.survival[0] > 0.7
 
 
 def test_longer_contexts_outweigh_more_frequent_short_ones() -> None:

@@ -1,0 +1,191 @@
+"""Corpora: counts checked by hand and by brute force, files that refuse what is not theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
+from drafters.automaton import build_automaton
+from drafters.corpus import Corpus, build_corpus
+from drafters.growth import automaton_step
+from drafters.ngram_tables import count_ngrams
+from drafters.text_index import START
+
+documents = st.lists(st.lists(st.integers(0, 4), max_size=25), min_size=1, max_size=8)
+
+
+def flat(docs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.cumsum([0] + [len(d) for d in docs])[:-1].astype(np.int64)
+    return np.asarray([t for d in docs for t in d], np.int32), starts
+
+
+def grams(docs: list[list[int]], n: int) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(d[i : i + n]) for d in docs for i in range(len(d) - n + 1))
+
+
+def test_a_corpus_small_enough_to_check_by_eye() -> None:
+    # "1 2 3" twice, "1 2 4" once, and an n-gram never spans two documents.
+    tables = count_ngrams(*flat([[1, 2, 3], [1, 2, 3], [1, 2, 4]]), n_max=3, p_min=1)
+    assert tables.lookup([]) == {1: 3, 2: 3, 3: 2, 4: 1}
+    assert tables.lookup([1]) == {2: 3}
+    assert tables.lookup([1, 2]) == {3: 2, 4: 1}
+    assert list(tables.lookup([1, 2])) == [3, 4]  # most frequent first
+    assert tables.lookup([3]) == {}
+    pruned = count_ngrams(*flat([[1, 2, 3], [1, 2, 3], [1, 2, 4]]), n_max=3, p_min=2)
+    assert pruned.lookup([1, 2]) == {3: 2}
+    assert pruned.lookup([]) == {1: 3, 2: 3, 3: 2}
+    assert pruned.num_ngrams() == [3, 2, 1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(docs=documents, p_min=st.integers(1, 4), n_max=st.integers(1, 5))
+def test_tables_equal_a_brute_force_count(docs: list[list[int]], p_min: int, n_max: int) -> None:
+    tables = count_ngrams(*flat(docs), n_max=n_max, p_min=p_min)
+    for n in range(1, n_max + 1):
+        kept = {gram: count for gram, count in grams(docs, n).items() if count >= p_min}
+        contexts = {gram[:-1] for gram in grams(docs, n)}
+        for context in contexts:
+            expected = {gram[-1]: count for gram, count in kept.items() if gram[:-1] == context}
+            found = tables.lookup(list(context))
+            assert found == expected
+            counts = list(found.values())
+            assert counts == sorted(counts, reverse=True)
+        assert tables.num_ngrams()[n - 1] == len(kept)
+
+
+def test_table_parameters_are_checked() -> None:
+    ids, starts = flat([[1, 2]])
+    for options in ({"n_max": 0}, {"n_max": 17}, {"p_min": 0}):
+        with pytest.raises(ValueError):
+            count_ngrams(ids, starts, **options)
+    with pytest.raises(ValueError, match="negative"):
+        count_ngrams(np.asarray([-1], np.int32), starts)
+
+
+@settings(max_examples=80, deadline=None)
+@given(docs=documents)
+def test_the_automaton_counts_every_context_of_every_length(docs: list[list[int]]) -> None:
+    automaton = build_automaton(*flat(docs))
+    behind_start = [[START, *d] for d in docs]
+    for n in range(1, 8):
+        longer = grams(behind_start, n + 1)
+        for context, count in grams(behind_start, n).items():
+            state, length = 0, 0
+            for token in context:
+                state, length = automaton_step(
+                    automaton.states, automaton.edges, state, length, token
+                )
+            assert length == n
+            assert automaton.states[state, 2] == count
+            first, end = automaton.states[state, 3], automaton.states[state + 1, 3]
+            following = {
+                int(token): int(automaton.states[target, 2])
+                for token, target in automaton.edges[first:end]
+            }
+            assert following == {g[-1]: c for g, c in longer.items() if g[:-1] == context}
+
+
+def test_the_automaton_falls_back_to_the_longest_suffix() -> None:
+    automaton = build_automaton(*flat([[1, 2, 3, 4], [9, 3, 5]]))
+    state, length = 0, 0
+    for token in (1, 2, 3, 5):  # "1 2 3 5" never occurs, "3 5" does
+        state, length = automaton_step(automaton.states, automaton.edges, state, length, token)
+    assert length == 2
+    state, length = automaton_step(automaton.states, automaton.edges, state, length, 77)
+    assert (state, length) == (0, 0)
+
+
+EXAMPLES = [([7, 7, n, 8], [1, 2, n, 0]) for n in range(20, 32)]
+
+
+def test_a_corpus_survives_its_file(tmp_path: Path) -> None:
+    corpus = build_corpus(EXAMPLES, fingerprint="tok-a", p_min=1)
+    path = tmp_path / "deep" / "task.corpus"
+    corpus.save(path)
+    loaded = Corpus.load(path, fingerprint="tok-a")
+    assert loaded.num_documents == 12 and loaded.num_tokens == 48
+    assert loaded.output(3).tolist() == [1, 2, 23, 0]
+    assert loaded.end_ids() == (0,)
+    assert loaded.tables.lookup([1]) == {2: 12}
+    for part in ("tables", "automaton", "nearest", "copies"):
+        old, new = getattr(corpus, part).arrays(), getattr(loaded, part).arrays()
+        assert old.keys() == new.keys()
+        for name, array in old.items():
+            assert np.array_equal(array, new[name]), (part, name)
+    assert [p.name for p in path.parent.iterdir()] == ["task.corpus"]  # no temporary is left
+
+
+def test_another_tokenizers_corpus_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "task.corpus"
+    build_corpus(EXAMPLES, fingerprint="tok-a").save(path)
+    with pytest.raises(FingerprintError, match="tokenizer tok-a, but the model's is tok-b"):
+        Corpus.load(path, fingerprint="tok-b")
+    assert Corpus.load(path, fingerprint=None).fingerprint == "tok-a"  # for looking at it
+
+
+def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "task.corpus"
+    with pytest.raises(FileNotFoundError):
+        Corpus.load(path, fingerprint=None)
+    path.write_bytes(b"hello")
+    with pytest.raises(ArrayFileError, match="not a task corpus"):
+        Corpus.load(path, fingerprint=None)
+    build_corpus(EXAMPLES, fingerprint="a").save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArrayFileError, match="cut short"):
+        Corpus.load(path, fingerprint=None)
+    path.write_bytes(whole[:60])
+    with pytest.raises(ArrayFileError, match="damaged header"):
+        Corpus.load(path, fingerprint=None)
+    one = {"a": np.zeros(3, np.int32)}
+    write_arrays(path, kind="other", version=1, fingerprint="", meta={}, arrays=one)
+    with pytest.raises(ArrayFileError, match="of the kind .other."):
+        Corpus.load(path, fingerprint=None)
+    write_arrays(path, kind="task corpus", version=99, fingerprint="", meta={}, arrays=one)
+    with pytest.raises(ArrayFileError, match="version 99"):
+        Corpus.load(path, fingerprint=None)
+    write_arrays(path, kind="task corpus", version=1, fingerprint="", meta={}, arrays=one)
+    with pytest.raises(ArrayFileError, match="lacks a part"):
+        Corpus.load(path, fingerprint=None)
+
+
+def test_writing_what_was_read_changes_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "arrays"
+    write_arrays(
+        path, kind="k", version=1, fingerprint="f", meta={}, arrays={"a": np.arange(4, dtype="i4")}
+    )
+    _, arrays = read_arrays(path, kind="k", version=1, fingerprint="f")
+    arrays["a"][0] = 99  # a private page
+    assert read_arrays(path, kind="k", version=1, fingerprint="f")[1]["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_the_nearest_prompts_are_those_that_share_rare_tokens() -> None:
+    prompts = [[1, 2, 3, 50 + n, 60 + n % 3, 4] for n in range(30)]
+    corpus = build_corpus([(p, [n, 0]) for n, p in enumerate(prompts)], fingerprint="")
+    found, likeness = corpus.nearest.find([1, 2, 3, 57, 61, 4], 5)
+    assert found[0] == 7
+    assert set(found[1:].tolist()) <= {n for n in range(30) if n % 3 == 1}
+    assert (np.diff(likeness) <= 0).all()
+    weights = corpus.nearest.template_weights(np.asarray(prompts[0], np.int32), 0.1)[0]
+    assert weights.tolist() == pytest.approx([0.1, 0.1, 1, 1, 1, 1])
+
+
+def test_progress_is_reported() -> None:
+    seen: list[tuple[str, float]] = []
+    build_corpus(EXAMPLES, fingerprint="", progress=lambda what, share: seen.append((what, share)))
+    assert {what for what, _ in seen} == {"counting", "indexing", "calibrating"}
+    assert all(0.0 <= share <= 1.0 for _, share in seen)
+
+
+def test_empty_corpora_work() -> None:
+    corpus = build_corpus([], fingerprint="")
+    assert corpus.num_documents == 0 and corpus.end_ids() == ()
+    corpus = build_corpus([([], [1, 2, 3])], fingerprint="", p_min=1)
+    assert corpus.tables.lookup([1]) == {2: 1}
