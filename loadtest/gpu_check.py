@@ -5,8 +5,8 @@
 1. Runs tests/gpu (needs pytest).
 2. Prints the device's copy bandwidth, then, for Llama shapes with random weights, a table of step
    times beside the memory-bandwidth floor: decode of 1..64 sequences with a row each, trees of
-   1..64 rows on one sequence, 8-row trees on several, and prompt chunks, over histories of 256 to
-   8192 positions; decode once plainly and once with CUDA graphs.
+   1..64 rows on one sequence, 8-row trees on several, sampled decode and prompt chunks, over
+   histories of 256 to 8192 positions; decode once plainly and once with CUDA graphs.
 3. Ends in one line of JSON.
 
 The floor is the bytes a step must read - every weight but the embedding table once, and the keys
@@ -76,7 +76,8 @@ SHAPES = {
 @dataclass(frozen=True)
 class Case:
     """num_seqs sequences with `rows` rows each over `history` positions. A tree's rows hang off
-    one another in chains of four; a chunk's are a prompt's."""
+    one another in chains of four; a chunk's are a prompt's; "sampled" is decode at temperature 0.8
+    and top_p 0.9, where the others are greedy."""
 
     kind: str
     num_seqs: int
@@ -87,12 +88,14 @@ class Case:
 def cases(shape: str) -> list[Case]:
     """What is timed, in the order of the table."""
     if shape == "tiny":
-        return [Case("decode", 2, 1, 40), Case("tree", 1, 5, 40), Case("chunk", 1, 8, 20)]
+        kinds = (("decode", 2, 1), ("tree", 1, 5), ("sampled", 2, 1), ("chunk", 1, 8))
+        return [Case(kind, seqs, rows, 40) for kind, seqs, rows in kinds]
     histories = (256, 1024, 2048, 4096, 8192)
     counts = (1, 2, 4, 8, 16, 32, 64)
     result = [Case("decode", n, 1, h) for h in histories for n in counts]
     result += [Case("tree", 1, n, h) for h in histories for n in counts[1:]]
     result += [Case("tree", n, 8, h) for h in (256, 2048, 8192) for n in (2, 8, 32)]
+    result += [Case("sampled", n, 1, 1024) for n in (1, 8, 64)]
     result += [Case("chunk", 1, 512, h) for h in (0, 2048, 8192 - 512)]
     return result
 
@@ -138,7 +141,7 @@ def blocks_needed(case: Case) -> int:
 
 
 def batch_of(case: Case, vocab_size: int) -> Batch:
-    """The step of a case: all its rows, a greedy draw from each (from a chunk's last alone)."""
+    """The step of a case: all its rows, a draw from each (from a chunk's last alone)."""
     n, per = case.num_seqs, case.rows
     blocks = -(-(case.history + per) // BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(n * blocks).astype(np.int32)
@@ -166,7 +169,10 @@ def batch_of(case: Case, vocab_size: int) -> Batch:
         draw_rows = draw_rows[-1:]
     draws = draw_rows.shape[0]
     none = np.empty(0, np.int32)
-    params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
+    s = SamplingParams(temperature=0.0)
+    if case.kind == "sampled":
+        s = SamplingParams(temperature=0.8, top_p=0.9)
+    params = DrawParams(s, 0, none, none, none, none, 0)
     return Batch(
         token_ids=np.random.default_rng(1).integers(0, vocab_size, n * per).astype(np.int32),
         token_from=np.full(n * per, -1, np.int32),

@@ -17,8 +17,9 @@ class LmHead:
 
     weight: [V, hidden_size], may be the tied embedding table (never copied). bias: [V] or None.
     num_token_ids: ids that exist; rows of the weight from there on are padding, multiplied (odd
-    sizes are slow) but never shown, so that no such id can be drawn or listed. float32 logits whatever the weight's dtype: rounding logits to
-    bfloat16 would make ties, and ties go to the lowest id.
+    sizes are slow) but never shown, so that no such id can be drawn or listed. The logits are
+    float32 whatever the weight's dtype: rounding them to bfloat16 would make ties, and ties go to
+    the lowest id.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class LmHead:
             raise ValueError(f"{num_token_ids} token ids, but the head has {num_rows} rows")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, vocab_size], no host sync."""
+        """hidden [n, hidden_size] in the weight's dtype -> float32 [n, vocab_size]; no sync."""
         weight = self._weight
         if weight.dtype == torch.float32:
             logits = functional.linear(hidden, weight)

@@ -162,8 +162,9 @@ class TorchRunner:
 
     module: a causal LM of transformers, in eval mode, on `device`; the runner takes it over and
     switches its attention. attention: "triton" (the default on CUDA) or "torch". cuda_graphs:
-    replay captured graphs for decode-shaped steps. head_bytes: memory one slab of logits may take;
-    more rows go through the head in several slabs. partial_bytes: memory for split attention.
+    replay captured graphs for decode-shaped steps. head_bytes: memory that a slab of logits and the
+    work on it may take; more rows go through the head in several slabs. partial_bytes: memory for
+    split attention.
 
     Raises ValueError when a number does not fit the model.
     """
@@ -234,8 +235,7 @@ class TorchRunner:
             from server.model.triton_kernels import Partials
 
             self._partials = Partials(self._shape, num_heads, head_dim, device)
-        # fp32 logits, and int64 order keys where logprobs are asked for, and their masks.
-        self._max_head_rows = max(1, head_bytes // (self._head.vocab_size * 16))
+        self._head_bytes = head_bytes
         self._previous_ids = torch.zeros(max(1, max_num_seqs), dtype=torch.int32, device=device)
         self._num_previous = 0
         row_bytes = 4 * (12 + paged.TILE_FIELDS) * max_num_batched_tokens
@@ -437,8 +437,10 @@ class TorchRunner:
         draw_at = np.searchsorted(head_rows, batch.draw_rows)
         score_at = np.searchsorted(head_rows, batch.score_rows)
         slabs = []
-        for start in range(0, head_rows.shape[0], self._max_head_rows):
-            end = min(start + self._max_head_rows, head_rows.shape[0])
+        per_row = self._head.vocab_size * _bytes_per_logit(batch)
+        at_once = max(1, self._head_bytes // per_row)
+        for start in range(0, head_rows.shape[0], at_once):
+            end = min(start + at_once, head_rows.shape[0])
             draws = np.flatnonzero((draw_at >= start) & (draw_at < end))
             scores = np.flatnonzero((score_at >= start) & (score_at < end))
             plan = plan_draws(batch, draws, draw_at[draws] - start, self._head.vocab_size)
@@ -606,6 +608,15 @@ class TorchRunner:
             if self._graphs is not None:
                 self._graphs.forget()
         self._previous_ids.index_copy_(0, draw_ids.long(), ids.clamp(min=0))
+
+
+def _bytes_per_logit(batch: Batch) -> int:
+    """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken; float64
+    copies, sorted values with their indices and running sums where draws are processed; int64 order
+    keys for logprobs."""
+    params = (p.sampling for p in batch.params)
+    only_argmax = all(s.temperature == 0.0 and s.num_logprobs is None for s in params)
+    return 4 if only_argmax and batch.score_rows.shape[0] == 0 else 48
 
 
 def _warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:

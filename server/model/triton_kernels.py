@@ -121,9 +121,8 @@ def _attend_tiles(
         window_begin = tl.maximum(min_position - window + 1, 0) // BLOCK_N * BLOCK_N
         begin = tl.maximum(begin, window_begin)
     if SPLIT:
-        if split > 0:
-            if begin >= end:
-                return
+        if (split > 0) & (begin >= end):
+            return
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)

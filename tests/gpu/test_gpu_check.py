@@ -24,9 +24,9 @@ def test_dry_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(lines[-1])
     assert report["ok"] and report["bandwidth_gb_s"] > 0
     kinds = [step["kind"] for step in report["steps"]]
-    assert kinds == ["decode", "tree", "chunk"]
+    assert kinds == ["decode", "tree", "sampled", "chunk"]
     assert all(step["wall_ms"] > 0 for step in report["steps"])
-    assert sum(line.startswith("tiny") for line in lines) == 3
+    assert sum(line.startswith("tiny") for line in lines) == 4
 
 
 def test_a_tree_s_paths_lie_within_its_own_rows() -> None:

@@ -122,7 +122,7 @@ def test_slabs_of_the_head_change_nothing(rows_at_once: int) -> None:
     for row in range(19, -1, -1):
         builder.score(rows[row], ids[row], 1 + row % 3)
     results = []
-    for head_bytes in (1 << 20, rows_at_once * V * 16):
+    for head_bytes in (1 << 20, rows_at_once * V * 48):
         made = make(head_bytes=head_bytes)
         made.launch(builder.build())
         results.append(made.wait())
