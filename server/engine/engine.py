@@ -127,6 +127,7 @@ class Engine:
         )
         self.budget = DraftBudget(cost)
         self.num_drafter_errors = 0
+        self.num_failed_steps = 0
         self._cost = cost
         self._verifier = verifier
         self._stop_table = stop_table
@@ -225,11 +226,9 @@ class Engine:
         ]
         leader = sequences[0]
         leader.siblings = sequences[1:]
-        for sibling in leader.siblings:
-            sibling.status = Status.FORKING
         self._open[request.request_id] = sequences
         if leader.rules.max_output == 0 and not leader.scores_prompt:
-            for sequence in sequences:  # nothing to compute
+            for sequence in list(sequences):  # nothing to compute
                 sequence.num_cached_tokens = 0
                 self._finish(sequence, "length")
             return
@@ -270,6 +269,7 @@ class Engine:
             assert s.num_computed <= s.num_tokens
             assert s.status is Status.RUNNING or s.num_blocks == 0
             assert s.num_computed <= s.num_blocks * s.block_size
+            assert s.num_published * s.block_size <= s.prompt_len + s.num_verified
 
     # -- verbs of the step ------------------------------------------------------------------
 
@@ -471,7 +471,7 @@ class Engine:
             self._accept_run(child, None, span.draw + 1 + i, drawn, drawn_ids)
             if leader.status is Status.FINISHED:
                 return  # a choice that failed has taken the request with it
-            if child.status is Status.FORKING:
+            if child.status is Status.NEW:
                 self.scheduler.fork(leader, child)
         leader.no_draft_reason = "prefill"
         self._accept_run(leader, None, span.draw, drawn, drawn_ids)
@@ -737,6 +737,7 @@ class Engine:
         alone fails for good. Raises RunnerBrokenError after too many failures in a row.
         """
         self._num_failures += 1
+        self.num_failed_steps += 1
         self._moves = ([], [])
         self.pool.drop_cache()
         text = f"{type(error).__name__}: {error}"[:300]

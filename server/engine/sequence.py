@@ -29,9 +29,9 @@ _NO_COUNTS = StepCounts()
 
 
 class Status(Enum):
-    """Where a sequence stands. FORKING: until the first choice reaches the last prompt row."""
+    """Where a sequence stands. NEW: in no queue, as a choice is until it forks off the first."""
 
-    FORKING = "forking"
+    NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -146,7 +146,7 @@ class Sequence:
         self.num_released = 0
 
         # KV: written by the scheduler and, after a step, by the engine.
-        self.status = Status.WAITING
+        self.status = Status.NEW
         self.table: Int32 = np.zeros(-(-max_model_len // block_size), np.int32)
         self.num_blocks = 0
         self.num_computed = 0

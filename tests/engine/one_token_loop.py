@@ -1,0 +1,114 @@
+"""The one-token loop: what every engine schedule must reproduce, written without the engine.
+
+No blocks, no batches, no drafts: the FakeModel over the whole text, one draw at a time, and the
+rules for ends written down a second time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from server.engine.batch import DrawParams
+from server.engine.sampling import draw, token_logprob
+from server.types import Request, TokenLogprob
+from tests.fakes.fake_runner import FakeModel
+
+
+@dataclass
+class Outcome:
+    """What one choice must give."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | bytes | None = None
+
+
+def _as_sent(lp: TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(lp.token_id, float(np.float32(lp.logprob)), lp.rank, lp.top)
+
+
+def _stop_string(request: Request, token_bytes: list[bytes], ids: list[int]) -> bytes | None:
+    s = request.sampling
+    text = b"".join(token_bytes[i] for i in ids)
+    before = len(text) - len(token_bytes[ids[-1]])
+    for end in range(before + 1, len(text) + 1):
+        ending = [stop for stop in s.stop if text[:end].endswith(stop)]
+        if ending:
+            return max(ending, key=len)
+    return None
+
+
+def one_token_loop(
+    model: FakeModel,
+    request: Request,
+    choice_id: int,
+    *,
+    eos: tuple[int, ...],
+    max_model_len: int,
+    token_bytes: list[bytes],
+) -> Outcome:
+    """Run one choice of a request to its end."""
+    s = request.sampling
+    out = Outcome()
+    tokens: list[int] = []
+    kv = np.empty(max_model_len + 1, np.uint64)
+
+    def feed(token: int) -> int:
+        at = len(tokens)
+        kv[at] = value = model.row_hash(token, at, kv[:at])
+        tokens.append(token)
+        return value
+
+    if request.echo_logprobs is not None:
+        out.prompt_logprobs.append(None)
+    row = 0
+    for i, token in enumerate(request.prompt_ids):
+        row = feed(token)
+        if request.echo_logprobs is not None and i + 1 < len(request.prompt_ids):
+            target = request.prompt_ids[i + 1]
+            lp = token_logprob(model.logits(row, tokens), target, request.echo_logprobs)
+            out.prompt_logprobs.append(_as_sent(lp))
+    ends = set(s.stop_token_ids) | (set() if s.ignore_eos else set(eos))
+    banned = np.asarray(sorted(ends) if s.min_tokens else [], np.int32)
+    while True:
+        if len(out.ids) >= s.max_tokens or len(tokens) >= max_model_len:
+            out.finish_reason = "length"
+            return out
+        counts = Counter(out.ids)
+        prompt = set(request.prompt_ids) if s.repetition_penalty != 1.0 else set()
+        seen = sorted(set(counts) | prompt) if s.has_penalties else []
+        params = DrawParams(
+            s,
+            choice_id,
+            banned,
+            np.asarray(seen, np.int32),
+            np.asarray([counts[i] for i in seen], np.int32),
+            np.asarray([i in prompt for i in seen], np.int32),
+            len(out.ids),
+        )
+        logits = model.logits(row, tokens)
+        try:
+            token = draw(logits, params, len(tokens), [])
+        except ValueError:
+            out.finish_reason = "error"
+            return out
+        out.ids.append(token)
+        if s.num_logprobs is not None:
+            out.logprobs.append(_as_sent(token_logprob(logits, token, s.num_logprobs)))
+        if not s.ignore_eos and token in eos:
+            out.finish_reason = "stop"
+            return out
+        if token in s.stop_token_ids:
+            out.finish_reason, out.stop_reason = "stop", token
+            return out
+        if len(out.ids) > s.min_tokens and s.stop:
+            found = _stop_string(request, token_bytes, out.ids)
+            if found is not None:
+                out.finish_reason, out.stop_reason = "stop", found
+                return out
+        row = feed(token)

@@ -1,0 +1,325 @@
+"""Random workloads for the engine, and a driver that checks its state after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from server.engine.budget import CostTable
+from server.engine.engine import Engine, EngineSettings, Verdict, Verifier
+from server.engine.sequence import Sequence
+from server.engine.stops import StopTable
+from server.types import (
+    Delta,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    StepCounts,
+    TokenLogprob,
+)
+from tests.engine.one_token_loop import Outcome, one_token_loop
+from tests.fakes.fake_drafters import (
+    FakeDrafter,
+    broken_drafter,
+    liar_drafter,
+    oracle_drafter,
+    random_drafter,
+)
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+EOS = (1,)
+
+
+@dataclass
+class Result:
+    """What the Deltas of one choice add up to."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | bytes | None = None
+    error_code: str | None = None
+    counts: list[StepCounts] = field(default_factory=list)
+    num_deltas: int = 0
+
+
+class Collector:
+    """Adds up Deltas and holds each to the rules of a Delta."""
+
+    def __init__(self) -> None:
+        self.results: dict[tuple[str, int], Result] = {}
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            result = self.results.setdefault((delta.request_id, delta.choice_id), Result())
+            assert result.finish_reason is None, "a Delta after the last one"
+            assert delta.token_ids or delta.finish_reason, "an empty Delta"
+            if delta.logprobs:
+                assert len(delta.logprobs) == len(delta.token_ids)
+            if result.num_deltas:
+                assert not delta.prompt_logprobs
+            else:
+                result.prompt_logprobs = delta.prompt_logprobs
+            result.num_deltas += 1
+            result.ids.extend(delta.token_ids)
+            result.logprobs.extend(delta.logprobs)
+            result.finish_reason = delta.finish_reason
+            result.stop_reason = delta.stop_reason
+            result.error_code = delta.error_code
+            result.counts.append(delta.counts)
+
+
+class LaggingVerifier:
+    """Lets tokens wait unverified in a window, then cuts back to a random place now and then."""
+
+    def __init__(self, rng: Random, window: int, cut_chance: float) -> None:
+        self._rng = rng
+        self._window = window
+        self._cut_chance = cut_chance
+        self.num_cuts = 0
+
+    def verify(self, sequence: Sequence, final: bool) -> Verdict:
+        num, verified = sequence.num_output, sequence.num_verified
+        if num - verified < self._window and not final:
+            return Verdict(verified)
+        if num > verified and self._rng.random() < self._cut_chance:
+            cut_to = self._rng.randrange(verified, num)
+            self.num_cuts += 1
+            return Verdict(self._rng.randint(verified, cut_to), cut_to)
+        return Verdict(num)
+
+
+@dataclass
+class Workload:
+    """A model, an engine's numbers, and requests with the steps they arrive and are cut at."""
+
+    model: FakeModel
+    settings: EngineSettings
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    token_bytes: list[bytes]
+    special_ids: tuple[int, ...]
+    requests: list[tuple[int, Request, int | None]]  # arrival step, request, abort step
+    drafter: str
+    cost: CostTable | None
+    window: int
+    rng: Random
+
+    def expected(self) -> dict[tuple[str, int], Outcome]:
+        skipped = [b"" if i in self.special_ids else t for i, t in enumerate(self.token_bytes)]
+        return {
+            (request.request_id, choice): one_token_loop(
+                self.model,
+                request,
+                choice,
+                eos=EOS,
+                max_model_len=self.max_model_len,
+                token_bytes=skipped if request.sampling.skip_special_tokens else self.token_bytes,
+            )
+            for _, request, _ in self.requests
+            for choice in range(request.num_choices)
+        }
+
+
+def random_workload(rng: Random, *, window: int = 0) -> Workload:
+    """Small numbers everywhere, so that every edge is hit often."""
+    vocab = rng.choice((6, 9, 16, 33))
+    model = FakeModel(
+        vocab,
+        seed=rng.randrange(1 << 20),
+        alphabet=rng.choice((0, 0, 2, 3)),
+        boost=rng.choice((2.0, 6.0)),
+        context=rng.choice((0, 0, 1)),
+    )
+    block_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
+    max_model_len = rng.choice((17, 32, 48))
+    letters = [bytes(rng.choice(b"ab") for _ in range(rng.randint(0, 3))) for _ in range(vocab)]
+    base = [rng.randrange(vocab) for _ in range(20)]
+    drafter = rng.choice(("off", "random", "random", "oracle", "oracle", "liar", "liar", "broken"))
+    requests: list[tuple[int, Request, int | None]] = []
+    num_requests = rng.randint(1, 6)
+    longest = 1
+    for i in range(num_requests):
+        shared = rng.randint(0, 14)
+        prompt = (base[:shared] + [rng.randrange(vocab) for _ in range(rng.randint(1, 5))])[
+            : max_model_len - 1
+        ]
+        echo = rng.choice((None, None, None, 0, 2))
+        penalties = rng.random() < 0.3
+        stops = rng.random() < 0.3
+        sampling = SamplingParams(
+            temperature=rng.choice((0.0, 0.0, 0.7, 1.0, 1.5)),
+            top_p=rng.choice((1.0, 1.0, 0.8)),
+            top_k=rng.choice((0, 0, 3)),
+            min_p=rng.choice((0.0, 0.0, 0.05)),
+            presence_penalty=rng.choice((0.0, 0.7)) if penalties else 0.0,
+            frequency_penalty=rng.choice((0.0, -0.5, 0.9)) if penalties else 0.0,
+            repetition_penalty=rng.choice((1.0, 1.3)) if penalties else 1.0,
+            logit_bias=rng.choice(((), (), ((0, 5.0), (2, -100.0)))),
+            allowed_token_ids=rng.choice((None, None, None, (0, 1, 3, 4), (1,))),
+            max_tokens=rng.choice((0, 1, 2, 5, 9, 14, 40)),
+            min_tokens=rng.choice((0, 0, 0, 3, 6)),
+            stop_token_ids=rng.choice(((), (), (3,), (2, 4))),
+            stop=tuple(
+                {bytes(rng.choice(b"ab") for _ in range(rng.randint(1, 5))): 0 for _ in range(2)}
+            )
+            if stops
+            else (),
+            ignore_eos=rng.random() < 0.5,
+            skip_special_tokens=rng.random() < 0.5,
+            seed=rng.randrange(1 << 40),
+            num_logprobs=rng.choice((None, None, 0, 3)),
+        )
+        request = Request(
+            f"r{i}",
+            "task",
+            "fake",
+            tuple(prompt),
+            sampling,
+            SpeculationParams(drafter, rng.choice((1, 3, 8, 20)) if drafter != "off" else 0),
+            num_choices=rng.choice((1, 1, 1, 2, 3)),
+            echo_logprobs=echo,
+            cache_salt=rng.choice(("", "", "x")),
+            priority=rng.choice((0, 0, 0, 1, -1)),
+        )
+        arrival = rng.choice((0, 0, 1, 3, 8))
+        abort = arrival + rng.randint(0, 8) if rng.random() < 0.2 else None
+        requests.append((arrival, request, abort))
+        longest = max(longest, min(len(prompt) + sampling.max_tokens, max_model_len))
+    at_least = -(-longest // block_size)
+    max_num_seqs = rng.choice((1, 2, 4, 6, 8))
+    settings = EngineSettings(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 20, 60)),
+        prefill_rows=rng.choice((1, 2, 5, 16)),
+        prefix_cache=rng.random() < 0.7,
+        max_draft_rows=rng.choice((2, 10, 100)),
+    )
+    cost = None
+    if rng.random() < 0.5:
+        step = rng.random() * 0.01 + 1e-4
+        cost = CostTable(
+            [1, 2, 4, 8, 16],
+            [step * (1 + rng.random() * i) for i in range(5)],
+            rng.choice((0.0, 1e-6)),
+        )
+    return Workload(
+        model=model,
+        settings=settings,
+        num_blocks=at_least + rng.choice((0, 0, 1, 2, 3, 10, 100)),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        token_bytes=letters,
+        special_ids=(1, vocab - 1),
+        requests=requests,
+        drafter=drafter,
+        cost=cost,
+        window=window,
+        rng=rng,
+    )
+
+
+def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> FakeDrafter:
+    """The drafter the workload names; oracle and liar know every text."""
+    vocab = work.model.vocab_size
+    texts: list[list[int]] = []
+    for _, request, _ in work.requests if work.drafter in ("oracle", "liar") else ():
+        # How the text would go on past its end, so that accepted paths are cut too.
+        endless = replace(
+            request.sampling, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0
+        )
+        for choice in range(request.num_choices):
+            start = expected[request.request_id, choice].ids
+            more = one_token_loop(
+                work.model,
+                replace(request, sampling=endless, echo_logprobs=None),
+                choice,
+                eos=EOS,
+                max_model_len=work.max_model_len,
+                token_bytes=work.token_bytes,
+            ).ids
+            texts.append([*request.prompt_ids, *start, *more[len(start) :]])
+    if work.drafter == "oracle":
+        return oracle_drafter(texts)
+    if work.drafter == "liar":
+        return liar_drafter(work.rng.randrange(1 << 30), texts, vocab)
+    if work.drafter == "broken":
+        return broken_drafter(work.rng.randrange(1 << 30), vocab)
+    return random_drafter(work.rng.randrange(1 << 30), vocab, work.rng.choice((0, 3)))
+
+
+def make_engine(
+    work: Workload, drafter: FakeDrafter, verifier: Verifier | None = None
+) -> tuple[Engine, FakeRunner]:
+    info = fake_info(
+        vocab_size=work.model.vocab_size,
+        num_blocks=work.num_blocks,
+        block_size=work.block_size,
+        max_model_len=work.max_model_len,
+        max_num_seqs=work.settings.max_num_seqs,
+        max_num_batched_tokens=work.settings.max_num_batched_tokens,
+        eos_token_ids=EOS,
+    )
+    runner = FakeRunner(work.model, info)
+    engine = Engine(
+        runner,
+        {work.drafter: drafter},
+        work.settings,
+        stop_table=StopTable.from_list(work.token_bytes, work.special_ids),
+        cost=work.cost,
+        verifier=verifier,
+    )
+    return engine, runner
+
+
+def drive(
+    work: Workload,
+    engine: Engine,
+    each_step: Callable[[int], None] = lambda _: None,
+    max_steps: int = 3000,
+) -> dict[tuple[str, int], Result]:
+    """Submit, abort and step until all is done. Checks the engine's state after every step."""
+    collector = Collector()
+    arrivals = sorted(work.requests, key=lambda item: item[0])
+    aborts = [(at, r.request_id) for _, r, at in work.requests if at is not None]
+    step = 0
+    while arrivals or engine.has_work:
+        while arrivals and arrivals[0][0] <= step:
+            engine.submit(arrivals.pop(0)[1])
+        for at, request_id in aborts:
+            if at == step:
+                engine.abort(request_id)
+        each_step(step)
+        collector.take(engine.step())
+        engine.check()
+        step += 1
+        assert step < max_steps, "the engine makes no progress"
+    collector.take(engine.take_deltas())
+    return collector.results
+
+
+def compare(
+    work: Workload,
+    expected: dict[tuple[str, int], Outcome],
+    results: dict[tuple[str, int], Result],
+) -> None:
+    """Every choice gave what the one-token loop gives; a cut one gave a beginning of it."""
+    # A request with a choice that can draw nothing fails as a whole.
+    doomed = {k[0] for k, outcome in expected.items() if outcome.finish_reason == "error"}
+    assert set(results) == set(expected)
+    for key, want in expected.items():
+        got = results[key]
+        assert got.finish_reason is not None
+        if got.finish_reason == "abort" or key[0] in doomed:
+            assert got.finish_reason in ("abort", "error", want.finish_reason)
+            assert got.ids == want.ids[: len(got.ids)]
+            assert got.logprobs == want.logprobs[: len(got.ids)]
+            continue
+        assert got.ids == want.ids
+        assert got.finish_reason == want.finish_reason
+        assert got.stop_reason == want.stop_reason
+        assert got.logprobs == want.logprobs
+        assert list(got.prompt_logprobs) == want.prompt_logprobs

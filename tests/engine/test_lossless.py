@@ -1,0 +1,95 @@
+"""Whatever drafts, schedules, preempts, forks, caches or aborts: the tokens are those of one
+token at a time. Hypothesis draws a seed; everything else follows from it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from tests.engine.scenarios import (
+    LaggingVerifier,
+    Workload,
+    compare,
+    drive,
+    make_drafter,
+    make_engine,
+    random_workload,
+)
+
+SEEDS = st.integers(0, 2**48)
+
+
+def _run(work: Workload, verifier: LaggingVerifier | None = None) -> None:
+    note(f"{work}")
+    expected = work.expected()
+    drafter = make_drafter(work, expected)
+    engine, runner = make_engine(work, drafter, verifier)
+    results = drive(work, engine)
+    compare(work, expected, results)
+    assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
+    assert engine.num_open == 0
+    assert engine.pool.num_free == work.num_blocks, "a block was lost"
+    engine.pool.check([])
+    assert drafter.num_open == 0, "a draft session was never closed"
+    if work.drafter != "broken":
+        assert engine.num_drafter_errors == 0
+    for result in results.values():
+        if verifier is None and result.finish_reason in ("stop", "length"):
+            steps = sum(c.num_steps for c in result.counts)
+            accepted = sum(c.num_accepted for c in result.counts)
+            # Every step emits its accepted tokens and one more, but for a cut in the path.
+            assert accepted + steps - len(result.ids) in (0, 1)
+            assert all(c.num_accepted <= c.num_drafted for c in result.counts)
+            for c in result.counts:
+                assert sum(c.accepted_by_depth) == c.num_accepted
+                assert sum(d for _, d, _ in c.by_source) == c.num_drafted
+                assert sum(a for _, _, a in c.by_source) == c.num_accepted
+
+
+@settings(max_examples=1500, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
+    _run(random_workload(Random(seed)))
+
+
+@settings(max_examples=500, deadline=None, print_blob=True)
+@given(SEEDS, st.integers(1, 6), st.sampled_from((0.0, 0.2, 0.5)))
+def test_unverified_windows_roll_back_to_the_same_text(
+    seed: int, window: int, cut_chance: float
+) -> None:
+    rng = Random(seed)
+    work = random_workload(rng, window=window)
+    _run(work, LaggingVerifier(Random(rng.random()), window, cut_chance))
+
+
+@pytest.mark.parametrize("drafter", ["off", "random", "oracle", "liar", "broken"])
+def test_the_drafter_does_not_show(drafter: str) -> None:
+    """The very same requests, five drafters: equal results, and off computes no draft row."""
+    for seed in range(12):
+        work = random_workload(Random(seed))
+        work.drafter = drafter
+        work.requests = [
+            (
+                at,
+                _with_drafter(request, drafter),
+                None,
+            )
+            for at, request, _ in work.requests
+        ]
+        expected = work.expected()
+        engine, runner = make_engine(work, make_drafter(work, expected))
+        rows: list[int] = []
+        results = drive(work, engine, lambda _, e=engine: rows.append(e.stats().num_draft_rows))
+        compare(work, expected, results)
+        assert drafter != "off" or not any(rows)
+
+
+def _with_drafter(request, drafter):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from server.types import SpeculationParams
+
+    return replace(request, speculation=SpeculationParams(drafter, 0 if drafter == "off" else 12))
