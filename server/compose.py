@@ -126,7 +126,10 @@ def build_engine(order: EngineOrder) -> Engine:
         if name != "off"
     }
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
-    cost = load_or_measure(runner, _cost_file(order, runner.info.fingerprint))
+    cost_file = _cost_file(order, runner.info.fingerprint)
+    if not cost_file.exists():
+        log.info("the first start of this model here: compiling and measuring, about a minute")
+    cost = load_or_measure(runner, cost_file)
     engine = Engine(runner, drafters, settings, stop_table=stops, cost=cost)
     _warm_up(engine, order.drafters)
     return engine
