@@ -113,8 +113,7 @@ class CapturedAtOnce:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.parametrize(("family", "bucketed"), [("llama", True), ("gemma3", False)])
 def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
     """Prompt chunk, tree and decode rows with split keys; decode steps padded to graph buckets."""
     results = []
@@ -136,14 +135,14 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
         pages = Pages(64, seed=3)
         tables = [pages.sequence(120) for _ in range(3)]
         first = BatchBuilder()
-        for i, (table, length) in enumerate(zip(tables, (90, 10, 70), strict=True)):
+        for i, (table, length) in enumerate(zip(tables, (70, 5, 20), strict=True)):
             row = first.add_rows(table, [3 + i + j for j in range(length)], 0)[-1]
             first.draw(row, first.add_params(draw_params()))
-        nodes = first.add_tree(tables[2], 69, [8, 9, 7], [-1, 0, -1])
+        nodes = first.add_tree(tables[2], 19, [8, 9, 7], [-1, 0, -1])
         for node in nodes:
             first.score(node, 0, families.VOCAB_SIZE)
         second = BatchBuilder()
-        for i, position in enumerate((90, 10, 70)):
+        for i, position in enumerate((70, 5, 20)):
             row = second.add_rows(tables[i], [0], position, token_from=[i])[0]
             second.draw(row, second.add_params(draw_params()))
             second.score(row, 0, families.VOCAB_SIZE)
@@ -171,7 +170,7 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 7} passed" in done.stdout, done.stdout[-400:]
+    assert f"{len(TRITON_CASES) + 5} passed" in done.stdout, done.stdout[-400:]
 
 
 # Kernel, launch as in server.model.triton_kernels: enough of them to meet every branch.
