@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,9 +111,16 @@ def request_body(
     return body
 
 
-async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Timing:
+async def stream(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    on_first_token: Callable[[], None] | None = None,
+) -> Timing:
     """Send `body` (stream: true, one choice) to url/v1/completions and time its tokens.
 
+    on_first_token is called once, when the first token has arrived.
     Raises ServerRefused on a status other than 200, an error inside the stream, or a stream
     without a finish reason; httpx.HTTPError when the connection fails.
     """
@@ -130,7 +137,12 @@ async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -
             data = line[5:].strip()
             if data == "[DONE]":
                 break
-            seen = _take(timing, json.loads(data), now, seen)
+            if on_first_token is not None and seen == 0:
+                seen = _take(timing, json.loads(data), now, seen)
+                if seen:
+                    on_first_token()
+            else:
+                seen = _take(timing, json.loads(data), now, seen)
     timing.end_s = time.perf_counter()
     if timing.finish_reason is None:
         raise ServerRefused("the stream ended without a finish reason")

@@ -22,7 +22,7 @@ class ScriptedServer:
 
     pace_s: seconds before each chunk. tokens_per_chunk: tokens a stream chunk carries.
     running_usage: whether chunks carry continuous usage. answer: the tokens' texts for a body.
-    metrics: the text of /metrics. status: what every completion answers with.
+    metrics: the text of /metrics, or what makes it. status: what every completion answers with.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ScriptedServer:
         running_usage: bool = True,
         answer: Callable[[dict[str, Any]], list[str]] | None = None,
         accepted: int = 3,
-        metrics: str | None = None,
+        metrics: str | Callable[[], str] | None = None,
         status: int = 200,
     ) -> None:
         self.pace_s = pace_s
@@ -44,6 +44,7 @@ class ScriptedServer:
         self.metrics = metrics
         self.status = status
         self.bodies: list[dict[str, Any]] = []
+        self.num_chunks = 0
         self.num_open = 0
         self.most_open = 0
         self.lock = threading.Lock()
@@ -58,7 +59,8 @@ class ScriptedServer:
                 elif self.path == "/v1/models":
                     self.reply({"data": [{"id": "scripted-model"}]})
                 elif self.path == "/metrics" and script.metrics is not None:
-                    self.reply_bytes(script.metrics.encode(), 200)
+                    text = script.metrics if isinstance(script.metrics, str) else script.metrics()
+                    self.reply_bytes(text.encode(), 200)
                 else:
                     self.reply({"error": {"message": "not found"}}, 404)
 
@@ -89,6 +91,8 @@ class ScriptedServer:
                     time.sleep(script.pace_s)
                     part = tokens[sent : sent + script.tokens_per_chunk]
                     sent += len(part)
+                    with script.lock:
+                        script.num_chunks += 1
                     chunk: dict[str, Any] = {
                         "choices": [{"index": 0, "text": "".join(part), "finish_reason": None}]
                     }
