@@ -56,6 +56,15 @@ def test_every_row_attends_to_exactly_its_keys(implementation: str, kind: str, s
 
 
 @needs_interpreter
+def test_triton_in_half_precision() -> None:
+    """float16 for all 16-bit types: the interpreter multiplies the bits of a bfloat16 as integers
+    (triton 3.9, InterpreterBuilder.create_dot). bfloat16 is tests/gpu's."""
+    p = cases.problem(cases.batch_of("tree"), cases.SHAPES["odd_dim"], torch.float16, CPU)
+    want = cases.expected(p)
+    torch.testing.assert_close(cases.run_triton(p).double(), want, rtol=0, atol=5e-3)
+
+
+@needs_interpreter
 def test_triton_without_room_for_splits_is_the_same() -> None:
     p = cases.problem(cases.batch_of("tree"), cases.SHAPES["odd_dim"], torch.float32, CPU)
     want = cases.expected(p)
@@ -170,7 +179,7 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 5} passed" in done.stdout, done.stdout[-400:]
+    assert f"{len(TRITON_CASES) + 6} passed" in done.stdout, done.stdout[-400:]
 
 
 # Kernel, launch as in server.model.triton_kernels: enough of them to meet every branch.
