@@ -170,7 +170,8 @@ async def wait_ready(peer: Peer, *, timeout_s: float = 600.0) -> None:
                 raise PeerFailed(f"{peer.name} ended with {peer.process.returncode}:\n{tail}")
             with suppress(httpx.HTTPError, ValueError, KeyError, IndexError):
                 health = await client.get(f"{peer.url}/health")
-                if health.status_code in (200, 404):
+                ready = await client.get(f"{peer.url}/ready")  # ours is healthy while it loads
+                if health.status_code in (200, 404) and ready.status_code != 503:
                     if not peer.model:
                         models = await client.get(f"{peer.url}/v1/models")
                         # transformers serve answers 500 here when its download cache is missing,

@@ -68,7 +68,12 @@ exec {sys.executable} - <<'PY'
 import os, json
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class H(BaseHTTPRequestHandler):
+    asked = 0
     def do_GET(self):
+        if self.path == "/ready" and H.asked == 0:
+            H.asked = 1
+            return self.send_error(503)
+        assert self.path != "/v1/models" or H.asked
         data = json.dumps({{"data": [{{"id": "m1"}}], "version": "9"}}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
