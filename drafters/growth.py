@@ -10,7 +10,7 @@ tokens followed that context at *every* match length it has:
     prediction  the text the client expects (OpenAI's Predicted Outputs)
 
 The answers are blended from the shortest context to the longest: with q the shares at a level,
-p = (1 - w) p + w q. This is deleted interpolation (Jelinek and Mercer 1980); w is the trust in
+p = w q + (1 - w) p. This is deleted interpolation (Jelinek and Mercer 1980); w is the trust in
 such a level, kept per cell of (source, match length, occurrences, agreement, whether the match
 covers the whole output) and learned by expectation maximisation from the tokens that came
 (`learn_token`). The product of p along a path is the node's survival, and a max-heap on it with
@@ -90,15 +90,15 @@ def cell_of(level: int, total: float, top_share: float, covers: bool) -> int:
 
 
 @compiled
-def factor_cell(source: int, bucket: int, chance: float) -> int:
-    """The correction cell of a chance: its leading source, that one's match length, its size."""
+def factor_cell(level: int, chance: float) -> int:
+    """The correction cell of a chance: the longest context that proposes the token, its size."""
     if chance < 0.1:
         share = 0 if chance < 0.01 else (1 if chance < 0.02 else (2 if chance < 0.05 else 3))
     elif chance < 0.5:
         share = 4 if chance < 0.2 else (5 if chance < 0.35 else 6)
     else:
         share = 7 if chance < 0.7 else (8 if chance < 0.9 else 9)
-    return (source * NUM_BUCKETS + bucket) * NUM_SHARES + share
+    return level * NUM_SHARES + share
 
 
 @compiled
@@ -124,8 +124,8 @@ def automaton_step(
 
 
 @compiled
-def _candidate(token: int, ints: Int32, counts: Float32) -> int:
-    """Row of a next token in `counts`, made when new; -1 when there is no room.
+def _candidate(token: int, ints: Int32) -> int:
+    """Number of a next token, given when it is new; -1 when there is no room.
 
     ints: int32 scratch: [0, 0] candidates, [0, 1] the node's stamp; row 1 candidate tokens;
     rows 2 and 3 the hash: stamp and candidate.
@@ -143,7 +143,6 @@ def _candidate(token: int, ints: Int32, counts: Float32) -> int:
     ints[3, slot] = row
     ints[1, row] = token
     ints[0, 0] = row + 1
-    counts[row, :] = 0.0
     return row
 
 
@@ -181,10 +180,12 @@ def _visit(
     else:
         source = OUTPUT
     level = source * NUM_BUCKETS + length_bucket(length)
+    if totals[level] == 0.0:
+        counts[level, :] = 0.0
     totals[level] += weight
-    row = _candidate(token, ints, counts)
+    row = _candidate(token, ints)
     if row >= 0:
-        counts[row, level] += weight
+        counts[level, row] += weight
 
 
 @compiled
@@ -260,13 +261,14 @@ def _gather_automaton(
             num = min(end - first, MAX_TOP)
             # Every occurrence has a next token but those that end the corpus.
             totals[level] = states[state, 2]
+            counts[level, :] = 0.0
             for i in range(num):
                 edge = tops[top + i] if top >= 0 else first + i
                 token = edges[edge, 0]
                 if token >= 0:
-                    row = _candidate(token, ints, counts)
+                    row = _candidate(token, ints)
                     if row >= 0:
-                        counts[row, level] = states[edges[edge, 1], 2]
+                        counts[level, row] = states[edges[edge, 1], 2]
         state = states[state, 0]
         if state >= 0:
             length = states[state, 1]
@@ -274,7 +276,7 @@ def _gather_automaton(
 
 @compiled
 def _levels(ints: Int32, counts: Float32, totals: Float32, cells: Int32, context_cover: int) -> int:
-    """Turn counts by exact length into counts by context, shortest context first.
+    """Turn counts by exact length into counts by context, longest context first.
 
     cells: int32 [2, NUM_LEVELS] out: the level and its trust cell. context_cover: tokens of
     output (path included) before this node. Returns the number of levels.
@@ -282,34 +284,26 @@ def _levels(ints: Int32, counts: Float32, totals: Float32, cells: Int32, context
     num_candidates = ints[0, 0]
     for source in range(1, NUM_SOURCES):
         # A context of length k also occurs wherever a longer one does.
-        base = source * NUM_BUCKETS
-        running = np.float32(0.0)
+        longer = -1
         for bucket in range(NUM_BUCKETS - 1, 0, -1):
-            level = base + bucket
-            fresh = totals[level]
-            if fresh > 0.0:
-                running += fresh
-                totals[level] = running
-        if running > 0.0:
-            for row in range(num_candidates):
-                total = np.float32(0.0)
-                for bucket in range(NUM_BUCKETS - 1, 0, -1):
-                    level = base + bucket
-                    if totals[level] > 0.0:
-                        total += counts[row, level]
-                        counts[row, level] = total
+            level = source * NUM_BUCKETS + bucket
+            if totals[level] > 0.0:
+                if longer >= 0:
+                    totals[level] += totals[longer]
+                    for row in range(num_candidates):
+                        counts[level, row] += counts[longer, row]
+                longer = level
     num_levels = 0
     cover_bucket = length_bucket(context_cover)
-    for bucket in range(NUM_BUCKETS):
-        for source in range(NUM_SOURCES):
+    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+        for source in range(NUM_SOURCES - 1, -1, -1):
             level = source * NUM_BUCKETS + bucket
             total = totals[level]
             if total <= 0.0:
                 continue
             top = np.float32(0.0)
             for row in range(num_candidates):
-                if counts[row, level] > top:
-                    top = counts[row, level]
+                top = max(top, counts[level, row])
             if source == CORPUS and bucket > 0:
                 covers = bucket >= length_bucket(context_cover + 1)
             else:
@@ -386,29 +380,33 @@ def _blend(
     trust: Float64,
     chances: Float32,
 ) -> None:
-    """chances: float32 [4, MAX_CANDIDATES] out: chance, leading source, its bucket, its mass."""
+    """chances: float32 [MAX_CANDIDATES] out.
+
+    From the longest context down: a level gets its trust's part of what the longer ones left.
+    """
     num = ints[0, 0]
-    chances[0, :num] = BASE_CHANCE
-    chances[1:, :num] = 0.0
+    left = np.float32(1.0)
+    chances[:num] = 0.0
     for i in range(num_levels):
         level = cells[0, i]
         w = np.float32(trust[cells[1, i]])
-        scale = w / totals[level]
-        source = np.float32(level // NUM_BUCKETS)
-        bucket = np.float32(level % NUM_BUCKETS)
+        scale = left * w / totals[level]
         for row in range(num):
-            gain = scale * counts[row, level]
-            chances[0, row] = chances[0, row] * (np.float32(1.0) - w) + gain
-            lead = chances[3, row] * (np.float32(1.0) - w)
-            if chances[1, row] == source:
-                lead += gain
-                if gain > 0.0:
-                    chances[2, row] = bucket
-            elif gain > lead:
-                chances[1, row] = source
-                chances[2, row] = bucket
-                lead = gain
-            chances[3, row] = lead
+            chances[row] += scale * counts[level, row]
+        left *= np.float32(1.0) - w
+        if left < 0.004:
+            break
+    for row in range(num):
+        chances[row] += left * np.float32(BASE_CHANCE)
+
+
+@compiled
+def _leading_level(row: int, counts: Float32, cells: Int32, num_levels: int) -> int:
+    """The longest context that proposes a candidate."""
+    for i in range(num_levels):
+        if counts[cells[0, i], row] > 0.0:
+            return int(cells[0, i])
+    return 0
 
 
 @compiled
@@ -448,7 +446,7 @@ def grow_tree(
     """
     totals = np.empty(NUM_LEVELS, np.float32)
     cells = np.empty((2, NUM_LEVELS), np.int32)
-    chances = np.empty((4, MAX_CANDIDATES), np.float32)
+    chances = np.empty(MAX_CANDIDATES, np.float32)
     path = np.empty(MAX_MATCH + 1 + max(max_depth, 0), np.int32)
     has_corpus = states.shape[0] > 0
     capacity = heap.shape[1]
@@ -490,10 +488,11 @@ def grow_tree(
             )
             _blend(ints, counts, totals, cells, num_levels, trust, chances)
             for row in range(ints[0, 0]):
-                chance = chances[0, row]
+                chance = chances[row]
                 if survival * chance < 0.2 * min_survival:
                     continue
-                cell = factor_cell(int(chances[1, row]), int(chances[2, row]), chance)
+                level = _leading_level(row, counts, cells, num_levels)
+                cell = factor_cell(level, chance)
                 chance = min(chance * np.float32(factors[cell]), np.float32(0.9999))
                 value = survival * chance
                 if value < min_survival or heap_size >= capacity:
@@ -518,10 +517,10 @@ def grow_tree(
                     heap_ints[1, i] = heap_ints[1, up]
                     heap_ints[2, i] = heap_ints[2, up]
                     i = up
-                heap[0, i], heap[1, i], heap[2, i] = value, chance, chances[2, row]
+                heap[0, i], heap[1, i], heap[2, i] = value, chance, level % NUM_BUCKETS
                 heap_ints[0, i] = token
                 heap_ints[1, i] = node
-                heap_ints[2, i] = np.int32(chances[1, row])
+                heap_ints[2, i] = level // NUM_BUCKETS
         if num >= budget or heap_size == 0:
             break
         # Pop the likeliest node.
@@ -665,35 +664,37 @@ def learn_token(
     for i in range(ints[0, 0]):
         if ints[1, i] == token:
             row = i
-    # Forward: the blend below each level; backward: how likely the level was reached.
+    # Upward: the blend below each level; then downward: how likely the level was reached.
     below = np.empty(NUM_LEVELS, np.float64)
     chance = BASE_CHANCE
-    for i in range(num_levels):
+    for i in range(num_levels - 1, -1, -1):
         below[i] = chance
         w = trust[cells[1, i]]
         share = 0.0
         if row >= 0:
-            share = counts[row, cells[0, i]] / totals[cells[0, i]]
+            share = counts[cells[0, i], row] / totals[cells[0, i]]
         chance = (1.0 - w) * chance + w * share
     reach = 1.0
-    for i in range(num_levels - 1, -1, -1):
+    for i in range(num_levels):
         cell = cells[1, i]
         w = trust[cell]
         share = 0.0
         if row >= 0:
-            share = counts[row, cells[0, i]] / totals[cells[0, i]]
+            share = counts[cells[0, i], row] / totals[cells[0, i]]
         here = w * share
         answered = here / (here + (1.0 - w) * below[i])
         evidence[0, cell] += reach
         evidence[1, cell] += reach * answered
         reach *= 1.0 - answered
-    chances = np.empty((4, MAX_CANDIDATES), np.float32)
+        if reach < 1e-4:
+            break
+    chances = np.empty(MAX_CANDIDATES, np.float32)
     _blend(ints, counts, totals, cells, num_levels, trust, chances)
     for i in range(ints[0, 0]):
-        given = chances[0, i]
-        if given > 0.002:
-            cell = factor_cell(int(chances[1, i]), int(chances[2, i]), given)
-            outcomes[0, cell] += given
+        claimed = chances[i]
+        if claimed > 0.002:
+            cell = factor_cell(_leading_level(i, counts, cells, num_levels), claimed)
+            outcomes[0, cell] += claimed
             outcomes[2, cell] += 1.0
             if i == row:
                 outcomes[1, cell] += 1.0
@@ -707,7 +708,7 @@ class Workspace:
 
     def __init__(self, max_budget: int = 64) -> None:
         self.ints: Int32 = np.zeros((4, HASH_SIZE), np.int32)
-        self.counts: Float32 = np.zeros((MAX_CANDIDATES, NUM_LEVELS), np.float32)
+        self.counts: Float32 = np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32)
         self.heap: Float32 = np.zeros((3, 4096), np.float32)
         self.heap_ints: Int32 = np.zeros((3, 4096), np.int32)
         self.resize(max_budget)

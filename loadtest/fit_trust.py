@@ -1,0 +1,110 @@
+"""Fit drafters/default_trust.py: the trust that `auto` and `suffix` start with.
+
+    python -m loadtest.fit_trust --data ../shared/data
+
+Reads train splits only. Of each data set the last part is held out and replayed on a corpus of
+the rest, with and without that corpus; every data set counts for the same number of tokens.
+Expectation maximisation for the weights, then the factors that correct what they claim.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from drafters.auto import AutoDrafter
+from drafters.corpus import build_corpus
+from drafters.growth import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
+from drafters.trust import Trust
+from loadtest.recordings import data_sets, load_tokenizer, read_split
+
+HEADER = '''"""Default trust of drafters.trust, fitted by loadtest/fit_trust.py on train splits only.
+
+WEIGHTS: per mille; a row per level (source x match-length bucket), in it occurrences x agreement
+x coverage. FACTORS: per cent; a row per level, in it the buckets of the claimed chance.
+"""
+
+from __future__ import annotations
+
+# fmt: off
+'''
+ROUNDS = 8
+TOKENS_PER_SET = 2500.0
+SMOOTHING = 8.0
+
+
+def _rows(name: str, table: Sequence[Sequence[int]]) -> str:
+    lines = [f"{name}: tuple[tuple[int, ...], ...] = ("]
+    for row in table:
+        line = "    ("
+        for number in row:
+            piece = f"{number}, "
+            if len(line) + len(piece) > 99:
+                lines.append(line.rstrip())
+                line = "     "
+            line += piece
+        lines.append(line.rstrip(" ,") + "),")
+    return "\n".join([*lines, ")"]) + "\n"
+
+
+def main() -> None:
+    """The command."""
+    root = Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--output", type=Path, default=root / "drafters" / "default_trust.py")
+    parser.add_argument("--held-out", type=int, default=100)
+    arguments = parser.parse_args()
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    parts = []
+    for name in data_sets(arguments.data):
+        examples = read_split(tokenizer, arguments.data, name, "train", 2400)
+        num_held = max(10, min(arguments.held_out, len(examples) // 4))
+        held, rest = examples[-num_held:], examples[:-num_held][-2000:]
+        corpus = build_corpus(
+            ((e.prompt_ids, e.output_ids) for e in rest), fingerprint="", max_held_out=0
+        )
+        parts.append((name, corpus, held))
+        print(f"{name}: {corpus.num_tokens} tokens of corpus, {num_held} examples held out")
+    # A flat start: longer matches are trusted more.
+    weights = np.repeat(
+        np.tile([0.02, 0.3, 0.5, 0.62, 0.7, 0.76, 0.82, 0.87, 0.91, 0.94], NUM_LEVELS // 10),
+        NUM_CELLS // NUM_LEVELS,
+    )
+    factors = np.ones(NUM_FACTORS)
+    for turn in range(ROUNDS):
+        evidence = np.zeros((2, NUM_CELLS))
+        outcomes = np.zeros((3, NUM_FACTORS))
+        for _name, corpus, held in parts:
+            num_tokens = sum(len(e.output_ids) for e in held)
+            for use, share in ((corpus, 1.0), (None, 0.5)):
+                trust = Trust(weights, factors, memory=1e12)
+                drafter = AutoDrafter(corpus=use, trust=trust)
+                for example in held:
+                    session = drafter.open(example.prompt_ids)
+                    session.settle_once()
+                    session.extend(example.output_ids)
+                    session.close()
+                scale = share * min(1.0, TOKENS_PER_SET / num_tokens)
+                evidence += scale * trust.evidence
+                outcomes += scale * trust.outcomes
+        weights = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
+        factors = (outcomes[1] + 2.0) / (outcomes[0] + 2.0)
+        print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
+    per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
+    per_cent = np.clip(np.rint(100 * factors), 1, 400).astype(int).reshape(NUM_LEVELS, -1)
+    arguments.output.write_text(
+        HEADER
+        + _rows("WEIGHTS", per_mille.tolist())
+        + _rows("FACTORS", per_cent.tolist())
+        + "# fmt: on\n"
+    )
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

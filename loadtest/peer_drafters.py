@@ -1,0 +1,133 @@
+"""Other projects' drafters behind our protocol, for replays. Each needs its own package.
+
+    python -m drafters.replay --drafter loadtest.peer_drafters:ArcticSuffix ...
+
+ArcticSuffix: SuffixDecodingCache of `arctic-inference` (only its csrc/suffix_decoding part has to
+be built). TransformersPromptLookup: PromptLookupCandidateGenerator of `transformers` (and torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from drafters.corpus import Corpus
+from drafters.tree import DraftTree
+
+
+class ArcticSuffix:
+    """Suffix decoding as shipped: local tree of the request, global tree of cached responses.
+
+    outputs (or corpus): responses put into the global tree. use_tree_spec, max_spec_factor: as in
+    SuffixDecodingCache.speculate; the defaults are that method's own.
+    """
+
+    name = "arctic"
+    sources = ("arctic",)
+
+    def __init__(
+        self,
+        *,
+        outputs: Iterable[Sequence[int]] = (),
+        corpus: Corpus | None = None,
+        use_tree_spec: bool = False,
+        max_spec_factor: float = 1.0,
+    ) -> None:
+        from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
+            SuffixDecodingCache,
+        )
+
+        self.cache: Any = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1)
+        self.next_id = 0
+        self.options = {"use_tree_spec": use_tree_spec, "max_spec_factor": max_spec_factor}
+        if corpus is not None:
+            outputs = [corpus.output(i).tolist() for i in range(corpus.num_documents)]
+        for output in outputs:
+            request = self.take_id()
+            self.cache.start_request(request, [])
+            self.cache.add_active_response(request, list(output))
+            self.cache.stop_request(request)
+
+    def take_id(self) -> int:
+        """A fresh request id."""
+        self.next_id += 1
+        return self.next_id
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> ArcticSession:
+        """A session over the whole prompt."""
+        return ArcticSession(self, prompt_ids)
+
+
+class ArcticSession:
+    """One request. The response is evicted at close, so that replays do not learn from tests."""
+
+    def __init__(self, drafter: ArcticSuffix, prompt_ids: Sequence[int]) -> None:
+        self._drafter = drafter
+        self._request = drafter.take_id()
+        self._ids = list(prompt_ids)
+        self._num_prompt = len(self._ids)
+        drafter.cache.start_request(self._request, self._ids)
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        draft = self._drafter.cache.speculate(
+            self._request,
+            self._ids[-64:],
+            max_spec_tokens=min(budget, max_depth),
+            **self._drafter.options,
+        )
+        parents = np.asarray(draft.parents, np.int32)
+        survival = np.asarray(draft.probs, np.float32)
+        sources = np.zeros(parents.shape[0], np.uint8)
+        return DraftTree(np.asarray(draft.token_ids, np.int32), parents, survival, sources)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._ids.extend(token_ids)
+        self._drafter.cache.add_active_response(self._request, list(token_ids))
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Not used there."""
+
+    def settle(self) -> None:
+        """Nothing is deferred there."""
+
+    def checkpoint(self) -> int:
+        return len(self._ids) - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        raise NotImplementedError("a suffix tree cannot forget a part of a request")
+
+    def close(self) -> None:
+        self._drafter.cache.stop_request(self._request)
+        self._drafter.cache.evict_cached_response(self._request)
+
+
+class TransformersPromptLookup:
+    """transformers' own candidate generator, its defaults, for checking ours against it."""
+
+    name = "transformers_prompt"
+    sources = ("prompt",)
+
+    def __init__(self, *, num_output_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        self.num_output_tokens = num_output_tokens
+        self.generator: Any = PromptLookupCandidateGenerator(
+            num_output_tokens=num_output_tokens,
+            max_matching_ngram_size=max_matching_ngram_size,
+            max_length=1 << 30,
+        )
+
+    def candidates(self, ids: Sequence[int]) -> list[int]:
+        """The draft after `ids`."""
+        import torch
+
+        found, _ = self.generator.get_candidates(torch.tensor([list(ids)]))
+        return [int(token) for token in found[0, len(ids) :]]

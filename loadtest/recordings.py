@@ -1,0 +1,76 @@
+"""Recordings for replays: task data sets tokenized in place after their prompts.
+
+A data set is a folder with train.jsonl and test.jsonl, each line {"prompt": ..., "completion":
+...}. The completion is tokenized *after its prompt* (with a blank between them where neither
+brings one), so that leading blanks and merges are those a model would emit, and ends with EOS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from drafters.replay import Recording
+
+EOS = "<|im_end|>"  # what SmolLM2-Instruct ends with
+
+
+def load_tokenizer(path: Path | None) -> Any:
+    """A `tokenizers.Tokenizer`: of `path`, or of the default model in Tailor's cache.
+
+    Raises FileNotFoundError that says how to get it.
+    """
+    from platformdirs import user_cache_dir
+    from tokenizers import Tokenizer
+
+    if path is None:
+        path = Path(user_cache_dir("tailor")) / "models/smollm2-135m-instruct/tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: start the server once (make serve), which fetches the default"
+            " model, or name a tokenizer.json with --tokenizer"
+        )
+    return Tokenizer.from_file(str(path))
+
+
+def data_sets(folder: Path) -> list[str]:
+    """Names of the data sets in `folder` that have a train and a test part."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: name the data sets' folder with --data")
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if (entry / "train.jsonl").is_file() and (entry / "test.jsonl").is_file()
+    )
+
+
+def tokenize(tokenizer: Any, prompt: str, completion: str) -> Recording:
+    """Ids of the prompt and of the completion behind it, EOS included.
+
+    Where the two join in one token, that token belongs to the output (a model given the shorter
+    prompt would emit it).
+    """
+    blank = prompt[-1:].isspace() or completion[:1].isspace()
+    alone = tokenizer.encode(prompt, add_special_tokens=False).ids
+    whole = tokenizer.encode(
+        prompt + ("" if blank else " ") + completion, add_special_tokens=False
+    ).ids
+    shared = 0
+    while shared < min(len(alone), len(whole)) and alone[shared] == whole[shared]:
+        shared += 1
+    return Recording(whole[:shared], [*whole[shared:], tokenizer.token_to_id(EOS)])
+
+
+def read_split(tokenizer: Any, folder: Path, name: str, split: str, limit: int) -> list[Recording]:
+    """The first `limit` examples of a split."""
+
+    def lines() -> Iterator[dict[str, str]]:
+        with (folder / name / f"{split}.jsonl").open() as source:
+            for number, line in enumerate(source):
+                if number >= limit:
+                    return
+                yield json.loads(line)
+
+    return [tokenize(tokenizer, entry["prompt"], entry["completion"]) for entry in lines()]

@@ -1,0 +1,192 @@
+"""The replay table: all drafters x data sets x budgets, with paired bootstrap.
+
+    python -m loadtest.replay_table --data ../shared/data
+
+Outputs are the gold completions of the test splits, or the model's own where --recorded DIR holds
+NAME.test.jsonl (and NAME.train.jsonl for the corpus) in the format of drafters.replay. The corpus
+is made of train outputs only; tests are read for this table and for nothing else. Arctic's columns
+appear where arctic-inference's suffix_decoding can be imported. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafters import make_drafter
+from drafters.corpus import Corpus, build_corpus
+from drafters.replay import Recording, ReplayResult, read_recordings, replay
+from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split
+
+NUM_RESAMPLES = 2000
+
+
+def columns(corpus: Corpus, eos: int) -> dict[str, Callable[[], Any]]:
+    """How each column's drafter is made, anew for each cell so that none learns from another."""
+    made: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: make_drafter("prompt", eos_token_ids=(eos,)),
+        "trie": lambda: make_drafter("trie"),
+        "mix": lambda: make_drafter("mix", corpus=corpus),
+        "grammys": lambda: make_drafter("grammys"),
+        "suffix": lambda: make_drafter("suffix", eos_token_ids=(eos,)),
+    }
+    try:
+        from loadtest.peer_drafters import ArcticSuffix
+
+        ArcticSuffix()
+    except ImportError:
+        print("arctic-inference is not installed: its columns are left out")
+    else:
+        made["arctic"] = lambda: ArcticSuffix(corpus=corpus)
+        made["arctic tree 4"] = lambda: ArcticSuffix(
+            corpus=corpus, use_tree_spec=True, max_spec_factor=4.0
+        )
+    made["auto"] = lambda: make_drafter("auto", corpus=corpus, eos_token_ids=(eos,))
+    return made
+
+
+def ratio_interval(ours: ReplayResult, other: ReplayResult, seed: int) -> tuple[float, float]:
+    """95 % interval of tokens per step, ours over the other's, examples resampled in pairs."""
+    rng = np.random.default_rng(seed)
+    num = len(ours.num_steps)
+    pick = rng.integers(0, num, (NUM_RESAMPLES, num))
+    # Both made the same tokens, so the ratio is that of the steps.
+    mine = np.maximum(1, np.asarray(ours.num_steps)[pick].sum(axis=1))
+    theirs = np.maximum(1, np.asarray(other.num_steps)[pick].sum(axis=1))
+    low, high = np.quantile(theirs / mine, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def main() -> None:
+    """The command."""
+    root = Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
+    parser.add_argument("--recorded", type=Path, help="folder of the model's own outputs")
+    parser.add_argument("--sets", nargs="*", help="data sets (default: all)")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--examples", type=int, default=100, help="test examples a set")
+    parser.add_argument("--corpus-examples", type=int, default=2000)
+    parser.add_argument(
+        "--split", choices=("test", "tune"), default="test", help="tune: a held-back part of train"
+    )
+    arguments = parser.parse_args()
+    try:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+        names = (
+            data_sets(arguments.data)
+            if arguments.recorded is None
+            else sorted(
+                path.name.removesuffix(".test.jsonl")
+                for path in arguments.recorded.glob("*.test.jsonl")
+            )
+        )
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    if arguments.sets:
+        names = [name for name in names if name in arguments.sets]
+    eos = int(tokenizer.token_to_id(EOS))
+    cells: list[dict[str, Any]] = []
+    for name in names:
+        train, test = _examples(arguments, tokenizer, name)
+        start = time.perf_counter()
+        corpus = build_corpus(
+            ((e.prompt_ids, e.output_ids) for e in train), fingerprint="replay", p_min=5
+        )
+        built_s = time.perf_counter() - start
+        for budget in arguments.budgets:
+            cell: dict[str, Any] = {"data": name, "budget": budget, "examples": len(test)}
+            results: dict[str, ReplayResult] = {}
+            for column, make in columns(corpus, eos).items():
+                results[column] = replay(make(), test, budget=budget)
+            prefill = replay(
+                make_drafter("auto", corpus=corpus, eos_token_ids=(eos,)),
+                test,
+                budget=budget,
+                in_prefill=True,
+            )
+            others = {c: r for c, r in results.items() if c != "auto"}
+            best = max(others, key=lambda c: others[c].tokens_per_step)
+            low, high = ratio_interval(results["auto"], results[best], seed=0)
+            cell |= {
+                "tokens_per_step": {c: round(r.tokens_per_step, 3) for c, r in results.items()},
+                "auto_prefill": round(prefill.tokens_per_step, 3),
+                "best_other": best,
+                "ratio": round(results["auto"].tokens_per_step / results[best].tokens_per_step, 3),
+                "ratio_95": [round(low, 3), round(high, 3)],
+                "propose_us": results["auto"].summary()["propose_us"],
+                "extend_us": results["auto"].summary()["extend_us_per_token"],
+                "corpus_s": round(built_s, 2),
+            }
+            cells.append(cell)
+            print(json.dumps(cell), flush=True)
+    _print_tables(cells, arguments.budgets)
+
+
+def _examples(
+    arguments: argparse.Namespace, tokenizer: Any, name: str
+) -> tuple[list[Recording], list[Recording]]:
+    """(corpus examples, examples to replay) of a data set."""
+    if arguments.recorded is not None:
+        test = list(read_recordings(arguments.recorded / f"{name}.test.jsonl"))
+        path = arguments.recorded / f"{name}.train.jsonl"
+        train = list(read_recordings(path)) if path.is_file() else []
+        return train[: arguments.corpus_examples], test[: arguments.examples]
+    if arguments.split == "test":
+        return (
+            read_split(tokenizer, arguments.data, name, "train", arguments.corpus_examples),
+            read_split(tokenizer, arguments.data, name, "test", arguments.examples),
+        )
+    train = read_split(tokenizer, arguments.data, name, "train", arguments.corpus_examples + 400)
+    num_held = min(arguments.examples, len(train) // 4)
+    return train[:-num_held][: arguments.corpus_examples], train[-num_held:]
+
+
+def _print_tables(cells: list[dict[str, Any]], budgets: list[int]) -> None:
+    """One Markdown table a budget, and the summary as the last line."""
+    summary: dict[str, Any] = {}
+    for budget in budgets:
+        rows = [cell for cell in cells if cell["budget"] == budget]
+        if not rows:
+            continue
+        names = list(rows[0]["tokens_per_step"])
+        print(f"\n### {budget} nodes a step\n")
+        print("| data | " + " | ".join(names) + " | auto, tree in prefill | auto / best other |")
+        print("|---" * (len(names) + 3) + "|")
+        for cell in rows:
+            figures = " | ".join(f"{cell['tokens_per_step'][c]:.2f}" for c in names)
+            low, high = cell["ratio_95"]
+            print(
+                f"| {cell['data']} | {figures} | {cell['auto_prefill']:.2f} |"
+                f" {cell['ratio']:.2f} ({low:.2f}-{high:.2f}) {cell['best_other']} |"
+            )
+        auto = np.asarray([cell["tokens_per_step"]["auto"] for cell in rows])
+        summary[str(budget)] = {
+            "median_ratio_to_best_other": round(float(np.median([c["ratio"] for c in rows])), 3),
+            "lowest_ratio": min(c["ratio"] for c in rows),
+            "median_ratio_to": {
+                c: round(
+                    float(np.median(auto / np.asarray([r["tokens_per_step"][c] for r in rows]))), 3
+                )
+                for c in names
+                if c != "auto"
+            },
+            "median_prefill_gain": round(
+                float(np.median([c["auto_prefill"] / c["tokens_per_step"]["auto"] for c in rows])),
+                3,
+            ),
+            "median_propose_us": round(float(np.median([c["propose_us"] for c in rows])), 1),
+            "median_extend_us": round(float(np.median([c["extend_us"] for c in rows])), 2),
+        }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
