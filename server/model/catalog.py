@@ -436,7 +436,8 @@ def _convert(gguf: Path, out: Path, report: Report) -> None:
     from safetensors import safe_open
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    progress: Any = logging  # untyped
+    progress.disable_progress_bar()
     report(f"Converting {gguf.name} to safetensors (once)")
     fields = _gguf_fields(gguf)
     try:
@@ -484,7 +485,7 @@ def _gguf_fields(gguf: Path) -> dict[str, Any]:
     """The GGUF's metadata of the tokenizer, as Python values."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(gguf)  # type: ignore[no-untyped-call]
+    reader = GGUFReader(gguf)
     return {
         key: field.contents()
         for key, field in reader.fields.items()
