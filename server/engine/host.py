@@ -122,7 +122,7 @@ class EngineHost:
         """One step and its Deltas. False: the engine is beyond repair."""
         engine = self._engine
         try:
-            self._pending.extend(engine.step(self._flush if self._sends_late else None))
+            deltas = engine.step(self._flush if self._sends_late else None)
         except (BrokenPipeError, ConnectionError):
             raise
         except Exception as error:
@@ -143,6 +143,7 @@ class EngineHost:
                 return False
             return True
         self._num_errors = 0
+        self._pending.extend(deltas)  # only now: _flush has replaced the list
         if not self._sends_late:
             self._flush()
         return True

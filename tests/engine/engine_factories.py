@@ -1,0 +1,55 @@
+"""Picklable factories: what a composition root gives to start_process, with a FakeRunner."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from server.engine.batch import Batch
+from server.engine.engine import Engine, EngineSettings
+from server.engine.host import EngineFactory
+from tests.fakes.fake_drafters import random_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+
+def _fail_on_nine(batch: Batch) -> None:
+    if 9 in batch.token_ids:
+        raise MemoryError("out of memory")
+
+
+def _always_fail(batch: Batch) -> None:
+    raise RuntimeError("the device is gone")
+
+
+def _hang(batch: Batch) -> None:
+    if 9 in batch.token_ids:
+        time.sleep(3600)
+
+
+_FAILURES = {"": None, "nine": _fail_on_nine, "always": _always_fail, "hang": _hang}
+
+
+def _raise(payload: Any) -> Any:
+    raise ValueError("no such corpus")
+
+
+def build(step_s: float = 0.0, fail: str = "", device: str = "cpu") -> Engine:
+    """An engine over FakeModel(16, seed=5) with a drafter "d" and controls echo, fail, odd."""
+    from dataclasses import replace
+
+    info = replace(fake_info(num_blocks=256, max_model_len=512), device=device)
+    runner = FakeRunner(FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail])
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_failures=4)
+    controls = {"echo": lambda payload: payload, "fail": _raise, "odd": lambda payload: object()}
+    return Engine(runner, {"d": random_drafter(1, 16)}, settings, controls=controls)
+
+
+def refuse() -> Engine:
+    """A factory whose model cannot be loaded."""
+    raise ValueError("the model is unsupported")
+
+
+def factory(**fields: Any) -> EngineFactory:
+    """build() with fields, picklable."""
+    return partial(build, **fields)

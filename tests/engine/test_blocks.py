@@ -1,0 +1,137 @@
+"""BlockPool: states, publication, LRU eviction, and its own integrity check."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine.blocks import BlockPool, NoFreeBlockError, chain_key, root_key
+
+
+def _key(i: int) -> bytes:
+    return chain_key(root_key("model", ""), i.to_bytes(4, "little"))
+
+
+def test_a_published_block_is_found_until_it_is_evicted() -> None:
+    pool = BlockPool(2, 4)
+    a = pool.allocate()
+    pool.publish(a, _key(1))
+    assert not pool.writable(a)
+    pool.release([a])
+    assert pool.num_free == 2 and pool.lookup(_key(1)) == a
+    pool.acquire(a)
+    assert pool.ref_count(a) == 1 and not pool.writable(a)
+    pool.release([a])
+    assert {pool.allocate(), pool.allocate()} == {0, 1}  # the free one first, then the cached one
+    assert pool.lookup(_key(1)) is None and pool.num_cached == 0
+    with pytest.raises(NoFreeBlockError):
+        pool.allocate()
+
+
+def test_the_least_recently_released_block_is_evicted_first() -> None:
+    pool = BlockPool(3, 4)
+    blocks = [pool.allocate() for _ in range(3)]
+    for i, block in enumerate(blocks):
+        pool.publish(block, _key(i))
+    pool.release([blocks[1]])
+    pool.release([blocks[0], blocks[2]])
+    pool.acquire(blocks[1])  # used again: now the youngest
+    pool.release([blocks[1]])
+    assert [pool.allocate() for _ in range(3)] == [blocks[0], blocks[2], blocks[1]]
+
+
+def test_equal_content_is_published_once() -> None:
+    pool = BlockPool(2, 4)
+    a, b = pool.allocate(), pool.allocate()
+    pool.publish(a, _key(1))
+    pool.publish(b, _key(1))
+    assert pool.lookup(_key(1)) == a and pool.writable(b)
+    pool.check([[a], [b]])
+
+
+def test_without_a_prefix_cache_nothing_is_published() -> None:
+    pool = BlockPool(1, 4, prefix_cache=False)
+    a = pool.allocate()
+    pool.publish(a, _key(1))
+    assert pool.lookup(_key(1)) is None and pool.writable(a)
+
+
+def test_keys_separate_models_salts_parents_and_ids() -> None:
+    ids = b"\1\0\0\0"
+    keys = {
+        chain_key(root_key("m", ""), ids),
+        chain_key(root_key("n", ""), ids),
+        chain_key(root_key("m", "salt"), ids),
+        chain_key(chain_key(root_key("m", ""), ids), ids),
+        chain_key(root_key("m", ""), b"\2\0\0\0"),
+    }
+    assert len(keys) == 5
+
+
+def test_misuse_raises() -> None:
+    pool = BlockPool(2, 4)
+    a = pool.allocate()
+    pool.release([a])
+    with pytest.raises(ValueError, match="released more often"):
+        pool.release([a])
+    with pytest.raises(ValueError, match="cannot be published"):
+        BlockPool(1, 1).publish(0, _key(1))
+    with pytest.raises(ValueError, match="no content"):
+        BlockPool(1, 1).acquire(0)
+
+
+@pytest.mark.parametrize("damage", ["ref", "free", "key", "lost"])
+def test_check_sees_damage(damage: str) -> None:
+    pool = BlockPool(3, 4)
+    a = pool.allocate()
+    pool.check([[a]])
+    if damage == "ref":
+        pool._ref_counts[a] = 2
+    elif damage == "free":
+        pool._free.append(a)
+    elif damage == "key":
+        pool._keys[a] = _key(1)
+    else:
+        pool._free.pop()
+    with pytest.raises((AssertionError, KeyError)):
+        pool.check([[a]])
+
+
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(st.integers(0, 2**32))
+def test_random_use_keeps_every_invariant(seed: int) -> None:
+    rng = Random(seed)
+    pool = BlockPool(rng.randint(1, 8), 4)
+    tables: list[list[int]] = []
+    next_key = 0
+    for _ in range(60):
+        action = rng.random()
+        if action < 0.4 and pool.num_free:
+            tables.append([pool.allocate()])
+        elif action < 0.6 and tables:
+            pool.release(tables.pop(rng.randrange(len(tables))))
+        elif action < 0.7 and tables:
+            table = rng.choice(tables)
+            for block in table:
+                pool.acquire(block)
+            tables.append(list(table))
+        elif action < 0.85 and tables:
+            block = rng.choice(tables)[0]
+            if pool.writable(block):
+                next_key += 1
+                pool.publish(block, _key(next_key))
+        elif action < 0.95 and next_key:
+            found = pool.lookup(_key(rng.randint(1, next_key)))
+            if found is not None:
+                pool.acquire(found)
+                tables.append([found])
+        elif action > 0.98:
+            pool.drop_cache()
+        pool.check(tables)
+    for table in tables:
+        pool.release(table)
+    pool.check([])
+    assert pool.num_free == pool.num_blocks

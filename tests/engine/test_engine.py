@@ -1,0 +1,613 @@
+"""What the engine promises beyond the tokens: order, sharing, bounds, failures, nothing lost."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafters.tree import DraftTree
+from server.engine.batch import Batch
+from server.engine.budget import CostTable
+from server.engine.build import runner_prober
+from server.engine.drafting import DrafterRegistry
+from server.engine.engine import Engine, EngineSettings, RunnerBrokenError
+from server.engine.sequence import Sequence, SequenceMark
+from server.engine.stops import StopTable
+from server.types import Delta, Request, SamplingParams, SpeculationParams
+from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+MODEL = FakeModel(16, seed=5)
+
+
+def _engine(
+    *,
+    drafters: dict[str, Any] | None = None,
+    model: FakeModel = MODEL,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    runner: dict[str, Any] | None = None,
+    cost: CostTable | None = None,
+    stop_table: StopTable | None = None,
+    **settings: Any,
+) -> tuple[Engine, FakeRunner]:
+    numbers = EngineSettings(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
+    info = fake_info(
+        vocab_size=model.vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=numbers.max_num_batched_tokens,
+    )
+    fake = FakeRunner(model, info, **(runner or {}))
+    return Engine(fake, drafters or {}, numbers, cost=cost, stop_table=stop_table), fake
+
+
+def _request(name: str, prompt: SequenceOf[int] = (3, 4, 5), **fields: Any) -> Request:
+    sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    sampling.update(fields.pop("sampling", {}))
+    return Request(name, "task", "fake", tuple(prompt), SamplingParams(**sampling), **fields)
+
+
+def _finish(engine: Engine, max_steps: int = 500) -> dict[str, list[Delta]]:
+    out: dict[str, list[Delta]] = {}
+    for _ in range(max_steps):
+        for delta in engine.step():
+            out.setdefault(delta.request_id, []).append(delta)
+        engine.check()
+        if not engine.has_work:
+            return out
+    raise AssertionError("the engine makes no progress")
+
+
+def _ids(deltas: list[Delta]) -> list[int]:
+    return [i for d in deltas for i in d.token_ids]
+
+
+def _alone(request: Request, **engine: Any) -> list[int]:
+    made, _ = _engine(**engine)
+    made.submit(replace(request, speculation=SpeculationParams()))
+    return _ids(_finish(made)[request.request_id])
+
+
+# -- prefix cache, forks ----------------------------------------------------------------------
+
+
+def test_a_shared_prefix_is_read_from_the_cache_and_one_token_is_always_recomputed() -> None:
+    engine, runner = _engine()
+    prompt = tuple(range(2, 14))  # three full blocks
+    engine.submit(_request("a", prompt))
+    first = _finish(engine)["a"]
+    assert first[0].num_cached_tokens == 0
+    rows = runner.num_rows
+    engine.submit(_request("b", prompt, sampling={"max_tokens": 1}))
+    second = _finish(engine)["b"]
+    assert second[0].num_cached_tokens == 8  # the third block would leave nothing to compute
+    assert runner.num_rows - rows == 4
+    assert _ids(second) == _ids(first)[:1]
+    engine.submit(_request("c", prompt, cache_salt="other", sampling={"max_tokens": 1}))
+    assert _finish(engine)["c"][0].num_cached_tokens == 0
+
+
+def test_the_cache_holds_output_too_and_echo_requests_write_but_do_not_read() -> None:
+    engine, _ = _engine()
+    prompt = tuple(range(2, 7))
+    engine.submit(_request("a", prompt, echo_logprobs=0, sampling={"max_tokens": 7}))
+    text = (*prompt, *_ids(_finish(engine)["a"]))
+    engine.submit(_request("b", (*text, 3), sampling={"max_tokens": 1}))
+    assert _finish(engine)["b"][0].num_cached_tokens == 8  # 11 computed positions: two blocks
+    engine.submit(_request("c", text, echo_logprobs=1, sampling={"max_tokens": 1}))
+    delta = _finish(engine)["c"][0]
+    assert delta.num_cached_tokens == 0 and len(delta.prompt_logprobs) == len(text)
+
+
+def test_choices_share_the_full_blocks_and_copy_the_tail() -> None:
+    engine, runner = _engine(block_size=4)
+    copied: list[tuple[list[int], list[int]]] = []
+    copy_blocks = runner.copy_blocks
+    runner.copy_blocks = lambda src, dst: (  # type: ignore[method-assign]
+        copied.append((src.tolist(), dst.tolist())),
+        copy_blocks(src, dst),
+    )[1]
+    prompt = tuple(range(2, 12))  # two full blocks and half a one
+    engine.submit(_request("a", prompt, num_choices=3, sampling={"temperature": 1.0, "seed": 1}))
+    engine.step()
+    assert engine.pool.num_free == 64 - 3
+    engine.step()
+    assert engine.pool.num_free == 64 - 5  # the last owner keeps the tail, the others copy it
+    assert len(copied) == 1 and len(set(copied[0][0])) == 1 and len(set(copied[0][1])) == 2
+    _finish(engine)
+    assert engine.pool.num_free == 64
+
+
+def test_evicted_content_is_recomputed() -> None:
+    engine, _ = _engine(num_blocks=8)
+    engine.submit(_request("a", range(2, 14)))
+    want = _ids(_finish(engine)["a"])
+    for i in range(4):
+        engine.submit(_request(f"x{i}", [2 + i] * 20))
+        _finish(engine)
+    engine.submit(_request("b", range(2, 14)))
+    deltas = _finish(engine)["b"]
+    assert deltas[0].num_cached_tokens == 0 and _ids(deltas) == want
+
+
+# -- scheduling --------------------------------------------------------------------------------
+
+
+def test_decodes_are_never_held_up_by_prefills() -> None:
+    engine, runner = _engine(prefill_rows=4, max_num_batched_tokens=64)
+    engine.submit(_request("decode", sampling={"max_tokens": 20}))
+    engine.step()
+    engine.submit(_request("long", [3] * 40, sampling={"max_tokens": 1}))
+    steps = 0
+    while engine.stats().num_running != 1 or steps == 0:
+        before = runner.num_rows
+        deltas = engine.step()
+        steps += 1
+        assert "decode" in {d.request_id for d in deltas}
+        assert runner.num_rows - before <= 1 + 4
+    assert steps == 10  # 40 rows, 4 a step
+
+
+def test_the_chunk_follows_the_latency_target() -> None:
+    cost = CostTable([1, 2, 64], [0.001, 0.002, 0.064])
+    engine, runner = _engine(cost=cost, target_step_s=0.020, min_prefill_rows=2)
+    engine.submit(_request("decode", sampling={"max_tokens": 30}))
+    engine.step()
+    engine.submit(_request("long", [3] * 60))
+    before = runner.num_rows
+    engine.step()
+    assert 10 <= runner.num_rows - before <= 30
+
+
+def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
+    engine, _ = _engine(max_num_seqs=1)
+    for name, priority in (("a", 0), ("b", 0), ("late", 1), ("c", 0), ("first", -1)):
+        engine.submit(_request(name, priority=priority, sampling={"max_tokens": 2}))
+    assert list(_finish(engine)) == ["first", "a", "b", "c", "late"]
+
+
+def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost() -> None:
+    requests = [
+        _request("low", [3] * 9, priority=1, sampling={"max_tokens": 20}),
+        _request("a", [4] * 9, sampling={"max_tokens": 20}),
+        _request("b", [5] * 9, sampling={"max_tokens": 20}),
+    ]
+    engine, _ = _engine(num_blocks=15, prefix_cache=False)
+    preempted: list[str] = []
+    preempt = engine.scheduler.preempt
+    engine.scheduler.preempt = lambda s: (  # type: ignore[method-assign]
+        preempted.append(s.request.request_id),
+        preempt(s),
+    )[1]
+    for request in requests:
+        engine.submit(request)
+    results = _finish(engine)
+    assert preempted[0] == "low" and "a" not in preempted
+    for request in requests:
+        assert _ids(results[request.request_id]) == _alone(request)
+
+
+def test_drafts_take_free_blocks_only() -> None:
+    drafter = random_drafter(1, 16, 2)
+    engine, _ = _engine(drafters={"d": drafter}, num_blocks=12, prefix_cache=False)
+    speculation = SpeculationParams("d", 30)
+    for i in range(2):
+        engine.submit(
+            _request(f"r{i}", [3] * 8, speculation=speculation, sampling={"max_tokens": 16})
+        )
+    _finish(engine)
+    assert engine.stats().num_preemptions == 0
+
+
+def test_the_queue_is_bounded() -> None:
+    engine, _ = _engine(max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=100)
+    for i in range(4):
+        engine.submit(_request(f"r{i}"))
+    codes = {d.request_id: d.error_code for d in engine.take_deltas()}
+    assert codes == {"r2": "queue_full", "r3": "queue_full"}
+    engine.abort("r1")
+    engine.submit(_request("big", [3] * 60, sampling={"max_tokens": 1}))
+    engine.submit(_request("big2", [3] * 60, sampling={"max_tokens": 1}))
+    assert [d.request_id for d in engine.take_deltas()] == ["r1", "big2"]
+    assert set(_finish(engine)) == {"r0", "big"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (_request("x", []), "invalid_value"),
+        (_request("x", [16]), "invalid_value"),
+        (_request("x", [-1]), "invalid_value"),
+        (_request("x", [3] * 64), "context_length_exceeded"),
+        (_request("x", num_choices=0), "invalid_value"),
+        (_request("x", speculation=SpeculationParams("nobody", 4)), "invalid_value"),
+        (_request("x", sampling={"stop": (b"a",)}), "unsupported_parameter"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_code(request_: Request, code: str) -> None:
+    engine, _ = _engine()
+    engine.submit(request_)
+    (delta,) = engine.take_deltas()
+    assert (delta.finish_reason, delta.error_code) == ("error", code)
+    assert not engine.has_work
+
+
+def test_a_sequence_that_cannot_fit_alone_fails_alone() -> None:
+    engine, _ = _engine(num_blocks=4)
+    engine.submit(_request("grows", [3] * 9, sampling={"max_tokens": 30}))
+    engine.submit(_request("fits", [4] * 5, sampling={"max_tokens": 4}))
+    results = _finish(engine)
+    last = results["grows"][-1]
+    assert (last.finish_reason, last.error_code) == ("error", "kv_exhausted")
+    assert _ids(results["grows"]) == _alone(_request("g", [3] * 9, sampling={"max_tokens": 8}))
+    assert results["fits"][-1].finish_reason == "length"
+
+
+def test_an_abort_frees_everything_at_once() -> None:
+    drafter = random_drafter(1, 16)
+    engine, _ = _engine(drafters={"d": drafter})
+    speculation = SpeculationParams("d", 4)
+    engine.submit(_request("a", num_choices=3, speculation=speculation))
+    engine.submit(_request("b", num_choices=2))
+    engine.step()
+    engine.abort("a")
+    engine.abort("unknown")
+    deltas = [d for d in engine.take_deltas() if d.finish_reason]
+    assert [(d.request_id, d.choice_id, d.finish_reason) for d in deltas] == [
+        ("a", 0, "abort"),
+        ("a", 1, "abort"),
+        ("a", 2, "abort"),
+    ]
+    assert drafter.num_open == 0
+    engine.check()
+    assert set(_finish(engine)) == {"b"}
+
+
+def test_max_tokens_0_scores_the_prompt_and_draws_nothing() -> None:
+    engine, _ = _engine(prefill_rows=4)
+    engine.submit(_request("a", [3, 4, 5, 6, 7], echo_logprobs=2, sampling={"max_tokens": 0}))
+    engine.submit(_request("b", sampling={"max_tokens": 0}))
+    (b,) = engine.take_deltas()
+    assert (b.request_id, b.finish_reason, b.token_ids) == ("b", "length", ())
+    (a,) = _finish(engine)["a"]
+    assert (a.finish_reason, a.token_ids, len(a.prompt_logprobs)) == ("length", (), 5)
+    assert a.prompt_logprobs[0] is None
+    assert [lp.token_id for lp in a.prompt_logprobs if lp] == [4, 5, 6, 7]
+    assert all(lp is None or len(lp.top) == 2 for lp in a.prompt_logprobs)
+
+
+# -- speculation -------------------------------------------------------------------------------
+
+
+def test_a_short_answer_finishes_in_the_prefill_step() -> None:
+    request = _request("a", speculation=SpeculationParams("d", 16))
+    want = _alone(request)
+    engine, runner = _engine(drafters={"d": oracle_drafter([[*request.prompt_ids, *want]])})
+    engine.submit(request)
+    (delta,) = engine.step()
+    assert list(delta.token_ids) == want and delta.finish_reason == "length"
+    assert runner.num_steps == 1 and runner.num_rows == 3 + 7
+    assert delta.counts.num_accepted == 7 and delta.counts.offered_by_depth == (1,) * 7
+
+
+def test_off_adds_no_rows_and_calls_no_drafter() -> None:
+    class Never:
+        name = "never"
+
+        def open(self, prompt_ids: SequenceOf[int], **_: Any) -> Any:
+            raise AssertionError("a drafter was opened")
+
+    for speculation in (SpeculationParams("never", 0), SpeculationParams("off", 8)):
+        engine, runner = _engine(drafters={"never": Never()})
+        engine.submit(_request("a", speculation=speculation))
+        deltas = _finish(engine)["a"]
+        assert runner.num_rows == 3 + 7
+        assert {d.counts.no_draft_reason for d in deltas} == {"off"}
+        assert engine.num_drafter_errors == 0
+
+
+def test_dear_rows_mean_no_drafts_and_no_proposals() -> None:
+    calls = 0
+
+    def propose(tokens: list[int], budget: int, depth: int) -> DraftTree:
+        nonlocal calls
+        calls += 1
+        return DraftTree.chain([1])
+
+    cost = CostTable([1, 2, 64], [0.01, 0.03, 1.0])
+    engine, runner = _engine(drafters={"d": FakeDrafter(propose)}, cost=cost)
+    engine.submit(_request("a", [3], speculation=SpeculationParams("d", 8)))
+    deltas = _finish(engine)["a"]
+    assert calls == 0 and runner.num_rows == 8
+    reasons = {d.counts.no_draft_reason for d in deltas}
+    assert reasons == {"budget", "length"}
+
+
+def test_a_drafter_that_always_misses_is_asked_less_and_less() -> None:
+    wrong = FakeDrafter(lambda t, b, d: DraftTree.chain([14] * min(b, d), [0.99] * min(b, d)))
+    engine, _ = _engine(
+        drafters={"d": wrong},
+        num_blocks=200,
+        model=FakeModel(16, seed=5, alphabet=4, boost=50.0),
+        max_model_len=512,
+    )
+    engine.submit(
+        _request("a", speculation=SpeculationParams("d", 8), sampling={"max_tokens": 300})
+    )
+    results = _finish(engine)["a"]
+    drafted = sum(d.counts.num_drafted for d in results)
+    assert len(_ids(results)) == 300
+    assert drafted < 4 * 8 + 4 * 10  # four full drafts, then probes ever further apart
+    assert sum(d.counts.no_draft_reason == "cooldown" for d in results) > 200
+
+
+def test_a_broken_drafter_costs_the_request_nothing_else() -> None:
+    def explode(tokens: list[int], budget: int, depth: int) -> DraftTree:
+        raise RuntimeError("boom")
+
+    request = _request("a", speculation=SpeculationParams("d", 8))
+    drafter = FakeDrafter(explode)
+    engine, _ = _engine(drafters={"d": drafter})
+    engine.submit(request)
+    assert _ids(_finish(engine)["a"]) == _alone(request)
+    assert engine.num_drafter_errors == 1 and drafter.num_open == 0
+
+
+def test_factories_are_called_with_options_and_kept_by_them() -> None:
+    made: list[tuple[str, SpeculationParams]] = []
+
+    def factory(task: str, speculation: SpeculationParams) -> FakeDrafter:
+        made.append((task, speculation))
+        if ("n", -1) in speculation.options:
+            raise ValueError("n must be positive")
+        return random_drafter(0, 16)
+
+    registry = DrafterRegistry({"d": factory}, max_made=2)
+    one = SpeculationParams("d", 4, (("n", 1),))
+    assert registry.resolve("t", one) is registry.resolve("t", replace(one, max_draft_tokens=9))
+    other = registry.resolve("t", replace(one, options=(("n", 2),)))
+    assert other is not registry.resolve("t", one)
+    assert len(made) == 2
+    registry.resolve("u", one)
+    registry.resolve("t", replace(one, options=(("n", 2),)))  # had been dropped
+    assert len(made) == 4
+    registry.forget("u")
+    registry.resolve("u", one)
+    assert len(made) == 5
+    assert registry.resolve("t", SpeculationParams("d", 0)) is None
+    engine, _ = _engine(drafters={"d": factory})
+    engine.submit(_request("a", speculation=replace(one, options=(("n", -1),))))
+    (delta,) = engine.take_deltas()
+    assert delta.error == "n must be positive"
+
+
+# -- a sequence's marks ------------------------------------------------------------------------
+
+
+def test_marks_counts_and_matcher_follow_a_rollback() -> None:
+    request = _request(
+        "a", sampling={"repetition_penalty": 1.2, "stop": (b"xyz",), "num_logprobs": 0}
+    )
+    table = StopTable.from_list([bytes([97 + i]) for i in range(26)])
+    sequence = Sequence(
+        request,
+        0,
+        1,
+        max_model_len=64,
+        block_size=4,
+        eos_token_ids=frozenset(),
+        stop_table=table,
+        root_key=b"",
+    )
+    start = sequence.checkpoint()
+    sequence.append([3, 23])
+    assert sequence.matcher is not None
+    sequence.matcher.push(3)
+    sequence.matcher.push(23)
+    sequence.verify(1)
+    mark = sequence.checkpoint()
+    before = sequence.draw_params()
+    tail = sequence.matcher.checkpoint()
+    sequence.append([24, 3])
+    assert sequence.matcher.push(24) is None
+    sequence.num_computed = 7
+    assert sequence.release()[0] == (3,)
+    sequence.rollback(mark)
+    after = sequence.draw_params()
+    assert sequence.output_ids() == (3, 23) and sequence.num_computed == 4
+    assert sequence.matcher.checkpoint() == tail
+    np.testing.assert_array_equal(before.count_ids, after.count_ids)
+    np.testing.assert_array_equal(before.count_out, after.count_out)
+    np.testing.assert_array_equal(before.count_prompt, after.count_prompt)
+    assert after.num_generated == 2
+    with pytest.raises(ValueError, match="1 tokens are verified"):
+        sequence.rollback(start)
+    with pytest.raises(ValueError):
+        sequence.rollback(SequenceMark(3))
+    with pytest.raises(ValueError):
+        sequence.verify(0)
+
+
+def test_unverified_tokens_are_neither_released_nor_published() -> None:
+    from server.engine.engine import Verdict
+
+    class Never:
+        def verify(self, sequence: Sequence, final: bool) -> Verdict:
+            return Verdict(sequence.num_output if final else 0)
+
+    info = fake_info(max_model_len=64, num_blocks=32)
+    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64)
+    engine = Engine(FakeRunner(MODEL, info), {}, settings, verifier=Never())
+    engine.submit(_request("a", range(2, 14), sampling={"max_tokens": 20}))
+    for _ in range(19):
+        assert engine.step() == []
+        engine.check()
+        assert engine.pool.num_cached == 2  # the prompt's, but for the block of its last token
+    (delta,) = engine.step()
+    assert len(delta.token_ids) == 20 and delta.finish_reason == "length"
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> None:
+    def fail(batch: Batch) -> None:
+        if 9 in batch.token_ids and batch.num_rows > 1:
+            raise MemoryError("out of memory")
+
+    engine, _ = _engine(runner={"fail": fail})
+    no_nines = {"logit_bias": ((9, -100.0),)}
+    good = [_request(f"g{i}", [3 + i, 4, 5], sampling=no_nines) for i in range(3)]
+    engine.submit(good[0])
+    engine.submit(_request("bad", [9, 9, 9]))
+    engine.submit(good[1])
+    engine.submit(good[2])
+    results = _finish(engine)
+    assert results["bad"][-1].error_code == "engine_error"
+    for request in good:
+        assert _ids(results[request.request_id]) == _alone(request)
+    assert engine.pool.num_free == 64
+
+
+def test_a_passing_failure_costs_no_request() -> None:
+    remaining = [2]
+
+    def fail(batch: Batch) -> None:
+        if batch.num_rows == 3 and remaining[0]:
+            remaining[0] -= 1
+            raise RuntimeError("a hiccup")
+
+    engine, _ = _engine(runner={"fail": fail})
+    requests = [_request(f"r{i}", [3 + i, 4, 5]) for i in range(3)]
+    for request in requests:
+        engine.submit(request)
+    results = _finish(engine)
+    assert engine.num_failed_steps == 2 - remaining[0] > 0
+    for request in requests:
+        if results[request.request_id][-1].finish_reason == "length":
+            assert _ids(results[request.request_id]) == _alone(request)
+    assert sum(r[-1].finish_reason == "length" for r in results.values()) >= 2
+
+
+def test_a_runner_that_always_fails_is_broken() -> None:
+    def fail(batch: Batch) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine, _ = _engine(runner={"fail": fail}, max_failures=4)
+    for i in range(8):
+        engine.submit(_request(f"r{i}"))
+    with pytest.raises(RunnerBrokenError, match="the device is gone"):
+        for _ in range(20):
+            engine.step()
+    engine.fail_all("gone")
+    engine.check()
+    assert engine.pool.num_free == 64
+
+
+def test_a_failed_move_forgets_the_cache_and_recomputes() -> None:
+    request = _request("a", sampling={"max_tokens": 12}, speculation=SpeculationParams("d", 6))
+    want = _alone(request)
+    text = [*request.prompt_ids, *want]
+
+    def sideways(tokens: list[int], budget: int, depth: int) -> DraftTree:
+        right = text[len(tokens)]
+        return DraftTree(
+            np.asarray([(right + 1) % 16, right], np.int32),
+            np.asarray([-1, -1], np.int32),
+            np.asarray([0.9, 0.9], np.float32),
+            np.zeros(2, np.uint8),
+        )
+
+    engine, runner = _engine(drafters={"d": FakeDrafter(sideways)})
+    move_slots, failures = runner.move_slots, [1]
+
+    def flaky(src: Any, dst: Any) -> None:
+        if failures and runner.num_steps == 3:
+            failures.pop()
+            raise RuntimeError("a copy failed")
+        move_slots(src, dst)
+
+    runner.move_slots = flaky  # type: ignore[method-assign]
+    engine.submit(request)
+    engine.submit(_request("b", [7, 7]))
+    results = _finish(engine)
+    assert not failures
+    assert _ids(results["a"]) == want
+
+
+def test_a_request_whose_constraints_exclude_everything_fails_alone() -> None:
+    engine, _ = _engine()
+    banned = tuple((i, -100.0) for i in range(16))
+    engine.submit(_request("none", num_choices=2, sampling={"logit_bias": banned}))
+    engine.submit(_request("fine"))
+    results = _finish(engine)
+    assert {d.error_code for d in results["none"]} == {"no_token"} and len(results["none"]) == 2
+    assert results["fine"][-1].finish_reason == "length"
+
+
+# -- nothing is lost ---------------------------------------------------------------------------
+
+
+def test_2000_short_requests_a_third_aborted_leave_nothing_behind() -> None:
+    rng = Random(1)
+    drafter_made: list[FakeDrafter] = []
+
+    def factory(task: str, speculation: SpeculationParams) -> FakeDrafter:
+        drafter_made.append(random_drafter(3, 16, 3))
+        return drafter_made[-1]
+
+    engine, _ = _engine(drafters={"d": factory}, num_blocks=40)
+
+    def serve(num: int, name: str) -> int:
+        finished = 0
+        for i in range(num):
+            request = _request(
+                f"{name}{i}",
+                [rng.randrange(16) for _ in range(rng.randint(1, 12))],
+                num_choices=rng.choice((1, 1, 2)),
+                speculation=SpeculationParams("d", rng.choice((0, 4))),
+                sampling={"max_tokens": rng.randint(1, 6), "temperature": 0.8, "seed": i},
+            )
+            engine.submit(request)
+            finished += sum(d.finish_reason is not None for d in engine.step())
+            if i % 3 == 0:
+                engine.abort(request.request_id)
+        while engine.has_work:
+            finished += sum(d.finish_reason is not None for d in engine.step())
+        finished += sum(d.finish_reason is not None for d in engine.take_deltas())
+        for drafter in drafter_made:
+            assert drafter.num_open == 0
+            drafter.sessions.clear()
+        return finished
+
+    serve(300, "warm")
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    assert serve(2000, "r") >= 2000
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert engine.num_open == 0 and engine.pool.num_free == 40
+    engine.check()
+    assert grown < 50_000, f"{grown} bytes stayed"
+
+
+def test_the_prober_measures_a_runner_and_leaves_no_trace() -> None:
+    engine, runner = _engine(runner={"row_s": 2e-3, "step_s": 1e-2})
+    cost = CostTable.measure(runner_prober(runner), 16, short_len=4, long_len=16, repeats=3)
+    assert 0.011 < cost.cost(1) < 0.025  # generous: the machine may be busy
+    assert 0.040 < cost.cost(16) < 0.080
+    request = _request("a", range(2, 12))
+    engine.submit(request)
+    assert _ids(_finish(engine)["a"]) == _alone(request)

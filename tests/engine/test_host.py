@@ -1,0 +1,329 @@
+"""EngineHost in a thread and in a process: messages, aborts, failures, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from server import channel
+from server.engine.host import EngineFactory, start_process, start_thread
+from server.types import Delta, EngineStats, Request, SamplingParams, SpeculationParams
+from tests.engine.engine_factories import factory, refuse
+from tests.engine.one_token_loop import one_token_loop
+from tests.fakes.fake_runner import FakeModel
+
+Start = Callable[[EngineFactory], Any]
+
+
+@pytest.fixture(params=["thread", "process"])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts engines and stops them after the test."""
+    yield from _starter(start_thread if request.param == "thread" else start_process)
+
+
+@pytest.fixture
+def start_own() -> Iterator[Start]:
+    """Engines in their own processes."""
+    yield from _starter(start_process)
+
+
+@pytest.fixture
+def start_here() -> Iterator[Start]:
+    """Engines in threads."""
+    yield from _starter(start_thread)
+
+
+def _starter(how: Callable[..., Any]) -> Iterator[Start]:
+    handles = []
+
+    def make(built: EngineFactory) -> Any:
+        handles.append(how(built, name="e0", device="cpu"))
+        return handles[-1]
+
+    yield make
+    for handle in handles:
+        handle.stop(5.0)
+        handle.stop(5.0)  # idempotent
+        assert not handle.is_alive() and handle.exit_code() is not None
+
+
+def _request(name: str, max_tokens: int = 12, prompt: tuple[int, ...] = (3, 4, 5)) -> Request:
+    return Request(
+        name,
+        "task",
+        "fake",
+        prompt,
+        SamplingParams(temperature=0.7, seed=3, max_tokens=max_tokens, ignore_eos=True),
+        SpeculationParams("d", 4),
+    )
+
+
+def _receive(handle: Any, timeout_s: float = 20.0) -> Any:
+    assert handle.connection.poll(timeout_s), "nothing came"
+    return channel.receive(handle.connection)
+
+
+def _ready(handle: Any) -> None:
+    message = _receive(handle)
+    assert message[0] == "ready"
+    assert channel.unpack_info(message[1]).name == "fake"
+
+
+def _submit(handle: Any, request: Request) -> None:
+    channel.send(handle.connection, ("submit", channel.pack_request(request)))
+
+
+def _until_finished(handle: Any, names: set[str]) -> tuple[dict[str, list[Delta]], EngineStats]:
+    out: dict[str, list[Delta]] = {}
+    open_names = set(names)
+    stats = EngineStats()
+    while open_names:
+        message = _receive(handle)
+        if message[0] == "deltas":
+            stats = channel.unpack_stats(message[2])
+            for plain in message[1]:
+                delta = channel.unpack_delta(plain)
+                out.setdefault(delta.request_id, []).append(delta)
+                if delta.finish_reason:
+                    open_names.discard(delta.request_id)
+    return out, stats
+
+
+def _ends(handle: Any, timeout_s: float = 10.0) -> int | None:
+    deadline = time.monotonic() + timeout_s
+    while handle.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    code: int | None = handle.exit_code()
+    return code
+
+
+def test_a_request_comes_back_as_the_one_token_loop_gives_it(start: Start) -> None:
+    handle = start(factory())
+    _ready(handle)
+    requests = [_request(f"r{i}", prompt=(3 + i, 4)) for i in range(3)]
+    for request in requests:
+        _submit(handle, request)
+    results, stats = _until_finished(handle, {r.request_id for r in requests})
+    for request in requests:
+        want = one_token_loop(
+            FakeModel(16, seed=5), request, 0, eos=(1,), max_model_len=512, token_bytes=[]
+        )
+        assert [i for d in results[request.request_id] for i in d.token_ids] == want.ids
+    assert stats.num_total_blocks == 256 and stats.step_s > 0
+    kinds = {_receive(handle)[0]}
+    while "stats" not in kinds:  # idle is told once
+        kinds.add(_receive(handle)[0])
+    channel.send(handle.connection, ("stop",))
+    assert _ends(handle) == 0
+
+
+def test_an_abort_takes_effect_within_a_step(start_here: Start) -> None:
+    handle = start_here(factory(step_s=0.05))
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens=400))
+    assert _receive(handle)[0] == "deltas"
+    channel.send(handle.connection, ("abort", "a"))
+    began = time.monotonic()
+    results, stats = _until_finished(handle, {"a"})
+    assert results["a"][-1].finish_reason == "abort"
+    assert time.monotonic() - began < 0.25
+    assert stats.num_running == 0 and stats.num_free_blocks == 256
+
+
+def test_controls_answer_and_their_errors_do_too(start_here: Start) -> None:
+    handle = start_here(factory())
+    _ready(handle)
+    answers: dict[int, Any] = {}
+    for call, name in enumerate(("echo", "fail", "odd", "unknown")):
+        channel.send(handle.connection, ("control", call, name, {"n": 1}))
+    channel.send(handle.connection, ("nonsense", 1))
+    while len(answers) < 4:
+        message = _receive(handle)
+        if message[0] == "control":
+            answers[message[1]] = message[2]
+    assert answers[0] == {"ok": True, "value": {"n": 1}}
+    assert answers[1] == {"ok": False, "error": "no such corpus"}
+    assert answers[2]["ok"] is answers[3]["ok"] is False
+
+
+def test_drain_finishes_what_is_open_and_exits_0(start: Start) -> None:
+    handle = start(factory())
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens=50))
+    channel.send(handle.connection, ("drain",))
+    results, _ = _until_finished(handle, {"a"})
+    assert results["a"][-1].finish_reason == "length"
+    assert _ends(handle) == 0
+
+
+def test_stop_aborts_what_is_open(start: Start) -> None:
+    handle = start(factory(step_s=0.01))
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens=400))
+    assert _receive(handle)[0] == "deltas"
+    channel.send(handle.connection, ("stop",))
+    results, _ = _until_finished(handle, {"a"})
+    assert results["a"][-1].finish_reason == "abort"
+    assert _ends(handle) == 0
+
+
+def test_an_idle_engine_does_not_spin(start_own: Start) -> None:
+    handle = start_own(factory())
+    _ready(handle)
+    assert _receive(handle)[0] == "deltas"
+    assert _receive(handle)[0] == "stats"
+
+    def cpu_ticks() -> int:
+        with open(f"/proc/{handle.pid}/stat") as file:
+            values = file.read().rsplit(")", 1)[1].split()
+        return int(values[11]) + int(values[12])
+
+    before = cpu_ticks()
+    time.sleep(0.5)
+    assert cpu_ticks() - before <= 2
+    assert not handle.connection.poll(0)
+
+
+def test_an_out_of_memory_fails_a_request_and_not_the_engine(start: Start) -> None:
+    handle = start(factory(fail="nine"))
+    _ready(handle)
+    bad = Request("bad", "task", "fake", (9, 9), SamplingParams(temperature=0.0, max_tokens=4))
+    _submit(handle, bad)
+    results, _ = _until_finished(handle, {"bad"})
+    assert results["bad"][-1].error_code == "engine_error"
+    assert "out of memory" in (results["bad"][-1].error or "")
+    assert handle.is_alive()
+
+
+def test_a_broken_runner_fails_its_requests_says_so_and_exits_1(start: Start) -> None:
+    handle = start(factory(fail="always"))
+    _ready(handle)
+    names = {f"r{i}" for i in range(6)}
+    for name in names:
+        _submit(handle, _request(name))
+    results, _ = _until_finished(handle, names)
+    assert {r[-1].finish_reason for r in results.values()} == {"error"}
+    message = _receive(handle)
+    while message[0] != "failed":
+        message = _receive(handle)
+    assert "the device is gone" in message[1]
+    assert _ends(handle) == 1
+    with pytest.raises(EOFError):
+        _receive(handle)
+
+
+def test_a_factory_that_raises_is_told_and_exits_1(start: Start) -> None:
+    handle = start(refuse)
+    kind, text = _receive(handle)
+    assert kind == "failed" and "the model is unsupported" in text
+    assert _ends(handle) == 1
+
+
+def test_sigterm_ends_the_process_after_the_step(start_own: Start) -> None:
+    handle = start_own(factory(step_s=0.01))
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens=400))
+    assert _receive(handle)[0] == "deltas"
+    os.kill(handle.pid, signal.SIGTERM)
+    results, _ = _until_finished(handle, {"a"})
+    assert results["a"][-1].finish_reason == "abort"
+    assert _ends(handle) == 0
+
+
+def test_a_killed_engine_is_an_eof(start_own: Start) -> None:
+    handle = start_own(factory(step_s=0.01))
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens=400))
+    assert _receive(handle)[0] == "deltas"
+    os.kill(handle.pid, signal.SIGKILL)
+    with pytest.raises((EOFError, ConnectionError)):
+        while True:
+            _receive(handle)
+    assert _ends(handle) == -signal.SIGKILL
+
+
+def test_stop_kills_an_engine_that_hangs_in_a_step(start_own: Start) -> None:
+    handle = start_own(factory(fail="hang"))
+    _ready(handle)
+    _submit(handle, _request("a", prompt=(9, 9)))
+    time.sleep(0.2)
+    handle.stop(0.3)
+    assert handle.exit_code() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("busy", ["idle", "working", "hanging"])
+def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
+    """The "API" is a process that is killed; its engine must be gone soon after."""
+    program = textwrap.dedent(
+        f"""
+        import time
+        from server import channel
+        from server.engine.host import start_process
+        from tests.engine.engine_factories import factory
+        from tests.engine.test_host import _request
+
+        if __name__ == "__main__":
+            handle = start_process(
+                factory(step_s=0.01, fail={"hang" if busy == "hanging" else ""!r}),
+                name="e0", device="cpu",
+            )
+            assert channel.receive(handle.connection)[0] == "ready"
+            if {busy!r} != "idle":
+                prompt = (9, 9) if {busy!r} == "hanging" else (3, 4)
+                request = _request("a", max_tokens=500, prompt=prompt)
+                channel.send(handle.connection, ("submit", channel.pack_request(request)))
+            print(handle.pid, flush=True)
+            time.sleep(60)
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as api:
+        assert api.stdout is not None
+        pid = int(api.stdout.readline())
+        time.sleep(0.1)
+        api.kill()
+    deadline = time.monotonic() + 5.0
+    while _exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _exists(pid), "an orphan engine"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_late_sending_loses_and_reorders_nothing(start_here: Start) -> None:
+    """An accelerator's engine sends Deltas while the next step runs."""
+    handle = start_here(factory(device="cuda:0"))
+    _ready(handle)
+    request = _request("a", max_tokens=100)
+    _submit(handle, request)
+    results, _ = _until_finished(handle, {"a"})
+    want = one_token_loop(
+        FakeModel(16, seed=5), request, 0, eos=(1,), max_model_len=512, token_bytes=[]
+    )
+    assert [i for d in results["a"] for i in d.token_ids] == want.ids
+
+
+def test_threads_and_descriptors_do_not_pile_up() -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        handle = start_thread(factory(), name="e", device="cpu")
+        _ready(handle)
+        handle.stop(5.0)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
