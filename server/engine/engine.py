@@ -641,6 +641,8 @@ class Engine:
             return "too many tokens are waiting", "queue_full"
         if request.sampling.stop and (self._stop_table is None or not all(request.sampling.stop)):
             return "stop strings are not available", "unsupported_parameter"
+        if request.vocabulary.mode != "full":
+            return "vocabulary slices are not available", "unsupported_parameter"
         try:
             self.drafters.resolve(request.task, request.speculation)
         except ValueError as error:

@@ -20,7 +20,7 @@ from server.engine.drafting import DrafterRegistry
 from server.engine.engine import Engine, EngineSettings, RunnerBrokenError
 from server.engine.sequence import Sequence, SequenceMark
 from server.engine.stops import StopTable
-from server.types import Delta, Request, SamplingParams, SpeculationParams
+from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -52,7 +52,7 @@ def _engine(
 
 
 def _request(name: str, prompt: SequenceOf[int] = (3, 4, 5), **fields: Any) -> Request:
-    sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     sampling.update(fields.pop("sampling", {}))
     return Request(name, "task", "fake", tuple(prompt), SamplingParams(**sampling), **fields)
 
@@ -109,14 +109,18 @@ def test_the_cache_holds_output_too_and_echo_requests_write_but_do_not_read() ->
     assert delta.num_cached_tokens == 0 and len(delta.prompt_logprobs) == len(text)
 
 
-def test_choices_share_the_full_blocks_and_copy_the_tail() -> None:
+def test_choices_share_the_full_blocks_and_copy_the_tail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, runner = _engine(block_size=4)
     copied: list[tuple[list[int], list[int]]] = []
     copy_blocks = runner.copy_blocks
-    runner.copy_blocks = lambda src, dst: (  # type: ignore[method-assign]
-        copied.append((src.tolist(), dst.tolist())),
-        copy_blocks(src, dst),
-    )[1]
+
+    def record_copies(src: Any, dst: Any) -> None:
+        copied.append((src.tolist(), dst.tolist()))
+        copy_blocks(src, dst)
+
+    monkeypatch.setattr(runner, "copy_blocks", record_copies)
     prompt = tuple(range(2, 12))  # two full blocks and half a one
     engine.submit(_request("a", prompt, num_choices=3, sampling={"temperature": 1.0, "seed": 1}))
     engine.step()
@@ -176,7 +180,9 @@ def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
     assert list(_finish(engine)) == ["first", "a", "b", "c", "late"]
 
 
-def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost() -> None:
+def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     requests = [
         _request("low", [3] * 9, priority=1, sampling={"max_tokens": 20}),
         _request("a", [4] * 9, sampling={"max_tokens": 20}),
@@ -185,10 +191,12 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost() ->
     engine, _ = _engine(num_blocks=15, prefix_cache=False)
     preempted: list[str] = []
     preempt = engine.scheduler.preempt
-    engine.scheduler.preempt = lambda s: (  # type: ignore[method-assign]
-        preempted.append(s.request.request_id),
-        preempt(s),
-    )[1]
+
+    def record_preemption(sequence: Sequence) -> None:
+        preempted.append(sequence.request.request_id)
+        preempt(sequence)
+
+    monkeypatch.setattr(engine.scheduler, "preempt", record_preemption)
     for request in requests:
         engine.submit(request)
     results = _finish(engine)
@@ -232,6 +240,7 @@ def test_the_queue_is_bounded() -> None:
         (_request("x", num_choices=0), "invalid_value"),
         (_request("x", speculation=SpeculationParams("nobody", 4)), "invalid_value"),
         (_request("x", sampling={"stop": (b"a",)}), "unsupported_parameter"),
+        (_request("x", vocabulary=VocabularyParams("slice")), "unsupported_parameter"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_code(request_: Request, code: str) -> None:
