@@ -45,8 +45,8 @@ NUM_CELLS = NUM_LEVELS * NUM_OCCURRENCES * NUM_AGREEMENTS * 2
 NUM_SHARES = 10  # chances before correction: below 1%, 2%, 5%, 10%, 20%, 35%, 50%, 70%, 90%
 NUM_FACTORS = NUM_LEVELS * NUM_SHARES
 
-MAX_MATCH = 40  # comparisons end here: longer matches share a bucket
-MAX_VISITS = 192  # occurrences looked at per node and chain, newest first
+MAX_MATCH = 34  # comparisons end here: longer matches share a bucket
+MAX_VISITS = 64  # occurrences looked at per node and chain, newest first
 MAX_CANDIDATES = 320  # distinct next tokens per node
 MAX_TOP = 8  # commonest next tokens read per automaton state
 HASH_SIZE = 1024

@@ -146,7 +146,7 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
         Corpus.load(path, fingerprint=None)
     one = {"a": np.zeros(3, np.int32)}
     write_arrays(path, kind="other", version=1, fingerprint="", meta={}, arrays=one)
-    with pytest.raises(ArrayFileError, match="of the kind .other."):
+    with pytest.raises(ArrayFileError, match="of the kind 'other'"):
         Corpus.load(path, fingerprint=None)
     write_arrays(path, kind="task corpus", version=99, fingerprint="", meta={}, arrays=one)
     with pytest.raises(ArrayFileError, match="version 99"):

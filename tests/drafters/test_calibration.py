@@ -1,0 +1,106 @@
+"""Calibration: (accepted + 1) / (offered + 2) of a child given its parent, decayed, kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafters.calibration import Calibration, CalibrationError
+from drafters.tree import DraftTree
+
+
+def tree(calibration: Calibration) -> DraftTree:
+    """Root children 0 and 3; 1 and 2 below 0."""
+    parents = np.asarray([-1, 0, 1, -1], np.int32)
+    cells = calibration.cells(0, np.asarray([1, 2, 3, 1]), np.asarray([0.6, 0.6, 0.6, 0.15]))
+    return DraftTree(
+        np.asarray([5, 6, 7, 8], np.int32),
+        parents,
+        calibration.survival(parents, cells),
+        np.zeros(4, np.uint8),
+        cells,
+    )
+
+
+def test_a_child_is_offered_only_when_its_parent_was_accepted() -> None:
+    calibration = Calibration(["a"], prior=0.0)
+    first = tree(calibration)
+    calibration.record(first, [0])  # 0 accepted; 1 offered and refused; 2 never offered; 3 refused
+    chances = calibration.chances(first.cell)
+    assert chances.tolist() == pytest.approx([2 / 3, 1 / 3, 1 / 2, 1 / 3])
+    calibration.record(first, [])  # 1 and 2 not offered
+    assert calibration.chances(first.cell).tolist() == pytest.approx([1 / 2, 1 / 3, 1 / 2, 1 / 4])
+
+
+def test_survival_is_the_product_along_the_path() -> None:
+    calibration = Calibration(["a"], prior=0.0)
+    first = tree(calibration)
+    assert first.survival.tolist() == pytest.approx([0.5, 0.25, 0.125, 0.5])
+    first.validate()
+
+
+def test_the_prior_says_that_shares_are_right() -> None:
+    calibration = Calibration(["a"], prior=1000.0)
+    cells = calibration.cells(0, 2, np.asarray([0.05, 0.55, 0.97]))
+    chances = calibration.chances(cells)
+    assert (np.diff(chances) > 0).all()
+    assert chances[1] == pytest.approx(0.55, abs=0.06)
+
+
+def test_sources_lengths_and_shares_have_their_own_cells() -> None:
+    calibration = Calibration(["a", "b"])
+    cells = {
+        int(calibration.cells(source, length, share))
+        for source in (0, 1)
+        for length in (0, 1, 2, 5, 50)
+        for share in (0.0, 0.3, 0.99, 1.0)
+    }
+    assert len(cells) == 2 * 5 * 4
+    assert max(cells) < calibration.offered.shape[0]
+
+
+def test_old_outcomes_fade() -> None:
+    calibration = Calibration(["a"], prior=0.0, memory=50.0)
+    one = DraftTree(
+        np.asarray([1], np.int32),
+        np.asarray([-1], np.int32),
+        np.ones(1, np.float32),
+        np.zeros(1, np.uint8),
+        calibration.cells(0, np.asarray([1]), np.asarray([0.5])),
+    )
+    for _ in range(500):
+        calibration.record(one, [0])
+    for _ in range(60):
+        calibration.record(one, [])
+    assert calibration.chances(one.cell)[0] < 0.4  # 500 old successes would leave 0.89
+
+
+def test_trees_without_cells_teach_nothing() -> None:
+    calibration = Calibration(["a"])
+    before = calibration.offered.copy()
+    calibration.record(DraftTree.chain([1, 2]), [0])
+    assert np.array_equal(calibration.offered, before)
+
+
+def test_it_is_saved_atomically_and_restored(tmp_path: Path) -> None:
+    calibration = Calibration(["a", "b"])
+    first = tree(calibration)
+    for _ in range(5):
+        calibration.record(first, [0, 1])
+    path = tmp_path / "x" / "calibration.json"
+    calibration.save(path)
+    loaded = Calibration.load(path, ["a", "b"])
+    assert np.array_equal(loaded.chances(first.cell), calibration.chances(first.cell))
+    assert [p.name for p in path.parent.iterdir()] == ["calibration.json"]
+    rows = loaded.table()
+    assert rows[0]["offered"] == 5.0 and rows[0]["source"] == "a"
+    with pytest.raises(CalibrationError, match="sources"):
+        Calibration.load(path, ["a"])
+    for damage in ("{", "{}", path.read_text().replace('"prior": 8.0', '"prior": -1')):
+        path.write_text(damage)
+        with pytest.raises(CalibrationError):
+            Calibration.load(path, ["a", "b"])
+    with pytest.raises(CalibrationError):
+        Calibration.load(tmp_path / "none", ["a"])

@@ -1,0 +1,156 @@
+"""Replay counts every step, and its command ends with one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from drafters.base import DraftSession
+from drafters.replay import Recording, follow, main, read_recordings, replay
+from drafters.tree import DraftTree
+
+
+class Scripted:
+    """Proposes the trees it is given, one a step; records what it is told."""
+
+    name = "scripted"
+    sources = ("script",)
+
+    def __init__(self, trees: list[DraftTree]) -> None:
+        self.trees = trees
+        self.told: list[object] = []
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> DraftSession:
+        return ScriptedSession(self)
+
+
+class ScriptedSession:
+    def __init__(self, owner: Scripted) -> None:
+        self.owner = owner
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        return self.owner.trees.pop(0)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.owner.told.append(list(token_ids))
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self.owner.told.append(("accepted", list(accepted)))
+
+    def settle(self) -> None: ...
+
+    def checkpoint(self) -> int:
+        return 0
+
+    def rollback(self, mark: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_steps_are_counted_drafted_or_not() -> None:
+    # Output 1 2 3 4 5 6 7: prefill gives 1; "2 3" accepted + 4; nothing drafted: 5; 6 wrong: 6;
+    # 7 accepted, and the output ends without a bonus token.
+    trees = [
+        DraftTree.chain([2, 3, 9]),
+        DraftTree.empty(),
+        DraftTree.chain([8]),
+        DraftTree.chain([7, 7]),
+    ]
+    drafter = Scripted(trees)
+    result = replay(drafter, [Recording([0], [1, 2, 3, 4, 5, 6, 7])], budget=4)
+    assert result.num_tokens == [6] and result.num_steps == [4]
+    assert result.tokens_per_step == 1.5
+    assert (result.num_drafted, result.num_accepted) == (6, 3)
+    assert result.offered_by_depth == [3, 2, 1]
+    assert result.accepted_by_depth == [2, 1, 0]
+    assert drafter.told[2:4] == [("accepted", [0, 1]), [2, 3, 4]]  # feedback before extend
+
+
+def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
+    drafter = Scripted([DraftTree.chain([1, 2]), DraftTree.empty()])
+    result = replay(drafter, [Recording([0], [1, 2, 3, 4])], budget=4, in_prefill=True)
+    assert result.num_tokens == [3] and result.num_steps == [1]
+
+
+def test_no_speculation_is_exactly_one() -> None:
+    drafter = Scripted([DraftTree.empty() for _ in range(9)])
+    assert replay(drafter, [Recording([0], list(range(10)))]).tokens_per_step == 1.0
+
+
+def test_the_longest_path_is_followed() -> None:
+    import numpy as np
+
+    tree = DraftTree(
+        np.asarray([4, 5, 6, 5], np.int32),
+        np.asarray([-1, 0, 1, -1], np.int32),
+        np.asarray([0.5, 0.4, 0.3, 0.2], np.float32),
+    )
+    assert follow(tree, [4, 5, 9], 0) == [0, 1]
+    assert follow(tree, [9, 5], 1) == [3]
+    assert follow(tree, [9], 0) == []
+
+
+def test_recordings_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt_ids": [1], "output_ids": [2]}\n\n{"prompt_ids": [1]}\n')
+    with pytest.raises(ValueError, match="line 3: not a recording"):
+        list(read_recordings(path))
+    path.write_text('{"prompt_ids": [1, true], "output_ids": [2]}\n')
+    with pytest.raises(ValueError, match="line 1: ids must be integers"):
+        list(read_recordings(path))
+
+
+def test_the_command_ends_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.jsonl"
+    line = json.dumps({"prompt_ids": [1, 2, 3, 4, 5], "output_ids": [1, 2, 3, 4, 5, 0]})
+    path.write_text(line + "\n")
+    assert main(["--drafter", "suffix", "--data", str(path), "--budget", "8"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["tokens"] == 5 and summary["steps"] == 1
+    assert summary["by_source"]["prompt"]["accepted"] == 4
+    assert main(["--drafter", "nothing", "--data", str(path)]) == 2
+    assert "unknown drafter" in capsys.readouterr().err
+    assert main(["--drafter", "prompt", "--data", str(path), "--option", "num_tokens=2"]) == 0
+    assert main(["--drafter", "prompt", "--data", str(path), "--option", "speed=2"]) == 2
+
+
+def test_the_package_is_usable_alone() -> None:
+    code = (
+        "import sys; from drafters import make_drafter; d = make_drafter('auto'); "
+        "s = d.open([1, 2, 3, 1]); assert len(s.propose(4, 4)); "
+        "bad = {'torch', 'server', 'transformers'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_where_no_cache_can_be_written_functions_still_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import numba
+
+    from drafters import jit
+
+    real = numba.njit
+
+    def without_a_place_for_caches(*args: object, **options: object) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'add': no locator available for file 'x'")
+        return real(*args, **options)
+
+    monkeypatch.setattr(jit.numba, "njit", without_a_place_for_caches)
+
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    assert jit.compiled(add)(2, 3) == 5
