@@ -224,10 +224,9 @@ async def measure(
                 for name, prompt in prompts.items():
                     for peer in order:
                         progress.update(bar, description=f"{peer.name} {name}", advance=1)
-                        # One salt a round, not a server: where it goes into the prompt, all
-                        # servers of the round see the same one.
                         before, began = meter.read(), time.perf_counter()
-                        timing = await one(peer, prompt, f"{salt_base}-{round_id}-{name}")
+                        salt = peer.salt(f"{salt_base}-{round_id}-{name}")
+                        timing = await one(peer, prompt, salt)
                         wall = time.perf_counter() - began
                         after = meter.read()
                         busy = peer.where[1:] if peer.is_alias else peer.name

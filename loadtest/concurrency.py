@@ -132,7 +132,8 @@ async def measure(
                         bodies = [
                             request_body(
                                 peer.dialect, peer.model, prompt, max_tokens=num_tokens,
-                                salt=f"{salt}-{round_id}-{count}-{index}", extra=peer.extra,
+                                salt=peer.salt(f"{salt}-{round_id}-{count}-{index}"),
+                                extra=peer.extra,
                             )
                             for index, prompt in enumerate(distinct_prompts(count))
                         ]  # fmt: skip

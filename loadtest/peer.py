@@ -56,6 +56,14 @@ class Peer:
     def is_alias(self) -> bool:
         return self.where.startswith("@")
 
+    def salt(self, base: str) -> str:
+        """The prefix-cache salt of one request: unlike that of an alias, which shares the cache.
+
+        Where the salt goes into the prompt ("openai") every server must see the same one, so that
+        the texts can be compared; an alias then may read the cache, and num_cached_tokens tells.
+        """
+        return base if self.dialect == "openai" else f"{base}-{self.name}"
+
 
 def _split(option: str, text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")

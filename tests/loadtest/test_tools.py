@@ -137,6 +137,16 @@ def test_concurrency_sends_all_at_once_and_sees_kv_come_back(
     assert 10 < row["tokens_per_s"]["p50"] < 850  # 32 tokens in 8 x 5 ms
 
 
+def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer(pace_s=0.0) as server:
+        both = ["--server", f"tailor={server.url}", "--server", "tailor-b=@tailor", *IDLE]
+        compare.main([*both, "--rounds", "2", "--tokens", "3", "--pause", "0"])
+        concurrency.main([*both, "--streams", "2", "--rounds", "1", "--tokens", "3"])
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert len(salts) == 2 * 3 * 2 + 2 * 2 * 2
+    assert len(set(salts)) == len(salts)
+
+
 def test_concurrency_fails_when_kv_stays_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
