@@ -29,7 +29,9 @@ Float64 = npt.NDArray[np.float64]
 Prober = Callable[[int, int], float]
 """(num_rows, kv_len) -> seconds of one decode step with that many rows over kv_len keys each."""
 
-_REFRESH = 0.05  # weight of one observed step in a cost cell
+_REFRESH = 0.05  # weight of one step in the host's share
+_SCALE_REFRESH = 0.04  # ... in the whole table: a busy or throttled machine slows every step alike
+_CELL_REFRESH = 0.02  # ... in the cells around the step's row count
 _OUTLIER = 4.0  # an observed step this many times off the table is clipped (a busy machine)
 
 
@@ -49,8 +51,8 @@ class CostTable:
     """cost(rows, keys): seconds of one step on one runner.
 
     rows: number of rows. keys: KV entries attended to, summed over the rows. Between measured row
-    counts the cost is interpolated; it never falls as rows grow; past the last one it grows in
-    proportion.
+    counts the cost is interpolated; past the last one it grows in proportion. It never falls as
+    rows grow: a measurement above one of more rows was disturbed, and the lower one stands.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float], key_s: float = 0.0) -> None:
@@ -62,7 +64,7 @@ class CostTable:
             raise ValueError("costs must be positive and finite")
         self._rows = np.asarray(rows, np.float64)
         self._raw = np.asarray(seconds, np.float64)
-        self._seconds: Float64 = np.maximum.accumulate(self._raw)
+        self._seconds: Float64 = np.minimum.accumulate(self._raw[::-1])[::-1]
         self._key_s = key_s
 
     @property
@@ -131,7 +133,7 @@ class CostTable:
         return max(1, int(self._rows[at - 1] + share * (self._rows[at] - self._rows[at - 1])))
 
     def observe(self, num_rows: int, keys: float, seconds: float) -> None:
-        """Refresh the cells around num_rows from one real step."""
+        """Refresh the table from one real step: its scale, and the cells around num_rows."""
         expected = self.cost(num_rows, keys)
         if seconds <= 0.0 or expected <= 0.0:
             return
@@ -146,8 +148,9 @@ class CostTable:
             share = (num_rows - low) / (high - low)
             cells = [(at - 1, 1.0 - share), (at, share)]
         for cell, weight in cells:
-            self._raw[cell] *= 1.0 + _REFRESH * weight * (ratio - 1.0)
-        np.maximum.accumulate(self._raw, out=self._seconds)
+            self._raw[cell] *= 1.0 + _CELL_REFRESH * weight * (ratio - 1.0)
+        self._raw *= 1.0 + _SCALE_REFRESH * (ratio - 1.0)
+        self._seconds = np.minimum.accumulate(self._raw[::-1])[::-1]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a cache file (keyed by device, model, dtype and threads elsewhere)."""

@@ -1,4 +1,4 @@
-"""From a Plan and its trees to a Batch, and the prober that measures the cost table with one.
+"""From a Plan and its trees to a Batch.
 
 The order of rows: sequence by sequence, positions ascending, then the sequence's tree nodes in
 their order. The order of draws: sequence by sequence; the root's (one per choice that forks off
@@ -7,21 +7,17 @@ it), then one per node.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 
-from server.engine.batch import Batch, DrawParams, Runner
-from server.engine.budget import Prober
+from server.engine.batch import Batch, DrawParams
 from server.engine.drafting import CheckedTree
 from server.engine.scheduler import Scheduled
-from server.types import SamplingParams
 
-__all__ = ["Built", "Span", "build_batch", "runner_prober"]
+__all__ = ["Built", "Span", "build_batch"]
 
-_EMPTY = np.empty(0, np.int32)
 _NO_MASKS = np.empty((0, 0), np.uint32)
 
 
@@ -164,68 +160,3 @@ def build_batch(
         num_draft_rows=num_nodes,
     )
     return Built(batch, spans, int(prefix_len.sum()) + len(path_slots))
-
-
-def runner_prober(runner: Runner) -> Prober:
-    """A Prober over a real runner, for CostTable.measure. Only before the first request.
-
-    It writes into blocks from 0 up, which nobody owns yet, and leaves garbage there that no
-    sequence ever reads. The probed step is one last-token row over kv_len keys with the other
-    rows as its tree children, each with a greedy draw.
-    """
-    size = runner.info.block_size
-    most_slots = runner.info.num_blocks * size
-    params = (DrawParams(SamplingParams(temperature=0.0), 0, _EMPTY, _EMPTY, _EMPTY, _EMPTY, 0),)
-    written = 0
-
-    def batch_of(start: int, num: int, num_nodes: int, draws: bool) -> Batch:
-        total = num + num_nodes
-        rows = np.arange(total, dtype=np.int32)
-        slots = start + rows
-        is_node = rows >= num
-        root = start + num - 1
-        draw_rows = np.arange(num - 1, total, dtype=np.int32) if draws else _EMPTY
-        num_draws = draw_rows.shape[0]
-        parent = np.zeros(num_draws, np.int32)
-        parent[:1] = -1
-        return Batch(
-            token_ids=(rows % min(64, runner.info.vocab_size)).astype(np.int32),
-            token_from=np.full(total, -1, np.int32),
-            positions=np.where(is_node, root + 1, slots).astype(np.int32),
-            seq_ids=np.zeros(total, np.int32),
-            slots=slots,
-            prefix_len=np.where(is_node, root + 1, slots + 1).astype(np.int32),
-            path_start=np.where(is_node, rows - num, 0).astype(np.int32),
-            path_len=is_node.astype(np.int32),
-            path_slots=slots[num:],
-            block_tables=np.arange(-(-(start + total) // size), dtype=np.int32)[None, :],
-            draw_rows=draw_rows,
-            draw_params=np.zeros(num_draws, np.int32),
-            draw_parent=parent,
-            draw_positions=np.full(num_draws, root + 1, np.int32) + (parent >= 0),
-            draw_mask=np.full(num_draws, -1, np.int32),
-            masks=_NO_MASKS,
-            params=params if num_draws else (),
-            score_rows=_EMPTY,
-            score_targets=_EMPTY,
-            score_top=_EMPTY,
-            num_prefill_rows=num if not draws else 0,
-            num_draft_rows=num_nodes,
-        )
-
-    def probe(num_rows: int, kv_len: int) -> float:
-        nonlocal written
-        kv_len = max(1, min(kv_len, most_slots - num_rows, runner.info.max_model_len - 1))
-        while written < kv_len - 1:  # real KV under the probed rows, not uninitialised memory
-            chunk = min(kv_len - 1 - written, runner.info.max_num_batched_tokens)
-            runner.launch(batch_of(written, chunk, 0, False))
-            runner.wait()
-            written += chunk
-        batch = batch_of(kv_len - 1, 1, num_rows - 1, True)
-        written = min(written, kv_len - 1)  # the tree overwrote what lay behind
-        began = time.perf_counter()
-        runner.launch(batch)
-        runner.wait()
-        return time.perf_counter() - began
-
-    return probe

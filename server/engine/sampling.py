@@ -67,7 +67,7 @@ def gumbel(h32: npt.NDArray[np.uint32]) -> Float64:
 def penalty_counts(
     params: DrawParams, path_tokens: list[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(ids ascending, times generated, in prompt 0/1) for a node: its sequence's plus its path's."""
+    """(ids ascending, times generated, in prompt 0/1) of a node: its sequence's and its path's."""
     out = {int(i): int(c) for i, c in zip(params.count_ids, params.count_out, strict=True)}
     prompt = {int(i): int(c) for i, c in zip(params.count_ids, params.count_prompt, strict=True)}
     for token in path_tokens:

@@ -26,10 +26,11 @@ def test_the_grid_begins_with_every_small_count_and_ends_at_the_last() -> None:
 
 
 def test_cost_interpolates_keeps_the_jump_never_falls_and_extrapolates() -> None:
-    table = CostTable([1, 2, 4], [1.0, 3.0, 2.0], key_s=0.1)
+    table = CostTable([1, 2, 4, 8], [1.0, 3.0, 9.0, 5.0], key_s=0.1)
     assert table.cost(1) == 1.0 and table.cost(2) == 3.0
-    assert table.cost(4) == 3.0  # measured below its neighbour: noise
-    assert table.cost(8) == pytest.approx(6.0)
+    assert table.cost(3) == 4.0
+    assert table.cost(4) == 5.0  # measured above a larger step: disturbed
+    assert table.cost(16) == pytest.approx(10.0)
     assert table.cost(1, keys=10) == pytest.approx(2.0)
 
 
@@ -45,6 +46,7 @@ def test_observed_steps_move_the_table_and_outliers_only_a_little() -> None:
     for _ in range(300):
         table.observe(3, 0, 0.02)
     assert table.cost(3) == pytest.approx(0.02, rel=0.05)
+    assert 0.01 < table.cost(1) <= table.cost(3) <= table.cost(4)
     before = table.cost(100)
     table.observe(100, 0, 50.0)
     assert table.cost(100) < 1.2 * before

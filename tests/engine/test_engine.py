@@ -15,9 +15,9 @@ import pytest
 from drafters.tree import DraftTree
 from server.engine.batch import Batch
 from server.engine.budget import CostTable
-from server.engine.build import runner_prober
 from server.engine.drafting import DrafterRegistry
 from server.engine.engine import Engine, EngineSettings, RunnerBrokenError
+from server.engine.probe import make_prober
 from server.engine.sequence import Sequence, SequenceMark
 from server.engine.stops import StopTable
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
@@ -614,7 +614,7 @@ def test_2000_short_requests_a_third_aborted_leave_nothing_behind() -> None:
 
 def test_the_prober_measures_a_runner_and_leaves_no_trace() -> None:
     engine, runner = _engine(runner={"row_s": 2e-3, "step_s": 1e-2})
-    cost = CostTable.measure(runner_prober(runner), 16, short_len=4, long_len=16, repeats=3)
+    cost = CostTable.measure(make_prober(runner), 16, short_len=4, long_len=16, repeats=3)
     assert 0.011 < cost.cost(1) < 0.025  # generous: the machine may be busy
     assert 0.040 < cost.cost(16) < 0.080
     request = _request("a", range(2, 12))
