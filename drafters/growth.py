@@ -47,7 +47,9 @@ NUM_FACTORS = NUM_LEVELS * NUM_SHARES
 
 MAX_MATCH = 34  # comparisons end here: longer matches share a bucket
 MAX_VISITS = 64  # occurrences looked at per node and chain, newest first
-MAX_CANDIDATES = 320  # distinct next tokens per node
+MAX_RETRIEVED_VISITS = 24  # the same in retrieved outputs, the likest last and so seen first
+MAX_RETRIEVED_MATCH = 34
+MAX_CANDIDATES = 208  # distinct next tokens per node
 MAX_TOP = 8  # commonest next tokens read per automaton state
 HASH_SIZE = 1024
 BASE_CHANCE = 1e-7  # what is left for a token that no source proposes
@@ -209,8 +211,9 @@ def _gather_text(
     if size < 2 or context_size < 1:
         return
     position = int(table[1, find_slot(table, int(context[0]))])
+    most = MAX_VISITS if num_prompt >= 0 else MAX_RETRIEVED_VISITS
     visits = 0
-    while position >= 0 and visits < MAX_VISITS:
+    while position >= 0 and visits < most:
         _visit(text, marks, size, position, context, context_size, num_prompt, ints, counts, totals)
         position = int(text[1, position])
         visits += 1
@@ -359,7 +362,7 @@ def _gather(
     )
     cover = depth + num_output
     if docs_size > 0:
-        size = min(MAX_MATCH, cover + 1)
+        size = min(MAX_RETRIEVED_MATCH, cover + 1)
         kept = path[size - 1]
         if size == cover + 1:
             path[cover] = START
