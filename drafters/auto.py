@@ -278,6 +278,7 @@ class AutoSession:
                     automaton.tops,
                     state,
                     length,
+                    drafter.eos_token_ids,
                     drafter.trust.weights,
                     drafter.trust.evidence,
                     drafter.trust.outcomes,

@@ -40,10 +40,12 @@ NUM_BUCKETS = 10  # match lengths 0, 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, 32 and 
 NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1
 NUM_LEVELS = NUM_SOURCES * NUM_BUCKETS
-NUM_CELLS = NUM_LEVELS * NUM_OCCURRENCES * NUM_AGREEMENTS * 2
+NUM_SITUATIONS = 6  # does the match cover the whole output; does a rival match longer
+NUM_CELLS = NUM_LEVELS * NUM_OCCURRENCES * NUM_AGREEMENTS * NUM_SITUATIONS
 
 NUM_SHARES = 10  # chances before correction: below 1%, 2%, 5%, 10%, 20%, 35%, 50%, 70%, 90%
-NUM_FACTORS = NUM_LEVELS * NUM_SHARES
+NUM_BINS = 6  # match lengths of corrections: output start (or none), 1, 2, 3, 4, 5 and more
+NUM_FACTORS = NUM_SOURCES * NUM_BINS * NUM_SITUATIONS * NUM_SHARES
 
 MAX_MATCH = 34  # comparisons end here: longer matches share a bucket
 MAX_VISITS = 64  # occurrences looked at per node and chain, newest first
@@ -72,8 +74,8 @@ def length_bucket(length: int) -> int:
 
 
 @compiled
-def cell_of(level: int, total: float, top_share: float, covers: bool) -> int:
-    """The trust cell of a level: source * NUM_BUCKETS + bucket, its counts and its coverage."""
+def cell_of(level: int, total: float, top_share: float, situation: int) -> int:
+    """The trust cell of a level: source * NUM_BUCKETS + bucket, its counts and its situation."""
     if total < 1.5:
         occurrences = 0
     elif total < 2.5:
@@ -88,19 +90,24 @@ def cell_of(level: int, total: float, top_share: float, covers: bool) -> int:
         occurrences = 5
     agreement = 0 if top_share < 0.5 else (1 if top_share < 0.999 else 2)
     cell = (level * NUM_OCCURRENCES + occurrences) * NUM_AGREEMENTS + agreement
-    return cell * 2 + (1 if covers else 0)
+    return cell * NUM_SITUATIONS + situation
 
 
 @compiled
-def factor_cell(level: int, chance: float) -> int:
-    """The correction cell of a chance: the longest context that proposes the token, its size."""
+def factor_cell(level: int, situation: int, at_start: bool, chance: float) -> int:
+    """The correction cell of a chance: the longest context that proposes the token, its size.
+
+    level and situation are of that context; at_start: no output stands before the token.
+    """
     if chance < 0.1:
         share = 0 if chance < 0.01 else (1 if chance < 0.02 else (2 if chance < 0.05 else 3))
     elif chance < 0.5:
         share = 4 if chance < 0.2 else (5 if chance < 0.35 else 6)
     else:
         share = 7 if chance < 0.7 else (8 if chance < 0.9 else 9)
-    return level * NUM_SHARES + share
+    source, bucket = level // NUM_BUCKETS, level % NUM_BUCKETS
+    length = 0 if at_start else min(bucket, NUM_BINS - 1)
+    return ((source * NUM_BINS + length) * NUM_SITUATIONS + situation) * NUM_SHARES + share
 
 
 @compiled
@@ -296,6 +303,14 @@ def _levels(ints: Int32, counts: Float32, totals: Float32, cells: Int32, context
                     for row in range(num_candidates):
                         counts[level, row] += counts[longer, row]
                 longer = level
+    # A context is believed less where the rival source matches as much: the prompt's longest
+    # match for all others, the corpus' longest for the prompt.
+    prompt_longest, corpus_longest = 0, 0
+    for bucket in range(NUM_BUCKETS - 1, 0, -1):
+        if prompt_longest == 0 and totals[PROMPT * NUM_BUCKETS + bucket] > 0.0:
+            prompt_longest = bucket
+        if corpus_longest == 0 and totals[CORPUS * NUM_BUCKETS + bucket] > 0.0:
+            corpus_longest = bucket
     num_levels = 0
     cover_bucket = length_bucket(context_cover)
     for bucket in range(NUM_BUCKETS - 1, -1, -1):
@@ -312,7 +327,11 @@ def _levels(ints: Int32, counts: Float32, totals: Float32, cells: Int32, context
             else:
                 covers = context_cover > 0 and bucket >= cover_bucket
             cells[0, num_levels] = level
-            cells[1, num_levels] = cell_of(level, total, top / total, covers)
+            rival = corpus_longest if source == PROMPT else prompt_longest
+            situation = 1 if covers else 0
+            if rival > 0:
+                situation += 4 if rival >= bucket else 2
+            cells[1, num_levels] = cell_of(level, total, top / total, situation)
             num_levels += 1
     return num_levels
 
@@ -404,11 +423,11 @@ def _blend(
 
 
 @compiled
-def _leading_level(row: int, counts: Float32, cells: Int32, num_levels: int) -> int:
-    """The longest context that proposes a candidate."""
+def _leader(row: int, counts: Float32, cells: Int32, num_levels: int) -> int:
+    """Index in `cells` of the longest context that proposes a candidate."""
     for i in range(num_levels):
         if counts[cells[0, i], row] > 0.0:
-            return int(cells[0, i])
+            return i
     return 0
 
 
@@ -494,8 +513,10 @@ def grow_tree(
                 chance = chances[row]
                 if survival * chance < 0.2 * min_survival:
                     continue
-                level = _leading_level(row, counts, cells, num_levels)
-                cell = factor_cell(level, chance)
+                leader = _leader(row, counts, cells, num_levels)
+                level = cells[0, leader]
+                situation = cells[1, leader] % NUM_SITUATIONS
+                cell = factor_cell(level, situation, num_output + depth == 0, chance)
                 chance = min(chance * np.float32(factors[cell]), np.float32(0.9999))
                 value = survival * chance
                 if value < min_survival or heap_size >= capacity:
@@ -626,6 +647,7 @@ def learn_token(
     tops: Int32,
     state: int,
     state_length: int,
+    ends: Int32,
     trust: Float64,
     evidence: Float64,
     outcomes: Float64,
@@ -695,8 +717,14 @@ def learn_token(
     _blend(ints, counts, totals, cells, num_levels, trust, chances)
     for i in range(ints[0, 0]):
         claimed = chances[i]
+        # Ends are never drafted, and would make their neighbours look right.
+        for k in range(ends.shape[0]):
+            if ends[k] == ints[1, i]:
+                claimed = np.float32(0.0)
         if claimed > 0.002:
-            cell = factor_cell(_leading_level(i, counts, cells, num_levels), claimed)
+            leader = _leader(i, counts, cells, num_levels)
+            situation = cells[1, leader] % NUM_SITUATIONS
+            cell = factor_cell(cells[0, leader], situation, num_output == 0, claimed)
             outcomes[0, cell] += claimed
             outcomes[2, cell] += 1.0
             if i == row:

@@ -1,10 +1,10 @@
 """Trust: how far each kind of context is believed, and how that is learned and kept.
 
 grow_tree blends the next-token shares of all contexts; the weight of a context is the trust of
-its cell (source, match length, occurrences, agreement, coverage). What the blend then claims is
+its cell (source, match length, occurrences, agreement, situation). What the blend then claims is
 corrected by how often such claims came true: a factor per cell of (leading source, its match
-length, claimed chance), the calibration table of `auto`. Evidence is decayed, so that a task that
-changes is followed, and saved atomically, so that a restart forgets nothing.
+length and situation, claimed chance), the calibration table of `auto`. Evidence is decayed, so
+that a task that changes is followed, and saved atomically, so that a restart forgets nothing.
 
 The defaults were fitted on the train splits of twenty task data sets (loadtest/fit_trust.py).
 """
@@ -24,19 +24,20 @@ from drafters.calibration import CalibrationError
 from drafters.default_trust import FACTORS, WEIGHTS
 from drafters.growth import (
     NUM_AGREEMENTS,
+    NUM_BINS,
     NUM_BUCKETS,
     NUM_CELLS,
     NUM_FACTORS,
     NUM_OCCURRENCES,
     NUM_SHARES,
+    NUM_SITUATIONS,
     NUM_SOURCES,
     SOURCES,
 )
 
 Float64 = npt.NDArray[np.float64]
 
-_SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, 2)
-_MIN_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, 16, 32)
+_SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 VERSION = 1
 
@@ -93,8 +94,8 @@ class Trust:
 
         A task has little evidence for most cells at first, but soon enough to say that, for
         example, copies from its prompts hold better than elsewhere. So the defaults' log odds are
-        shifted per source, then per source and match length, each shift fitted with a normal
-        prior; only then has each cell its own say.
+        shifted per source, then per situation and match length too, each shift fitted with a
+        normal prior; only then has each cell its own say.
         """
         old = self.evidence[0] > self.memory
         self.evidence[:, old] *= 0.5
@@ -103,7 +104,7 @@ class Trust:
         asked = self.evidence[0].reshape(_SHAPE)
         answered = self.evidence[1].reshape(_SHAPE)
         odds = self._prior_odds
-        for axes in ((1, 2, 3), (2, 3)):
+        for axes in ((1, 2, 3, 4), (1, 2, 3), (2, 3)):
             odds = odds + _shift(odds, asked, answered, axes)
         k = self.prior_strength
         prior = (1.0 / (1.0 + np.exp(-odds))).reshape(NUM_CELLS)
@@ -122,30 +123,31 @@ class Trust:
         self.update()
 
     def table(self) -> list[dict[str, Any]]:
-        """The calibration for people: every cell that was claimed, the most claimed first.
+        """The calibration for people, the most used first: (source, match length, claimed share).
 
-        chance = (accepted + 1) / (offered + 2); corrected is the factor now applied to claims.
+        min_match_length 0 is the start of an output. chance = (accepted + 1) / (offered + 2);
+        mean_claim is what the blend says there before it is corrected.
         """
+        shape = (3, NUM_SOURCES, NUM_BINS, NUM_SITUATIONS, NUM_SHARES)
+        claimed, accepted, offered = self.outcomes.reshape(shape).sum(axis=3)
         rows: list[dict[str, Any]] = []
-        for cell in np.argsort(-self.outcomes[2], kind="stable").tolist():
-            offered = float(self.outcomes[2, cell])
-            if offered <= 0.0:
-                break
-            level, share = divmod(cell, NUM_SHARES)
-            source, bucket = divmod(level, NUM_BUCKETS)
-            accepted = float(self.outcomes[1, cell])
-            rows.append(
-                {
-                    "source": SOURCES[source],
-                    "min_match_length": _MIN_LENGTHS[bucket],
-                    "min_share": _MIN_SHARES[share],
-                    "offered": round(offered, 1),
-                    "accepted": round(accepted, 1),
-                    "chance": round((accepted + 1.0) / (offered + 2.0), 4),
-                    "corrected": round(float(self.factors[cell]), 3),
-                }
-            )
-        return rows
+        for source, name in enumerate(SOURCES):
+            for length in range(NUM_BINS):
+                for share in range(NUM_SHARES):
+                    at = (source, length, share)
+                    if offered[at] > 0.0:
+                        rows.append(
+                            {
+                                "source": name,
+                                "min_match_length": length,
+                                "min_share": _MIN_SHARES[share],
+                                "offered": round(float(offered[at]), 1),
+                                "accepted": round(float(accepted[at]), 1),
+                                "mean_claim": round(float(claimed[at] / offered[at]), 4),
+                                "chance": round(float((accepted[at] + 1) / (offered[at] + 2)), 4),
+                            }
+                        )
+        return sorted(rows, key=lambda row: -float(row["offered"]))
 
     def save(self, path: Path | str) -> None:
         """Write the evidence atomically: a reader sees the old file or the new one."""

@@ -21,10 +21,10 @@ from drafters.growth import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
 from drafters.trust import Trust
 from loadtest.recordings import data_sets, load_tokenizer, read_split
 
-HEADER = '''"""Default trust of drafters.trust, fitted by loadtest/fit_trust.py on train splits only.
+HEADER = '''"""Default trust of drafters.trust: loadtest/fit_trust.py, from train splits only.
 
 WEIGHTS: per mille; a row per level (source x match-length bucket), in it occurrences x agreement
-x coverage. FACTORS: per cent; a row per level, in it the buckets of the claimed chance.
+x situation. FACTORS: per cent; a row per source x match length x situation, in it claims.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from __future__ import annotations
 '''
 ROUNDS = 8
 TOKENS_PER_SET = 2500.0
-SMOOTHING = 8.0
+SMOOTHING = 6.0
 
 
 def _rows(name: str, table: Sequence[Sequence[int]]) -> str:
@@ -83,7 +83,7 @@ def main() -> None:
             num_tokens = sum(len(e.output_ids) for e in held)
             for use, share in ((corpus, 1.0), (None, 0.5)):
                 trust = Trust(weights, factors, memory=1e12)
-                drafter = AutoDrafter(corpus=use, trust=trust)
+                drafter = AutoDrafter(corpus=use, trust=trust, eos_token_ids=corpus.end_ids())
                 for example in held:
                     session = drafter.open(example.prompt_ids)
                     session.settle_once()
@@ -96,7 +96,7 @@ def main() -> None:
         factors = (outcomes[1] + 2.0) / (outcomes[0] + 2.0)
         print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
     per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
-    per_cent = np.clip(np.rint(100 * factors), 1, 400).astype(int).reshape(NUM_LEVELS, -1)
+    per_cent = np.clip(np.rint(100 * factors), 1, 800).astype(int).reshape(-1, 10)
     arguments.output.write_text(
         HEADER
         + _rows("WEIGHTS", per_mille.tolist())
