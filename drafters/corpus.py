@@ -69,6 +69,35 @@ class Corpus:
         start, end = self.document_starts[document], self.document_starts[document + 1]
         return self.token_ids[start:end]
 
+    def count_grams(self, n: int) -> tuple[Int32, Int64]:
+        """(int32 [grams, n] distinct n-grams inside documents, int64 [grams] counts), commonest
+        first. Unpruned, so that measures are those of the outputs and not of the tables."""
+        if n < 1:
+            raise ValueError(f"n must be at least 1, not {n}")
+        ids, starts = self.token_ids, self.document_starts
+        document = np.searchsorted(starts, np.arange(self.num_tokens), side="right")
+        num = max(0, self.num_tokens - n + 1)
+        inside = np.flatnonzero(document[:num] == document[n - 1 : n - 1 + num])
+        if inside.shape[0] == 0:
+            return np.empty((0, n), np.int32), np.empty(0, np.int64)
+        windows = ids[inside[:, None] + np.arange(n)]
+        grams, counts = np.unique(windows, axis=0, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return grams[order], counts[order]
+
+    def bigram_measures(self) -> tuple[float, int]:
+        """(Shannon entropy in bits, K80) of the outputs' token bigrams, as in TASC's table 1.
+
+        K80 is the number of distinct bigrams, most frequent first, that make 80 % of the mass.
+        The paper counts words; here it is the model's tokens.
+        """
+        _, counts = self.count_grams(2)
+        if counts.shape[0] == 0:
+            return 0.0, 0
+        share = counts / counts.sum()
+        entropy = float(-(share * np.log2(share)).sum())
+        return entropy, int(np.searchsorted(np.cumsum(share), 0.8 - 1e-12)) + 1
+
     def end_ids(self) -> tuple[int, ...]:
         """The id that ends most outputs, when it stands nowhere else: the EOS id; else nothing."""
         last = self.document_starts[1:] - 1

@@ -189,3 +189,17 @@ def test_empty_corpora_work() -> None:
     assert corpus.num_documents == 0 and corpus.end_ids() == ()
     corpus = build_corpus([([], [1, 2, 3])], fingerprint="", p_min=1)
     assert corpus.tables.lookup([1]) == {2: 1}
+
+
+def test_measures_of_a_corpus_checked_by_hand() -> None:
+    # Bigrams: 1 2 four times, 2 3 and 2 4 twice each: shares 1/2, 1/4, 1/4.
+    outputs = [[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 4]]
+    corpus = build_corpus([([], o) for o in outputs], fingerprint="", p_min=5)
+    grams, counts = corpus.count_grams(2)
+    assert grams[0].tolist() == [1, 2] and counts.tolist() == [4, 2, 2]
+    entropy, k80 = corpus.bigram_measures()
+    assert entropy == pytest.approx(1.5)
+    assert k80 == 3  # two make 75 %
+    assert corpus.count_grams(3)[1].tolist() == [2, 2]
+    assert corpus.count_grams(4)[1].shape == (0,)
+    assert build_corpus([], fingerprint="").bigram_measures() == (0.0, 0)
