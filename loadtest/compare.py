@@ -48,12 +48,13 @@ METRICS = ("decode_tokens_per_s", "end_to_end_tokens_per_s", "ttft_s")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measured stream."""
+    """One measured stream. foreign_cores: cores that others used meanwhile (CpuMeter)."""
 
     server: str
     prompt: str
     round_id: int
     timing: Timing
+    foreign_cores: float = 0.0
 
 
 def value_of(timing: Timing, metric: str) -> float | None:
@@ -121,11 +122,11 @@ def report(runs: Sequence[Run], peers: Sequence[Peer], prompts: Sequence[str]) -
     for prompt in prompts:
         figures[prompt], ratios[prompt] = {}, {}
         for peer in peers:
-            timings = [
-                run.timing for run in runs if run.server == peer.name and run.prompt == prompt
-            ]
+            own = [run for run in runs if run.server == peer.name and run.prompt == prompt]
+            timings = [run.timing for run in own]
             row: dict[str, Any] = {
                 "num_runs": len(timings),
+                "worst_foreign_cores": round(max((run.foreign_cores for run in own), default=0), 2),
                 "num_tokens": sorted({timing.num_tokens for timing in timings}),
                 "num_prompt_tokens": sorted(
                     {timing.num_prompt_tokens for timing in timings if timing.num_prompt_tokens}
@@ -155,10 +156,11 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
     """The same figures as a table for a person."""
     for prompt, servers in result["figures"].items():
         table = Table(title=f"{prompt}: one stream, medians; ratio = {result['ours']} / server")
-        for column in ("server", "decode tok/s", "ratio", "end-to-end tok/s", "ratio"):
+        for column in (
+            "server", "decode tok/s", "ratio", "end-to-end tok/s", "ratio", "TTFT ms",
+            "times faster", "others' cores",
+        ):  # fmt: skip
             table.add_column(column, justify="left" if column == "server" else "right")
-        table.add_column("TTFT ms", justify="right")
-        table.add_column("times faster", justify="right")
         for server, row in servers.items():
             against = result["ratios"][prompt].get(server, {})
             cells = [server]
@@ -170,7 +172,7 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
                     "" if found is None else
                     f"{found['median']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
                 )  # fmt: skip
-            table.add_row(*cells)
+            table.add_row(*cells, f"{row['worst_foreign_cores']:.2f}")
         console.print(table)
         groups = result["texts"][prompt]
         if len(groups) == 1:
@@ -195,10 +197,17 @@ async def measure(
     num_tokens: int,
     num_warmups: int,
     pause_s: float,
+    max_foreign: float,
+    num_tries: int,
+    runs: list[Run],
     console: Console,
-) -> tuple[list[Run], dict[str, float]]:
-    """The runs, and each server's CPU share while it was others' turn (where it can be read)."""
-    runs: list[Run] = []
+) -> dict[str, float]:
+    """Fills `runs` as they are made, so that an interrupted measurement keeps what it has.
+
+    A stream during which others used more than max_foreign cores is run again, num_tries times at
+    most, and the least disturbed one is kept. The choice looks at others' CPU time only, never at
+    the figure. Returns each server's CPU share while it was others' turn (where it can be read).
+    """
     meter = CpuMeter(peers)
     idle_cpu_s: dict[str, float] = {}
     idle_wall_s: dict[str, float] = {}
@@ -225,21 +234,30 @@ async def measure(
                     for peer in order:
                         progress.update(bar, description=f"{peer.name} {name}", advance=1)
                         before, began = meter.read(), time.perf_counter()
-                        salt = peer.salt(f"{salt_base}-{round_id}-{name}")
-                        timing = await one(peer, prompt, salt)
-                        wall = time.perf_counter() - began
-                        after = meter.read()
-                        busy = peer.where[1:] if peer.is_alias else peer.name
-                        if round_id >= 0:
-                            runs.append(Run(peer.name, name, round_id, timing))
+                        least: Run | None = None
+                        for attempt in range(num_tries if round_id >= 0 else 1):
+                            salt = peer.salt(f"{salt_base}-{round_id}-{name}-{attempt}")
+                            foreign, before = meter.foreign_s(), meter.read()
+                            began = time.perf_counter()
+                            timing = await one(peer, prompt, salt)
+                            wall = time.perf_counter() - began
+                            after = meter.read()
+                            cores = max(0.0, (meter.foreign_s() - foreign) / wall)
+                            if least is None or cores < least.foreign_cores:
+                                least = Run(peer.name, name, round_id, timing, cores)
+                            busy = peer.where[1:] if peer.is_alias else peer.name
                             for other in after:
                                 if other != busy and other in before:
                                     used = after[other] - before[other]
                                     idle_cpu_s[other] = idle_cpu_s.get(other, 0.0) + used
                                     idle_wall_s[other] = idle_wall_s.get(other, 0.0) + wall
-                        await asyncio.sleep(pause_s)
+                            await asyncio.sleep(pause_s)
+                            if cores <= max_foreign:
+                                break
+                        if round_id >= 0 and least is not None:
+                            runs.append(least)
     shares = {name: round(idle_cpu_s[name] / idle_wall_s[name], 4) for name in idle_cpu_s}
-    return runs, shares
+    return shares
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -256,6 +274,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompts", default=",".join(FIXED), help=f"of {', '.join(FIXED)}; default all"
     )
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between streams")
+    parser.add_argument(
+        "--max-foreign", type=float, default=0.1,
+        help="run a stream again when other processes used more cores than this meanwhile",
+    )  # fmt: skip
+    parser.add_argument("--tries", type=int, default=3, help="runs of a disturbed stream")
     return parser
 
 
@@ -319,34 +342,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.server, models=options.model, extras=options.extra, dialects=options.dialect
         )
         prompts = {name: FIXED[name] for name in options.prompts.split(",")}
-        if min(options.rounds, options.tokens) < 1 or options.warmups < 0:
-            raise ValueError("--rounds and --tokens want at least 1, --warmups at least 0")
+        if min(options.rounds, options.tokens, options.tries) < 1 or options.warmups < 0:
+            raise ValueError("--rounds, --tokens and --tries want at least 1, --warmups at least 0")
     except (ValueError, KeyError) as error:
         parser.error(str(error))
     refuse_busy_machine(options.max_load)
     about = machine.describe()
+    runs: list[Run] = []
+    idle: dict[str, float] = {}
+    complete = True
     stop_on_sigterm()
     try:
 
-        async def run() -> tuple[list[Run], dict[str, float]]:
+        async def run() -> dict[str, float]:
             await bring_up(peers, options.log_dir)
             return await measure(
                 peers, prompts, num_rounds=options.rounds, num_tokens=options.tokens,
-                num_warmups=options.warmups, pause_s=options.pause, console=console,
+                num_warmups=options.warmups, pause_s=options.pause,
+                max_foreign=options.max_foreign, num_tries=options.tries, runs=runs,
+                console=console,
             )  # fmt: skip
 
-        runs, idle = asyncio.run(run())
-        servers = describe_servers(peers)
+        idle = asyncio.run(run())
     except PeerFailed as error:
         print(error, file=sys.stderr)
         return 1
+    except (KeyboardInterrupt, SystemExit):
+        if not runs:
+            raise
+        console.print("interrupted: the figures are of the runs so far")
+        complete = False
     finally:
+        servers = describe_servers(peers)
         bring_down(peers)
     result = {
         "tool": "compare",
         "machine": about,
         "servers": servers,
         "num_rounds": options.rounds,
+        "complete": complete,
         "max_tokens": options.tokens,
         **report(runs, peers, list(prompts)),
         "idle_cpu_share": idle,

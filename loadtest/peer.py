@@ -263,6 +263,17 @@ class CpuMeter:
                     return psutil.Process(connection.pid)
         return None
 
+    def foreign_s(self) -> float:
+        """CPU seconds that neither a server here nor this process used, since the machine began.
+
+        Differences of two readings tell whether somebody else was busy; time stolen by a
+        hypervisor counts as somebody else's.
+        """
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
+        own = psutil.Process().cpu_times()
+        return float(sum(times) - idle - own.user - own.system - sum(self.read().values()))
+
     def read(self) -> dict[str, float]:
         """CPU seconds used so far, by server name."""
         used: dict[str, float] = {}

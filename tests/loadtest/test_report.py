@@ -64,7 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         two = [*one, "--server", f"peer<x>={b.url}"]
         short = ["--rounds", "1", "--tokens", "4"]
         data = ["--data", str(folder)]
-        assert compare.main([*two, *short, "--pause", "0", "--prompts", "copy"]) == 0
+        assert compare.main([*two, *short, "--tries", "1", "--prompts", "copy"]) == 0
         assert concurrency.main([*two, *short, "--streams", "2"]) == 0
         assert load.main(
             [*two, *short, *data, "--mix", "alpha", "--concurrency", "1", "--requests", "2"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import pytest
 
 from loadtest import compare, concurrency, load, lossless
 from loadtest.completion import Timing
+from loadtest.peer import CpuMeter
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 IDLE = ["--max-load", "1e9"]
+ONCE = [*IDLE, "--max-foreign", "1e9"]
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def test_compare_finds_the_ratio_and_the_different_text(
             [
                 "--server", f"tailor={fast.url}", "--server", f"llamacpp={slow.url}",
                 "--rounds", "5", "--warmups", "1", "--tokens", "12", "--pause", "0",
-                "--json", str(tmp_path / "out.jsonl"), *IDLE,
+                "--json", str(tmp_path / "out.jsonl"), *ONCE,
             ]
         )  # fmt: skip
         result = last_json(capsys)
@@ -91,15 +96,52 @@ def test_compare_counts_several_tokens_a_chunk(capsys: pytest.CaptureFixture[str
     with ScriptedServer(pace_s=0.01, tokens_per_chunk=4) as server:
         compare.main(
             ["--server", f"tailor={server.url}", "--rounds", "2", "--tokens", "16",
-             "--prompts", "copy", "--pause", "0", *IDLE]
+             "--prompts", "copy", "--pause", "0", *ONCE]
         )  # fmt: skip
     row = last_json(capsys)["figures"]["copy"]["tailor"]
     assert 105 < row["decode_tokens_per_s"]["p50"] < 420  # 12 tokens in 3 x 10 ms
 
 
+def test_compare_repeats_a_stream_that_others_disturbed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Others' CPU seconds at both ends of each stream: far too much, too much, too much, none.
+    readings = iter([0.0, 100.0, 100.0, 110.0, 110.0, 130.0, 200.0, 200.0])
+    monkeypatch.setattr(CpuMeter, "foreign_s", lambda self: next(readings))
+    with ScriptedServer(pace_s=0.001) as server:
+        arguments = ["--server", f"tailor={server.url}", "--rounds", "2", "--warmups", "0",
+                     "--tokens", "4", "--prompts", "copy", "--pause", "0", *IDLE]  # fmt: skip
+        assert compare.main([*arguments, "--tries", "3"]) == 0
+    row = last_json(capsys)["figures"]["copy"]["tailor"]
+    assert len(server.bodies) == 4  # three tries, none quiet; then a quiet first one
+    assert len({body["cache_salt"] for body in server.bodies}) == 4
+    assert row["num_runs"] == 2
+    assert 10 < row["worst_foreign_cores"]  # the least disturbed of the three is kept, and told
+
+
+def test_compare_keeps_what_it_has_when_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(body: dict[str, Any]) -> list[str]:
+        if len(server.bodies) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return WORDS[: body["max_tokens"]]
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ScriptedServer(answer=answer) as server:
+            arguments = ["--server", f"tailor={server.url}", "--rounds", "5", "--warmups", "0",
+                         "--tokens", "4", "--prompts", "copy", *ONCE]  # fmt: skip
+            assert compare.main(arguments) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    result = last_json(capsys)
+    assert result["complete"] is False
+    assert result["figures"]["copy"]["tailor"]["num_runs"] == 2
+
+
 def test_compare_tells_a_refusal_and_a_busy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer(status=503) as server:
-        assert compare.main(["--server", f"tailor={server.url}", "--rounds", "1", *IDLE]) == 1
+        assert compare.main(["--server", f"tailor={server.url}", "--rounds", "1", *ONCE]) == 1
         assert "HTTP 503" in capsys.readouterr().err
         with pytest.raises(SystemExit) as left:
             compare.main(["--server", f"tailor={server.url}", "--max-load", "-1"])
@@ -140,7 +182,7 @@ def test_concurrency_sends_all_at_once_and_sees_kv_come_back(
 def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer(pace_s=0.0) as server:
         both = ["--server", f"tailor={server.url}", "--server", "tailor-b=@tailor", *IDLE]
-        compare.main([*both, "--rounds", "2", "--tokens", "3", "--pause", "0"])
+        compare.main([*both, *ONCE, "--rounds", "2", "--tokens", "3", "--pause", "0"])
         concurrency.main([*both, "--streams", "2", "--rounds", "1", "--tokens", "3"])
     salts = [body["cache_salt"] for body in server.bodies]
     assert len(salts) == 2 * 3 * 2 + 2 * 2 * 2
