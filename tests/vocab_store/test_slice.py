@@ -1,0 +1,149 @@
+"""VocabSlice: membership, order and pads; each defect of the paper's public code as a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vocab_store.errors import MissingIdsError
+from vocab_store.slice import RequiredIds, VocabSlice, fill_pad_columns
+
+V = 64
+REQUIRED = RequiredIds.of(V, eos_ids=[3, 60], special_ids=[0, 3], byte_ids=[10, 11])
+ids_in_v = st.lists(st.integers(0, V - 1), max_size=30)
+
+
+@dataclass
+class Texts:
+    """A tokenizer as vocab_store sees it."""
+
+    pieces: list[bytes]
+    special: list[int] = field(default_factory=list)
+    fingerprint: bytes = b"texts"
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def special_ids(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self.special, np.int64)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+
+def test_required_ids_of_a_tokenizer_are_eos_specials_and_one_byte_tokens() -> None:
+    tokens = Texts([b"<eos>", b"a", b"ab", b"\xe4", b"<pad>", b"", b"<end>"], special=[0, 4])
+    required = RequiredIds.from_tokens(tokens, [0, 6])
+    assert required.eos_ids.tolist() == [0, 6]
+    assert required.special_ids.tolist() == [0, 4]
+    assert required.byte_ids.tolist() == [1, 3]
+    assert required.ids.tolist() == [0, 1, 3, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("absent", "kind"), [([60], "EOS"), ([3, 60], "EOS"), ([0], "special"), ([11], "byte")]
+)
+def test_a_map_without_required_ids_is_refused_by_name(absent: list[int], kind: str) -> None:
+    ids = sorted({*REQUIRED.ids.tolist(), 20} - set(absent))
+    with pytest.raises(MissingIdsError, match=f"lacks {kind} token ids {absent[0]}") as caught:
+        VocabSlice.make(ids, REQUIRED)
+    assert (caught.value.kind, caught.value.ids) == (kind, tuple(absent))
+    tokens = Texts([f"t{i}".encode() for i in range(V)])
+    with pytest.raises(MissingIdsError, match=f"'t{absent[0]}'"):
+        REQUIRED.check(np.asarray(ids, np.int32), tokens)
+
+
+def test_a_model_without_an_eos_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one EOS"):
+        RequiredIds.of(V, eos_ids=[])
+
+
+@given(ids_in_v, ids_in_v, ids_in_v, st.none() | ids_in_v, ids_in_v)
+def test_the_slice_of_a_request_is_the_sorted_union_of_what_it_names(
+    static: list[int],
+    prompt: list[int],
+    bias: list[int],
+    allowed: list[int] | None,
+    stop: list[int],
+) -> None:
+    task = VocabSlice.make([*REQUIRED.ids.tolist(), *static], REQUIRED)
+    made = task.for_request(prompt, logit_bias_ids=bias, allowed_ids=allowed, stop_ids=stop)
+    expected = {*REQUIRED.ids.tolist(), *static, *prompt, *bias, *(allowed or ()), *stop}
+    assert made.ids.tolist() == sorted(expected)
+    assert made.ids.dtype == np.int32 and not made.ids.flags.writeable
+    # The order and repetition of what is named change nothing: equal requests, equal slices.
+    again = task.for_request(prompt[::-1] * 2, logit_bias_ids=[*stop, *bias], allowed_ids=allowed)
+    assert made == again and hash(made) == hash(again)
+    assert sorted(made.extra_ids(task).tolist()) == sorted(expected - set(task.ids.tolist()))
+
+
+@given(ids_in_v, ids_in_v)
+def test_positions_and_ids_are_inverse(static: list[int], asked: list[int]) -> None:
+    made = VocabSlice.make([*REQUIRED.ids.tolist(), *static], REQUIRED)
+    positions = made.positions(asked)
+    for token_id, position in zip(asked, positions.tolist(), strict=True):
+        assert (position >= 0) == (token_id in made)
+        if position >= 0:
+            assert made.ids[position] == token_id
+    inside = positions[positions >= 0]
+    assert made.token_ids(inside).tolist() == [i for i in asked if i in made]
+    assert made.positions(made.ids).tolist() == list(range(made.num_ids))
+
+
+def test_ids_outside_the_vocabulary_and_pad_positions_are_refused() -> None:
+    made = VocabSlice.make(REQUIRED.ids, REQUIRED)
+    with pytest.raises(IndexError, match="64 is outside the vocabulary of 64"):
+        made.for_request([1, V])
+    with pytest.raises(IndexError, match="-1"):
+        made.for_request([-1])
+    with pytest.raises(IndexError, match="outside the slice"):
+        made.token_ids([made.num_ids])
+    assert made.positions([V + 5, -7]).tolist() == [-1, -1]
+
+
+def test_a_union_with_nothing_new_is_the_same_object() -> None:
+    """A request whose prompt lies in T shares T's ids: nothing is copied again per request."""
+    made = VocabSlice.make(REQUIRED.ids, REQUIRED)
+    assert made.for_request([3, 60], stop_ids=[10]) is made
+    assert made.union([5]) is not made
+
+
+def test_defect_pads_never_win_when_all_logits_are_negative() -> None:
+    head = -np.abs(np.random.default_rng(0).standard_normal((V, 8))).astype(np.float32)
+    hidden = np.ones((2, 8), np.float32)
+    made = VocabSlice.make(REQUIRED.ids, REQUIRED)
+    padded_rows = np.zeros((8, 8), np.float32)
+    padded_rows[: made.num_ids] = head[made.ids]
+    logits = hidden @ padded_rows.T
+    assert int(logits[0].argmax()) >= made.num_ids, "the defect: a zero pad wins"
+    fill_pad_columns(logits, made.num_ids)
+    assert np.isneginf(logits[:, made.num_ids :]).all()
+    winner = made.token_ids(logits.argmax(axis=1))
+    full = made.scatter(logits)
+    assert full.shape == (2, V)
+    np.testing.assert_array_equal(winner, full.argmax(axis=1))
+
+
+@given(st.lists(st.integers(-3, 3), min_size=V, max_size=V), ids_in_v)
+def test_defect_ties_go_to_the_lowest_id_as_in_the_full_head(
+    logits: list[int], static: list[int]
+) -> None:
+    full = np.asarray([logits], np.float32)
+    made = VocabSlice.make([*REQUIRED.ids.tolist(), *static], REQUIRED)
+    winner = int(made.token_ids(full[:, made.ids].argmax(axis=1))[0])
+    restricted = np.full(V, -np.inf)
+    restricted[made.ids] = full[0, made.ids]
+    assert winner == int(restricted.argmax())
+
+
+def test_the_full_vocabulary_is_a_slice_too() -> None:
+    whole = VocabSlice.full(V)
+    assert whole.share == 1.0 and whole.for_request([5, 6]) is whole
+    assert VocabSlice.make(REQUIRED.ids, REQUIRED).share == REQUIRED.ids.size / V

@@ -1,0 +1,284 @@
+"""SliceCacheIndex against a device that does exactly what a Placement says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from vocab_store.errors import SliceCapacityError
+from vocab_store.slice import Placement, RequiredIds, SliceCacheIndex, VocabSlice
+
+V = 40
+REQUIRED = RequiredIds.of(V, eos_ids=[0])
+
+
+def task_slice(*ids: int) -> VocabSlice:
+    return VocabSlice.make([0, *ids], REQUIRED)
+
+
+class Device:
+    """Head rows by id: T of each profile, and a pool whose places hold ids (-1: never written)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.static: dict[Any, np.ndarray[Any, Any]] = {}
+        self.pool = np.full(capacity, -1, np.int64)
+        self.num_static_copies = 0
+
+    def do(self, placement: Placement) -> None:
+        for profile, ids in placement.static_loads:
+            self.static[profile] = np.array(ids)
+            self.num_static_copies += 1
+        self.pool[placement.load_positions] = placement.load_ids
+
+    def seen_by(self, index: SliceCacheIndex, sequence: Any, profile: Any) -> list[int]:
+        """The ids of the rows that a sequence's columns point at."""
+        where = index.columns(sequence)
+        assert where.num_static == len(self.static[profile])
+        row_ids = np.concatenate((self.static[profile], self.pool))[where.columns]
+        np.testing.assert_array_equal(row_ids, where.ids)
+        assert where.columns.dtype == np.int32
+        return [int(i) for i in row_ids]
+
+
+def test_static_rows_are_copied_once_per_profile_not_per_request() -> None:
+    index, device = SliceCacheIndex(8), Device(8)
+    static = task_slice(1, 2, 3)
+    for _ in range(3):
+        device.do(index.add_profile("a@1", static))
+    loads = 0
+    for sequence in range(5):
+        placement = index.acquire(sequence, "a@1", static.for_request([2, 20]))
+        device.do(placement)
+        loads += placement.num_loads
+    assert device.num_static_copies == 1
+    assert loads == 1, "row 20 is shared by all five"
+    assert (index.num_loads, index.num_hits) == (4 + 1, 4)
+    assert index.num_static_rows == 4 and index.num_pinned_rows == 1
+    with pytest.raises(ValueError, match="other ids"):
+        index.add_profile("a@1", task_slice(1, 2))
+
+
+def test_a_released_row_stays_cached_until_its_place_is_needed() -> None:
+    index = SliceCacheIndex(2)
+    static = task_slice(1)
+    index.add_profile("a", static)
+    index.acquire("s1", "a", static.for_request([10]))
+    index.acquire("s2", "a", static.for_request([11]))
+    index.release("s2")
+    index.release("s1")
+    # 11 was released first, so 11 goes first, although it was loaded last.
+    placement = index.acquire("s3", "a", static.for_request([12]))
+    assert placement.evicted_ids.tolist() == [11]
+    assert placement.load_positions.tolist() == [1]
+    back = index.acquire("s4", "a", static.for_request([10]))
+    assert back.num_loads == 0 and index.num_hits == 1
+
+
+def test_a_full_pool_refuses_and_changes_nothing() -> None:
+    index, device = SliceCacheIndex(3), Device(3)
+    static = task_slice(1)
+    device.do(index.add_profile("a", static))
+    device.do(index.acquire("s1", "a", static.for_request([10, 11])))
+    device.do(index.acquire("idle", "a", static.for_request([12])))
+    index.release("idle")
+    # 12 is idle but asked for: it is a hit, so only... none is left for 13.
+    with pytest.raises(SliceCapacityError, match="1 head rows to load, 0 places free and 0 idle"):
+        index.acquire("s2", "a", static.for_request([12, 13]))
+    with pytest.raises(SliceCapacityError):
+        index.extend("s1", [12, 13])
+    assert (index.num_pinned_rows, index.num_cached_rows) == (2, 3)
+    assert device.seen_by(index, "s1", "a") == [0, 1, 10, 11]
+    assert index.acquire("s2", "a", static.for_request([12])).num_loads == 0
+    with pytest.raises(KeyError):
+        index.columns("nobody")
+
+
+def test_misuse_is_refused() -> None:
+    index = SliceCacheIndex(4)
+    static = task_slice(1, 2)
+    with pytest.raises(KeyError):
+        index.acquire("s", "a", static)
+    index.add_profile("a", static)
+    index.acquire("s", "a", static)
+    with pytest.raises(ValueError, match="already holds"):
+        index.acquire("s", "a", static)
+    with pytest.raises(ValueError, match="lacks ids of its profile"):
+        index.acquire("t", "a", task_slice(1, 5))
+    index.release("s")
+    with pytest.raises(KeyError):
+        index.release("s")
+    with pytest.raises(ValueError, match="negative"):
+        SliceCacheIndex(-1)
+
+
+def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
+    """A request keeps the versions it began with (DESIGN.md section 7)."""
+    index = SliceCacheIndex(4)
+    old, new = task_slice(1), task_slice(1, 2)
+    index.add_profile("a@1", old)
+    index.acquire("s", "a@1", old.for_request([9]))
+    index.add_profile("a@2", new)
+    assert not index.drop_profile("a@1")
+    with pytest.raises(KeyError):
+        index.acquire("t", "a@1", old)
+    assert index.columns("s").ids.tolist() == [0, 1, 9]
+    index.release("s")
+    assert not index.has_profile("a@1") and index.has_profile("a@2")
+    assert index.drop_profile("a@2")
+    assert index.num_static_rows == 0
+
+
+def test_pool_width_covers_pinned_rows_only() -> None:
+    index = SliceCacheIndex(8)
+    static = task_slice(1)
+    index.add_profile("a", static)
+    index.acquire("s1", "a", static.for_request([10, 11]))
+    index.acquire("s2", "a", static.for_request([12, 13, 14]))
+    assert index.pool_width == 5
+    index.release("s2")
+    assert index.pool_width == 2 and index.num_cached_rows == 5
+    index.release("s1")
+    assert index.pool_width == 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences come, grow and go in any order; each sees its own slice at all times."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(
+        capacity=st.integers(0, 12),
+        first=st.lists(st.integers(0, V - 1), max_size=6),
+        second=st.lists(st.integers(0, V - 1), max_size=6),
+    )
+    def start(self, capacity: int, first: list[int], second: list[int]) -> None:
+        self.index = SliceCacheIndex(capacity)
+        self.device = Device(capacity)
+        self.tasks = {"a": task_slice(*first), "b": task_slice(*second)}
+        for profile, static in self.tasks.items():
+            self.device.do(self.index.add_profile(profile, static))
+        self.live: dict[int, tuple[str, set[int]]] = {}
+        self.order: dict[int, list[int]] = {}
+        self.idle: list[int] = []
+        self.next_sequence = 0
+
+    def pinned(self) -> set[int]:
+        return {
+            i for task, ids in self.live.values() for i in ids - set(self.tasks[task].ids.tolist())
+        }
+
+    def apply(self, wanted: set[int], action: Any) -> bool:
+        """Do an action that pins `wanted` dynamic ids; check it against plain sets."""
+        pinned = self.pinned()
+        fits = len(pinned | wanted) <= self.index.capacity
+        try:
+            placement = action()
+        except SliceCapacityError:
+            assert not fits, "refused although it fits"
+            return False
+        assert fits, "pinned more than the pool holds"
+        # Evictions: never pinned, never asked for, and the longest idle ones.
+        evicted = placement.evicted_ids.tolist()
+        self.idle = [i for i in self.idle if i not in wanted]
+        assert evicted == self.idle[: len(evicted)]
+        self.idle = self.idle[len(evicted) :]
+        self.device.do(placement)
+        return True
+
+    @rule(
+        target=sequences,
+        task=st.sampled_from(["a", "b"]),
+        prompt=st.lists(st.integers(0, V - 1), max_size=8),
+    )
+    def admit(self, task: str, prompt: list[int]) -> int:
+        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
+        made = self.tasks[task].for_request(prompt)
+        wanted = set(made.extra_ids(self.tasks[task]).tolist())
+        if self.apply(wanted, lambda: self.index.acquire(sequence, task, made)):
+            self.live[sequence] = (task, set(made.ids.tolist()))
+            self.order[sequence] = sorted(wanted)
+        return sequence
+
+    @rule(sequence=sequences, missed=st.lists(st.integers(0, V - 1), min_size=1, max_size=3))
+    def add_missed(self, sequence: int, missed: list[int]) -> None:
+        if sequence not in self.live:
+            return
+        ids = self.live[sequence][1]
+        wanted = set(missed) - ids
+        if self.apply(wanted, lambda: self.index.extend(sequence, missed)):
+            ids.update(missed)
+            self.order[sequence] += sorted(wanted)
+
+    @rule(sequence=consumes(sequences))
+    def finish(self, sequence: int) -> None:
+        if sequence not in self.live:
+            return
+        before = self.pinned()
+        self.index.release(sequence)
+        del self.live[sequence]
+        freed = before - self.pinned()
+        # Rows of one release go idle in the order in which they were pinned.
+        self.idle += [i for i in self.order.pop(sequence) if i in freed]
+
+    @invariant()
+    def each_sequence_sees_its_own_slice(self) -> None:
+        for sequence, (task, ids) in self.live.items():
+            assert self.device.seen_by(self.index, sequence, task) == sorted(ids)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        pinned = self.pinned()
+        assert self.index.num_pinned_rows == len(pinned)
+        assert self.index.num_cached_rows == len(pinned) + len(self.idle)
+        assert self.index.num_cached_rows <= self.index.capacity
+        assert len(pinned) <= self.index.pool_width <= self.index.capacity
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neighbours_with_other_slices_change_no_logit(seed: int) -> None:
+    """One product over [T | pool] for all, a column list for each: the full head restricted.
+
+    Weights are whole numbers, so that sums are exact in any order and equality is bitwise.
+    """
+    rng = np.random.default_rng(seed)
+    head = rng.integers(-9, 9, (V, 6)).astype(np.float32)
+    index = SliceCacheIndex(10)
+    static = task_slice(1, 5, 7)
+    index.add_profile("a", static)
+    pool = rng.integers(50, 90, (10, 6)).astype(np.float32)  # what was there before: large
+    slices: dict[int, VocabSlice] = {}
+    for sequence in range(3):
+        slices[sequence] = static.for_request(rng.integers(0, V, 3))
+        placement = index.acquire(sequence, "a", slices[sequence])
+        pool[placement.load_positions] = head[placement.load_ids]
+    placement = index.extend(1, [int(rng.integers(0, V))])
+    pool[placement.load_positions] = head[placement.load_ids]
+    slices[1] = slices[1].union(placement.load_ids, index.columns(1).ids)
+
+    hidden = rng.integers(-9, 9, (3, 6)).astype(np.float32)
+    product = hidden @ np.concatenate((head[static.ids], pool)).T
+    for sequence, made in slices.items():
+        where = index.columns(sequence)
+        np.testing.assert_array_equal(where.ids, made.ids)
+        mine = product[sequence, where.columns]
+        np.testing.assert_array_equal(mine, (hidden @ head.T)[sequence, made.ids])
+        assert (
+            made.token_ids([int(mine.argmax())])[0]
+            == made.ids[int((hidden @ head.T)[sequence, made.ids].argmax())]
+        )

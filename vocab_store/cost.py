@@ -1,0 +1,197 @@
+"""What a slice, a verification window and a fill of T cost: pure functions (DESIGN.md section 6).
+
+`exact` proposes with a slice and verifies with the full head. In one window the model runs up to N
+steps of `body_s + slice_s` each, then one product with the full head draws all N positions again.
+With an independent miss chance m per token, the tokens kept are those before the first miss and
+the corrected token itself:
+
+    E[kept] = sum_{j=0}^{N-1} (1 - m)^j = (1 - (1 - m)^N) / m          (N when m = 0)
+    cost per token = (N (body_s + slice_s) + verify_s + N verify_row_s) / E[kept]
+
+For small m N this is about (body + slice)(1 + m N / 2) + verify / N, which is least near
+N = sqrt(2 verify / (m (body + slice))): DESIGN.md's rule. The functions below minimise the exact
+expression over whole N; the rule is there as `asymptotic_window`.
+
+All times are seconds of one step of *this batch*: the caller passes the body cost of the batch it
+runs, so N counts steps of it. Miss chances are per emitted token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+
+__all__ = [
+    "Fill",
+    "HeadCosts",
+    "asymptotic_window",
+    "best_fill",
+    "best_window",
+    "exact_cost_s",
+    "expected_kept",
+    "full_cost_s",
+    "slice_head_s",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCosts:
+    """Measured seconds of one step of a batch.
+
+    body_s: everything but the head. full_s: the head over all V rows, for this batch's rows.
+    vocab_size: V. slice_fixed_s: what a slice product costs with no rows at all (launch, mask).
+    verify_s: one product of a window with the full head, fixed part (default: full_s, a read of
+    the whole head); verify_row_s: further seconds for each waiting position.
+    """
+
+    body_s: float
+    full_s: float
+    vocab_size: int
+    slice_fixed_s: float = 0.0
+    verify_s: float | None = None
+    verify_row_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.body_s <= 0 or self.full_s <= 0 or self.vocab_size <= 0:
+            raise ValueError("body_s, full_s and vocab_size must be positive")
+
+    @property
+    def window_s(self) -> float:
+        """The fixed seconds of one verification."""
+        return self.full_s if self.verify_s is None else self.verify_s
+
+
+def slice_head_s(costs: HeadCosts, num_ids: float) -> float:
+    """Seconds of the head over `num_ids` rows: linear in rows, as memory-bound products are."""
+    return costs.slice_fixed_s + costs.full_s * num_ids / costs.vocab_size
+
+
+def full_cost_s(costs: HeadCosts) -> float:
+    """Seconds per token in `full` mode."""
+    return costs.body_s + costs.full_s
+
+
+def expected_kept(miss: float, window: int) -> float:
+    """Tokens a window of N steps yields, the corrected one included; in [1, N]."""
+    if not 0.0 <= miss <= 1.0 or window < 1:
+        raise ValueError("miss must lie in 0..1 and window be at least 1")
+    # expm1/log1p keep the difference exact where 1 - (1 - m)^N would cancel.
+    if miss == 0.0:
+        return float(window)
+    if miss == 1.0:
+        return 1.0
+    return -math.expm1(window * math.log1p(-miss)) / miss
+
+
+def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> float:
+    """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
+    step_s = costs.body_s + slice_head_s(costs, num_ids)
+    spent_s = window * (step_s + costs.verify_row_s) + costs.window_s
+    return spent_s / expected_kept(miss, window)
+
+
+def asymptotic_window(costs: HeadCosts, num_ids: float, miss: float) -> float:
+    """sqrt(2 verify / (miss step)): DESIGN.md's rule for small miss rates; inf without misses."""
+    if miss == 0.0:
+        return math.inf
+    step_s = costs.body_s + slice_head_s(costs, num_ids)
+    return math.sqrt(2.0 * costs.window_s / (miss * step_s))
+
+
+def _kept(miss: Float64, window: int) -> Float64:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kept = -np.expm1(window * np.log1p(-miss)) / miss
+    return np.where(miss == 0.0, float(window), np.where(miss == 1.0, 1.0, kept))
+
+
+def _best_windows(
+    costs: HeadCosts, num_ids: Float64, miss: Float64, max_window: int
+) -> tuple[npt.NDArray[np.int64], Float64]:
+    """The best N and its cost for each (num_ids, miss) pair; the smaller N on ties."""
+    if max_window < 1:
+        raise ValueError("max_window must be at least 1")
+    step_s = costs.body_s + costs.verify_row_s + costs.slice_fixed_s
+    step = step_s + costs.full_s * num_ids / costs.vocab_size
+    best = np.full(miss.shape, np.inf)
+    windows = np.ones(miss.shape, np.int64)
+    for window in range(1, max_window + 1):
+        cost = (window * step + costs.window_s) / _kept(miss, window)
+        better = cost < best
+        best[better] = cost[better]
+        windows[better] = window
+    return windows, best
+
+
+def best_window(
+    costs: HeadCosts, num_ids: float, miss: float, max_window: int = 64
+) -> tuple[int, float]:
+    """(N, seconds per token): the whole N in 1..max_window that costs least.
+
+    max_window bounds the text that is held back and the hidden states that are kept. Compare the
+    cost with full_cost_s: where it is higher, the full head takes over.
+    """
+    if not 0.0 <= miss <= 1.0:
+        raise ValueError("miss must lie in 0..1")
+    windows, cost = _best_windows(costs, np.array([num_ids]), np.array([miss]), max_window)
+    return int(windows[0]), float(cost[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """How many frequent tokens to add to T, and what is expected then.
+
+    num_fill: candidates to take, from the front of the given order. num_ids: rows of T with them.
+    miss: expected miss rate. window: its best N. cost_s: seconds per token; full_s: those of the
+    full head. use_exact: whether `exact` is the cheaper of the two.
+    """
+
+    num_fill: int
+    num_ids: int
+    miss: float
+    window: int
+    cost_s: float
+    full_s: float
+
+    @property
+    def use_exact(self) -> bool:
+        return self.cost_s < self.full_s
+
+
+def best_fill(
+    costs: HeadCosts,
+    num_ids: int,
+    miss: float,
+    gains: npt.ArrayLike,
+    *,
+    num_dynamic: float = 0.0,
+    max_window: int = 64,
+) -> Fill:
+    """The number of candidates to add to T that makes `exact` cheapest, with its best window.
+
+    num_ids: rows of T now. miss: miss rate with T as it is. gains: float [F], by how much each
+    candidate, in order, lowers the miss rate (VocabProfile.fill_gains; descending, but any order
+    is handled). num_dynamic: mean dynamic rows a step computes beside T.
+
+    Every prefix of the order is priced, not only until the first that does not help: the cost is
+    not convex where gains are not. Ties go to the smaller T. O(F max_window).
+    """
+    if not 0.0 <= miss <= 1.0:
+        raise ValueError("miss must lie in 0..1")
+    lowered = np.concatenate(([0.0], np.cumsum(np.asarray(gains, np.float64))))
+    misses = np.clip(miss - lowered, 0.0, 1.0)
+    rows = num_ids + num_dynamic + np.arange(misses.shape[0], dtype=np.float64)
+    windows, cost = _best_windows(costs, rows, misses, max_window)
+    best = int(np.argmin(cost))
+    return Fill(
+        best,
+        num_ids + best,
+        float(misses[best]),
+        int(windows[best]),
+        float(cost[best]),
+        full_cost_s(costs),
+    )

@@ -1,0 +1,502 @@
+"""VocabSlice: the sorted ids an LM head is cut to; SliceCacheIndex: in which rows they lie.
+
+VocabTailor (arXiv 2508.15229, section 3): the head on the device holds T, a static set per task,
+and I_i, the ids of request i's prompt. Here the set is frozen at admission as a function of the
+request and the pinned profile only (DESIGN.md section 6), so no result depends on neighbours or on
+what a cache happens to hold. Ids stay global everywhere; only the head and the sampler see columns.
+
+What the paper's public code gets wrong and this module makes impossible (PAPERS.md):
+- pad columns are zeros and win when every logit is negative: `fill_pad_columns` makes them -inf;
+- ids are unsorted, so ties are broken differently: ids and `SequenceColumns` are ascending;
+- an EOS id outside the slice never stops: `RequiredIds.check` refuses such a map by name;
+- T is copied for every request: SliceCacheIndex loads a task's T once, shared by its requests;
+- batch 1 only: one cached union, a column list for each sequence.
+
+Pure data: no weights here. A device keeps a matrix of T per profile and one pool of dynamic rows,
+and does what a `Placement` says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vocab_store.errors import MissingIdsError, SliceCapacityError
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.integer[Any]] | Iterable[int]
+
+__all__ = [
+    "Placement",
+    "RequiredIds",
+    "SequenceColumns",
+    "SliceCacheIndex",
+    "TokenTexts",
+    "VocabSlice",
+    "fill_pad_columns",
+]
+
+
+class TokenTexts(Protocol):
+    """What vocab_store needs to know of a tokenizer. The server's TokenBytes table is one.
+
+    vocab_size: ids 0..V-1; fingerprint: bytes that differ between tokenizers; special_ids: int64,
+    ascending; bytes_of: an id's text as bytes, b"" for an id that no token has.
+    """
+
+    @property
+    def fingerprint(self) -> bytes: ...
+
+    @property
+    def special_ids(self) -> Int64: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def bytes_of(self, token_id: int) -> bytes: ...
+
+
+def _sorted_ids(ids: Ids, vocab_size: int) -> Int32:
+    """Ascending unique int32 copy, read-only. Raises IndexError for an id outside [0, V)."""
+    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    if array.size == 0:
+        array = np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"ids must be flat integers, not {array.dtype} {list(array.shape)}")
+    array = np.unique(array)
+    if array.size and (array[0] < 0 or array[-1] >= vocab_size):
+        wrong = int(array[0]) if array[0] < 0 else int(array[-1])
+        raise IndexError(f"token id {wrong} is outside the vocabulary of {vocab_size} tokens")
+    result = array.astype(np.int32)
+    result.flags.writeable = False
+    return result
+
+
+def _merge(base: Int32, extra: Int32) -> Int32:
+    """Union of two ascending unique arrays, in O(len(base)); `base` itself if nothing is new."""
+    at = np.searchsorted(base, extra)
+    known = np.zeros(extra.shape[0], bool)
+    inside = at < base.shape[0]
+    known[inside] = base[at[inside]] == extra[inside]
+    if known.all():
+        return base
+    merged: Int32 = np.insert(base, at[~known], extra[~known])
+    merged.flags.writeable = False
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredIds:
+    """Ids that every slice of a model holds: without them it cannot stop or write every text.
+
+    eos_ids: every EOS id of the generation config. special_ids: the tokenizer's special tokens.
+    byte_ids: tokens of exactly one byte, the last resort for any text (byte-level alphabets and
+    SentencePiece's <0xNN>). Each int32, ascending. ids: their union.
+    """
+
+    vocab_size: int
+    eos_ids: Int32
+    special_ids: Int32
+    byte_ids: Int32
+    ids: Int32
+
+    @classmethod
+    def of(
+        cls, vocab_size: int, *, eos_ids: Ids, special_ids: Ids = (), byte_ids: Ids = ()
+    ) -> RequiredIds:
+        """From plain ids. Raises ValueError without any EOS id, IndexError for an id outside."""
+        eos = _sorted_ids(eos_ids, vocab_size)
+        if eos.size == 0:
+            raise ValueError("a slice needs at least one EOS id: without one nothing ever stops")
+        special = _sorted_ids(special_ids, vocab_size)
+        bytes_ = _sorted_ids(byte_ids, vocab_size)
+        return cls(vocab_size, eos, special, bytes_, _merge(_merge(eos, special), bytes_))
+
+    @classmethod
+    def from_tokens(cls, tokens: TokenTexts, eos_ids: Ids) -> RequiredIds:
+        """The required ids of a tokenizer; special ids of V or above (none known) are an error."""
+        num = tokens.vocab_size
+        return cls.of(
+            num,
+            eos_ids=eos_ids,
+            special_ids=tokens.special_ids,
+            byte_ids=[i for i in range(num) if len(tokens.bytes_of(i)) == 1],
+        )
+
+    def check(self, ids: Int32, tokens: TokenTexts | None = None) -> None:
+        """Refuse a map (ascending ids) that lacks any required id.
+
+        Raises MissingIdsError naming the kind and the ids (their text too, given `tokens`); EOS
+        ids first, for that is what never stops.
+        """
+        kinds = (("EOS", self.eos_ids), ("special", self.special_ids), ("byte", self.byte_ids))
+        for kind, wanted in kinds:
+            missing = np.setdiff1d(wanted, ids, assume_unique=True)
+            if missing.size:
+                texts = []
+                if tokens is not None:
+                    texts = [
+                        tokens.bytes_of(int(i)).decode("utf-8", "replace") for i in missing[:8]
+                    ]
+                raise MissingIdsError(kind, missing.tolist(), texts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabSlice:
+    """Ids an LM head is cut to: a frozen, ascending, unique set within a vocabulary.
+
+    ids: int32 [n], read-only. A slice's *position* (or column) of an id is its index in `ids`, so
+    that the lowest position among ties is the lowest id, as in the full head.
+    """
+
+    ids: Int32
+    vocab_size: int
+
+    @classmethod
+    def make(cls, ids: Ids, required: RequiredIds) -> VocabSlice:
+        """A slice of exactly these ids. Raises MissingIdsError when required ones are absent."""
+        result = cls(_sorted_ids(ids, required.vocab_size), required.vocab_size)
+        required.check(result.ids)
+        return result
+
+    @classmethod
+    def full(cls, vocab_size: int) -> VocabSlice:
+        """The whole vocabulary."""
+        return cls(_sorted_ids(np.arange(vocab_size), vocab_size), vocab_size)
+
+    def for_request(
+        self,
+        prompt_ids: Ids,
+        *,
+        logit_bias_ids: Ids = (),
+        allowed_ids: Ids | None = None,
+        stop_ids: Ids = (),
+    ) -> VocabSlice:
+        """The slice of one request, fixed at admission: T, its prompt and the ids it names.
+
+        self is the task's T, with the required ids. Biased, allowed and stop ids are inside
+        because a request that names an id means it to be able to win. Equal arguments give equal
+        slices whatever else runs: membership never changes afterwards in `slice` mode.
+
+        Raises IndexError for an id outside the vocabulary.
+        """
+        extra = [prompt_ids, logit_bias_ids, stop_ids]
+        if allowed_ids is not None:
+            extra.append(allowed_ids)
+        return self.union(*extra)
+
+    def union(self, *others: Ids) -> VocabSlice:
+        """A slice with further ids; self when nothing is new (`exact` adds missed ids so)."""
+        merged = self.ids
+        for ids in others:
+            merged = _merge(merged, _sorted_ids(ids, self.vocab_size))
+        return self if merged is self.ids else VocabSlice(merged, self.vocab_size)
+
+    @property
+    def num_ids(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def share(self) -> float:
+        """Of the vocabulary, in 0..1."""
+        return self.num_ids / self.vocab_size
+
+    def positions(self, token_ids: npt.NDArray[np.integer[Any]] | Sequence[int]) -> Int32:
+        """Global -> local: the position of each id, -1 for an id outside the slice."""
+        wanted = np.asarray(token_ids, np.int64)
+        at = np.searchsorted(self.ids, wanted)
+        found = at < self.num_ids
+        found[found] = self.ids[at[found]] == wanted[found]
+        return np.where(found, at, -1).astype(np.int32)
+
+    def token_ids(self, positions: npt.NDArray[np.integer[Any]] | Sequence[int]) -> Int32:
+        """Local -> global. Raises IndexError for a position that is a pad column or negative."""
+        wanted = np.asarray(positions, np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_ids):
+            raise IndexError(f"a position outside the slice of {self.num_ids} ids")
+        return self.ids[wanted]
+
+    def __contains__(self, token_id: int) -> bool:
+        at = int(np.searchsorted(self.ids, token_id))
+        return at < self.num_ids and int(self.ids[at]) == token_id
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, VocabSlice):
+            return NotImplemented
+        return self.vocab_size == other.vocab_size and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.vocab_size, self.ids.tobytes()))
+
+    def extra_ids(self, base: VocabSlice) -> Int32:
+        """Ids of self that are not in `base`: the dynamic rows of a request over its task's T."""
+        return np.setdiff1d(self.ids, base.ids, assume_unique=True)
+
+    def scatter(self, logits: Float32) -> Float32:
+        """[rows, >= n] slice logits -> [rows, V], -inf outside the slice.
+
+        Columns past n are pads and are dropped. For references and tests; a sampler works on the
+        slice.
+        """
+        full = np.full((logits.shape[0], self.vocab_size), -np.inf, np.float32)
+        full[:, self.ids] = logits[:, : self.num_ids]
+        return full
+
+
+def fill_pad_columns(logits: Float32, num_ids: int) -> None:
+    """Set columns >= num_ids of [rows, columns] to -inf, in place.
+
+    A product over a row count that is rounded up for the hardware leaves something in the pads:
+    zeros, in the paper's code, and a zero wins whenever every real logit is negative.
+    """
+    logits[:, num_ids:] = -np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a device does before the next step: copy head rows into the dynamic pool.
+
+    load_ids, load_positions: int32 [k]: row load_ids[i] of the full head goes to pool position
+    load_positions[i]. static_loads: profile keys whose T has to be made resident, with its ids (a
+    copy of T happens here and nowhere else). evicted_ids: what the pool forgets, for metrics.
+
+    The copy is ordered after every launched step and before the next one that uses the sequence:
+    a step in flight may still read an evicted row, in columns that no live sequence looks at.
+    """
+
+    load_ids: Int32
+    load_positions: Int32
+    static_loads: tuple[tuple[Hashable, Int32], ...] = ()
+    evicted_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def num_loads(self) -> int:
+        """Rows copied, T included."""
+        return int(self.load_ids.shape[0]) + sum(len(ids) for _, ids in self.static_loads)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceColumns:
+    """Where a sequence's slice lies in the logits [T of its profile | dynamic pool].
+
+    ids: int32 [n], ascending. columns: int32 [n]: logits[:, columns] are the slice's logits in id
+    order; a column below num_static is in T, the others are num_static + pool position.
+    """
+
+    ids: Int32
+    columns: Int32
+    num_static: int
+
+
+@dataclass(slots=True)
+class _Static:
+    ids: Int32
+    num_users: int = 0
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class _Holder:
+    profile: Hashable
+    ids: list[int]
+
+
+class SliceCacheIndex:
+    """Bookkeeping of a device's slice cache: T once per profile, dynamic rows shared by id.
+
+    The device holds one matrix per profile (T, contiguous, in id order, so that a CPU can prepack
+    it once) and one pool of `capacity` dynamic rows. A dynamic row is pinned while a sequence holds
+    it and stays cached afterwards until its place is needed; the least recently released goes
+    first. Free places are taken lowest first, so that the product over the pool stays narrow.
+
+    One writer, one thread. Every method either does all it says or raises and changes nothing.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: rows of the dynamic pool."""
+        if capacity < 0:
+            raise ValueError("a slice cache cannot have a negative capacity")
+        self.capacity = capacity
+        self.num_hits = 0
+        self.num_loads = 0
+        self.num_evictions = 0
+        self._static: dict[Hashable, _Static] = {}
+        self._sequences: dict[Hashable, _Holder] = {}
+        self._position: dict[int, int] = {}
+        self._id_at: dict[int, int] = {}
+        self._num_users: dict[int, int] = {}
+        # Cached and unpinned, oldest release first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._free = list(range(capacity))
+
+    # -- profiles ------------------------------------------------------------------------------
+
+    def add_profile(self, profile: Hashable, static: VocabSlice) -> Placement:
+        """Make T resident, once. `profile` names a task's profile *version*.
+
+        A second call with the same ids loads nothing. Raises ValueError when the name is already
+        bound to other ids: a new version needs a new name, since sequences keep theirs.
+        """
+        known = self._static.get(profile)
+        none = np.empty(0, np.int32)
+        if known is not None:
+            if not np.array_equal(known.ids, static.ids):
+                raise ValueError(f"profile {profile!r} is already loaded with other ids")
+            known.dropped = False
+            return Placement(none, none)
+        self._static[profile] = _Static(static.ids)
+        self.num_loads += static.num_ids
+        return Placement(none, none, static_loads=((profile, static.ids),))
+
+    def drop_profile(self, profile: Hashable) -> bool:
+        """Forget T when its last sequence is released; True when that is now.
+
+        Raises KeyError for an unknown profile.
+        """
+        entry = self._static[profile]
+        entry.dropped = True
+        return self._forget_if_unused(profile)
+
+    def has_profile(self, profile: Hashable) -> bool:
+        """Whether T of this profile is resident."""
+        return profile in self._static
+
+    # -- sequences -----------------------------------------------------------------------------
+
+    def acquire(self, sequence: Hashable, profile: Hashable, slice_: VocabSlice) -> Placement:
+        """Pin the rows of a sequence's slice beyond its profile's T.
+
+        Raises KeyError for a profile that is not resident, ValueError for a sequence that already
+        holds rows or a slice that lacks part of T, SliceCapacityError when pinned rows leave no
+        room (the caller then uses the full head for it, or lets it wait).
+        """
+        entry = self._static[profile]
+        if entry.dropped:
+            raise KeyError(profile)
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence!r} already holds a slice")
+        dynamic = np.setdiff1d(slice_.ids, entry.ids, assume_unique=True)
+        if slice_.num_ids - dynamic.shape[0] != entry.ids.shape[0]:
+            raise ValueError(f"the slice of sequence {sequence!r} lacks ids of its profile's T")
+        placement = self._pin(dynamic.tolist())
+        self._sequences[sequence] = _Holder(profile, dynamic.tolist())
+        entry.num_users += 1
+        return placement
+
+    def extend(self, sequence: Hashable, token_ids: Ids) -> Placement:
+        """Pin further rows of a live sequence: `exact` adds the ids it missed, so that a union
+        changes while sequences run. Ids it already has are ignored.
+
+        Raises KeyError for an unknown sequence, SliceCapacityError as `acquire`.
+        """
+        holder = self._sequences[sequence]
+        static = self._static[holder.profile].ids
+        extra = np.unique(np.asarray([int(i) for i in token_ids], np.int32))
+        new = np.setdiff1d(extra, static, assume_unique=True)
+        new = np.setdiff1d(new, np.asarray(holder.ids, np.int32))
+        placement = self._pin(new.tolist())
+        holder.ids.extend(new.tolist())
+        return placement
+
+    def release(self, sequence: Hashable) -> None:
+        """Unpin a sequence's rows; they stay cached. Raises KeyError for an unknown sequence."""
+        holder = self._sequences.pop(sequence)
+        for token_id in holder.ids:
+            self._num_users[token_id] -= 1
+            if self._num_users[token_id] == 0:
+                del self._num_users[token_id]
+                self._idle[token_id] = None
+        self._static[holder.profile].num_users -= 1
+        self._forget_if_unused(holder.profile)
+
+    def columns(self, sequence: Hashable) -> SequenceColumns:
+        """Where this sequence's slice lies. Raises KeyError for an unknown sequence.
+
+        Valid until the sequence is extended or released; other sequences never move its rows.
+        """
+        holder = self._sequences[sequence]
+        static = self._static[holder.profile].ids
+        num_static = int(static.shape[0])
+        dynamic = np.sort(np.asarray(holder.ids, np.int32))
+        places = np.asarray([num_static + self._position[int(i)] for i in dynamic], np.int32)
+        at = np.searchsorted(static, dynamic)
+        return SequenceColumns(
+            np.insert(static, at, dynamic),
+            np.insert(np.arange(num_static, dtype=np.int32), at, places),
+            num_static,
+        )
+
+    # -- figures -------------------------------------------------------------------------------
+
+    @property
+    def num_static_rows(self) -> int:
+        """Rows of all resident T."""
+        return sum(int(entry.ids.shape[0]) for entry in self._static.values())
+
+    @property
+    def num_pinned_rows(self) -> int:
+        """Dynamic rows that some sequence holds."""
+        return len(self._num_users)
+
+    @property
+    def num_cached_rows(self) -> int:
+        """Dynamic rows resident, pinned or not."""
+        return len(self._position)
+
+    @property
+    def pool_width(self) -> int:
+        """Pool rows a product has to cover: one more than the highest pinned position."""
+        return max((self._position[i] + 1 for i in self._num_users), default=0)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _pin(self, ids: list[int]) -> Placement:
+        missing = [i for i in ids if i not in self._position]
+        # Idle rows that this very call pins are hits, not places to evict.
+        num_evictable = len(self._idle) - sum(1 for i in ids if i in self._idle)
+        if len(missing) > len(self._free) + num_evictable:
+            raise SliceCapacityError(
+                f"{len(missing)} head rows to load, {len(self._free)} places free and "
+                f"{num_evictable} idle of {self.capacity}"
+            )
+        for token_id in ids:
+            if token_id in self._position:
+                self.num_hits += 1
+                self._idle.pop(token_id, None)
+                self._num_users[token_id] = self._num_users.get(token_id, 0) + 1
+        evicted: list[int] = []
+        positions: list[int] = []
+        for token_id in missing:
+            if not self._free:
+                victim, _ = self._idle.popitem(last=False)
+                place = self._position.pop(victim)
+                del self._id_at[place]
+                heapq.heappush(self._free, place)
+                evicted.append(victim)
+            place = heapq.heappop(self._free)
+            self._position[token_id] = place
+            self._id_at[place] = token_id
+            self._num_users[token_id] = 1
+            positions.append(place)
+        self.num_loads += len(missing)
+        self.num_evictions += len(evicted)
+        return Placement(
+            np.asarray(missing, np.int32),
+            np.asarray(positions, np.int32),
+            evicted_ids=np.asarray(evicted, np.int32),
+        )
+
+    def _forget_if_unused(self, profile: Hashable) -> bool:
+        entry = self._static[profile]
+        if entry.dropped and entry.num_users == 0:
+            del self._static[profile]
+            return True
+        return False
