@@ -40,6 +40,10 @@ __all__ = ["AutoDrafter", "AutoSession"]
 NO_TABLE = np.empty((2, 0), np.int64)
 NO_TEXT = np.empty((3, 0), np.int32)
 NO_MARKS = np.empty((2, 0), np.float32)
+NO_HINTS = np.empty(0, np.int32)
+RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
+NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
+FAR_WEIGHT = 0.1
 
 
 class AutoDrafter:
@@ -124,6 +128,7 @@ class AutoSession:
     """One Sequence's own text, retrieved outputs and prediction, and its place in the corpus."""
 
     __slots__ = (
+        "_anchors",
         "_drafter",
         "_index",
         "_marks",
@@ -149,6 +154,9 @@ class AutoSession:
         self._prompt_marks: Float32 = NO_MARKS
         self._settled = False
         self._num_learned = 0
+        # For each emitted token (and before any): the place in the retrieved index of the last
+        # token that followed the prediction, and how many have not followed it since.
+        self._anchors: list[tuple[int, int]] = []
         # Automaton state and match length after each emitted token.
         self._places: list[tuple[int, int]] = [drafter.start_state]
 
@@ -208,6 +216,47 @@ class AutoSession:
         index.append(ids)
         self._retrieved = index
         self._marks = marks
+        if self._prediction:
+            self._anchors = [(total - len(self._prediction) - 1, 0)]
+            marks[0, self._anchors[0][0] : total] = FAR_WEIGHT
+            for token in self._index.text[0, self._num_prompt : self._index.size].tolist():
+                self._align(token)
+            self._weigh_near()
+
+    def _align(self, token: int) -> None:
+        """Follow the prediction by one emitted token, or note that it was left."""
+        docs = self._retrieved
+        assert docs is not None
+        anchor, off = self._anchors[-1]
+        # A changed token first, then an inserted one, then what a deletion skips.
+        places = (anchor + 1 + off, *range(anchor + 1, anchor + 1 + off + RESYNC_WINDOW))
+        for place in places:
+            if place < docs.size and docs.text[0, place] == token:
+                self._anchors.append((place, 0))
+                return
+        self._anchors.append((anchor, off + 1))
+
+    def _weigh_near(self) -> None:
+        """Let the prediction's places near the anchor count fully."""
+        docs = self._retrieved
+        assert docs is not None
+        anchor, _ = self._anchors[-1]
+        first = docs.size - len(self._prediction) - 1
+        self._marks[0, first : docs.size] = FAR_WEIGHT
+        self._marks[0, max(first, anchor - NEAR_WINDOW) : anchor + NEAR_WINDOW] = 1.0
+
+    def _hints(self) -> npt.NDArray[np.int32]:
+        """Places of the prediction that may come next after it was left; none while it holds."""
+        if not self._anchors:
+            return NO_HINTS
+        anchor, off = self._anchors[-1]
+        docs = self._retrieved
+        assert docs is not None
+        if off == 0 or off > RESYNC_WINDOW:
+            return NO_HINTS
+        # After as many changes (the likeliest: named thrice), or after insertions.
+        places = (*(anchor + 1 + off,) * 3, anchor + 1)
+        return np.asarray([place for place in places if place < docs.size], np.int32)
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
         """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
@@ -235,6 +284,7 @@ class AutoSession:
             NO_TABLE if docs is None else docs.table,
             self._marks,
             0 if docs is None else docs.size,
+            self._hints(),
             automaton.states,
             automaton.edges,
             automaton.tops,
@@ -273,6 +323,7 @@ class AutoSession:
                     NO_TABLE if docs is None else docs.table,
                     self._marks,
                     0 if docs is None else docs.size,
+                    self._hints(),
                     automaton.states,
                     automaton.edges,
                     automaton.tops,
@@ -293,6 +344,10 @@ class AutoSession:
                     automaton.states, automaton.edges, state, length, token
                 )
             self._places.append((state, length))
+            if self._anchors:
+                self._align(token)
+        if self._anchors:
+            self._weigh_near()
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """What was accepted is learned in extend(), from every token."""
@@ -310,6 +365,9 @@ class AutoSession:
             raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
         self._index.truncate(self._num_prompt + mark)
         del self._places[mark + 1 :]
+        if self._anchors:
+            del self._anchors[mark + 1 :]
+            self._weigh_near()
 
     def close(self) -> None:
         """Release the indexes. Idempotent."""
@@ -319,3 +377,4 @@ class AutoSession:
             self._retrieved = None
             self._marks = NO_MARKS
             self._places = []
+            self._anchors = []

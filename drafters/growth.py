@@ -314,8 +314,16 @@ def _levels(ints: Int32, counts: Float32, totals: Float32, cells: Int32, context
     num_levels = 0
     cover_bucket = length_bucket(context_cover)
     for bucket in range(NUM_BUCKETS - 1, -1, -1):
-        for source in range(NUM_SOURCES - 1, -1, -1):
-            level = source * NUM_BUCKETS + bucket
+        for turn in range(NUM_SOURCES, -1, -1):
+            if turn == NUM_SOURCES:
+                # Hints tell more than a match of one or two tokens.
+                if bucket != 2:
+                    continue
+                source, level = PREDICTION, PREDICTION * NUM_BUCKETS
+            else:
+                source, level = turn, turn * NUM_BUCKETS + bucket
+                if level == PREDICTION * NUM_BUCKETS:
+                    continue
             total = totals[level]
             if total <= 0.0:
                 continue
@@ -347,6 +355,7 @@ def _gather(
     docs_table: Int64,
     docs_marks: Float32,
     docs_size: int,
+    hints: Int32,
     states: Int32,
     edges: Int32,
     tops: Int32,
@@ -359,7 +368,9 @@ def _gather(
     totals: Float32,
     cells: Int32,
 ) -> int:
-    """Ask all sources at one node. `path`: int32 scratch whose first `depth` entries are the
+    """Ask all sources at one node. `hints`: places in docs that may come next at the root.
+
+    `path`: int32 scratch whose first `depth` entries are the
     path to the node, newest first; the rest is filled with the context here."""
     ints[0, 0] = 0
     ints[0, 1] += 1
@@ -387,6 +398,16 @@ def _gather(
             path[cover] = START
         _gather_text(docs, docs_table, docs_marks, docs_size, path, size, -1, ints, counts, totals)
         path[size - 1] = kept
+        if depth == 0:
+            # Where the output left the prediction, its next token follows no known context.
+            level = PREDICTION * NUM_BUCKETS
+            for i in range(hints.shape[0]):
+                if totals[level] == 0.0:
+                    counts[level, :] = 0.0
+                totals[level] += 1.0
+                row = _candidate(int(docs[0, hints[i]]), ints)
+                if row >= 0:
+                    counts[level, row] += 1.0
     if states.shape[0] > 0:
         _gather_automaton(states, edges, tops, state, state_length, ints, counts, totals)
     return _levels(ints, counts, totals, cells, cover)
@@ -445,6 +466,7 @@ def grow_tree(
     docs_table: Int64,
     docs_marks: Float32,
     docs_size: int,
+    hints: Int32,
     states: Int32,
     edges: Int32,
     tops: Int32,
@@ -496,6 +518,7 @@ def grow_tree(
                 docs_table,
                 docs_marks,
                 docs_size,
+                hints,
                 states,
                 edges,
                 tops,
@@ -642,6 +665,7 @@ def learn_token(
     docs_table: Int64,
     docs_marks: Float32,
     docs_size: int,
+    hints: Int32,
     states: Int32,
     edges: Int32,
     tops: Int32,
@@ -673,6 +697,7 @@ def learn_token(
         docs_table,
         docs_marks,
         docs_size,
+        hints,
         states,
         edges,
         tops,

@@ -23,6 +23,7 @@ __all__ = ["SuffixDrafter", "SuffixSession"]
 NO_STATES = np.empty((0, 5), np.int32)
 NO_EDGES = np.empty((0, 2), np.int32)
 NO_TOPS = np.empty(0, np.int32)
+NO_HINTS = np.empty(0, np.int32)
 NO_DOCS = np.empty((3, 0), np.int32)
 NO_TABLE = np.empty((2, 0), np.int64)
 NO_MARKS = np.empty((2, 0), np.float32)
@@ -109,6 +110,7 @@ class SuffixSession:
             NO_TABLE,
             NO_MARKS,
             0,
+            NO_HINTS,
             NO_STATES,
             NO_EDGES,
             NO_TOPS,

@@ -3,13 +3,15 @@
     python -m loadtest.fit_trust --data ../shared/data
 
 Reads train splits only. Of each data set the last part is held out and replayed on a corpus of
-the rest, with and without that corpus; every data set counts for the same number of tokens.
+the rest: with that corpus, without it, and with a prediction made from the output by random edits;
+every data set counts for the same number of tokens.
 Expectation maximisation for the weights, then the factors that correct what they claim.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import numpy as np
 from drafters.auto import AutoDrafter
 from drafters.corpus import build_corpus
 from drafters.growth import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
+from drafters.replay import Recording
 from drafters.trust import Trust
 from loadtest.recordings import data_sets, load_tokenizer, read_split
 
@@ -48,6 +51,23 @@ def _rows(name: str, table: Sequence[Sequence[int]]) -> str:
             line += piece
         lines.append(line.rstrip(" ,") + "),")
     return "\n".join([*lines, ")"]) + "\n"
+
+
+def edited(held: Sequence[Recording], example: Recording, rng: random.Random) -> list[int]:
+    """A prediction of an output: itself with random edits, or now and then another's output."""
+    if rng.random() < 0.15:
+        return list(rng.choice(held).output_ids)
+    rate = rng.choice((0.02, 0.05, 0.1, 0.25))
+    out: list[int] = []
+    for token in example.output_ids[:-1]:
+        edit = rng.random()
+        if edit >= rate:
+            out.append(token)
+        elif edit < 0.6 * rate:
+            out.append(rng.choice(example.output_ids))
+        elif edit < 0.8 * rate:
+            out += [token, rng.choice(example.output_ids)]
+    return out
 
 
 def main() -> None:
@@ -81,11 +101,19 @@ def main() -> None:
         outcomes = np.zeros((3, NUM_FACTORS))
         for _name, corpus, held in parts:
             num_tokens = sum(len(e.output_ids) for e in held)
-            for use, share in ((corpus, 1.0), (None, 0.5)):
+            rng = random.Random(turn)
+            for use, share, predicted in (
+                (corpus, 1.0, False),
+                (None, 0.5, False),
+                (None, 0.5, True),
+            ):
                 trust = Trust(weights, factors, memory=1e12)
                 drafter = AutoDrafter(corpus=use, trust=trust, eos_token_ids=corpus.end_ids())
                 for example in held:
-                    session = drafter.open(example.prompt_ids)
+                    session = drafter.open(
+                        example.prompt_ids,
+                        prediction_ids=edited(held, example, rng) if predicted else (),
+                    )
                     session.settle_once()
                     session.extend(example.output_ids)
                     session.close()

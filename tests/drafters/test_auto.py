@@ -196,3 +196,46 @@ def test_bad_parameters_are_refused() -> None:
             AutoDrafter(**options)
     with pytest.raises(ValueError, match="weights"):
         Trust(np.ones(3))
+
+
+def test_after_a_changed_token_the_prediction_is_drafted_on_at_once() -> None:
+    prediction = list(range(50, 90))
+    session = AutoDrafter().open([1, 2, 3], prediction_ids=prediction)
+    session.settle()
+    session.extend(prediction[:10])
+    session.extend([7])  # in place of prediction[10]; 7 was never seen, so nothing matches it
+    tree = session.propose(8, 8)
+    assert follow(tree, prediction, 11) and tree.token_ids[0] == prediction[11]
+    session.extend([prediction[11]])
+    assert session.propose(8, 8).token_ids[:4].tolist() == prediction[12:16]
+    session.rollback(10)
+    session.extend([7, *prediction[10:12]])  # this time it was put in, and nothing replaced
+    assert session.propose(8, 8).token_ids[:4].tolist() == prediction[12:16]
+
+
+def test_a_prediction_that_is_wrong_is_dropped() -> None:
+    rng = random.Random(9)
+    drafter = AutoDrafter()
+    session = drafter.open([1, 2, 3], prediction_ids=[rng.randrange(50, 5000) for _ in range(200)])
+    session.settle()
+    session.extend([rng.randrange(5000, 9000) for _ in range(40)])
+    assert len(session.propose(16, 16)) == 0
+
+
+def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> None:
+    prompt, output = examples(1, 10)[0]
+    drafter = AutoDrafter(corpus=corpus, learn=False)
+    prediction = [*output[:3], 77, *output[4:]]
+    session = drafter.open(prompt, prediction_ids=prediction)
+    session.settle()
+    session.extend(output[:2])
+    mark = session.checkpoint()
+    session.extend([9, 9, 9, 9])
+    session.propose(8, 8)
+    session.rollback(mark)
+    session.extend(output[2:5])
+    fresh = drafter.open(prompt, prediction_ids=prediction)
+    fresh.extend(output[:5])  # before settle(): the place in the prediction is found later
+    one, other = session.propose(16, 8), fresh.propose(16, 8)
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert np.allclose(one.survival, other.survival)
