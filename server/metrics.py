@@ -310,12 +310,15 @@ class Metrics:
         if restarted:
             series.restarts.inc()
 
-    def engine_stats(self, engine: str, model: str, stats: EngineStats, *, stepped: bool) -> None:
-        """A snapshot of an engine. `stepped` says that it belongs to a step just made.
+    def engine_stats(self, engine: str, model: str, stats: EngineStats) -> None:
+        """A snapshot of an engine.
 
+        Its step figures are those of the last step; an engine repeats them when it goes idle, so a
+        step is counted only when one of them changed (they are clock readings in nanoseconds).
         num_preemptions, prefix_queries and prefix_hits count from the engine's start.
         """
         s = self.engine(engine, model)
+        last = s.last
         s.running.set(stats.num_running)
         s.waiting.set(stats.num_waiting)
         s.waiting_tokens.set(stats.num_waiting_tokens)
@@ -323,14 +326,13 @@ class Metrics:
         s.kv_usage.set(used / stats.num_total_blocks if stats.num_total_blocks else 0.0)
         s.cached_blocks.set(stats.num_cached_blocks)
         s.draft_budget.set(stats.draft_budget)
-        if stepped and stats.num_rows:
+        if stats.num_rows and (stats.step_s, stats.host_s) != (last.step_s, last.host_s):
             s.steps.inc()
             s.step.observe(stats.step_s)
             s.model.observe(stats.model_s)
             s.propose.observe(stats.propose_s)
             s.host.observe(stats.host_s)
             s.rows.observe(stats.num_rows)
-        last = s.last
         if stats.num_preemptions > last.num_preemptions:
             s.preemptions.inc(stats.num_preemptions - last.num_preemptions)
         if stats.prefix_queries > last.prefix_queries:

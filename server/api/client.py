@@ -422,9 +422,16 @@ class EngineClient:
         slot.close_outbox()
         if reader is not None:
             await asyncio.to_thread(reader.join, self._stop_timeout_s)
-        await asyncio.to_thread(handle.stop, self._stop_timeout_s)
+        await self._reap(slot, handle)
         self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
         slot.handle = None
+
+    async def _reap(self, slot: _Slot, handle: EngineHandle) -> None:
+        """Make an engine end and free what its handle holds; a failure to do so is logged."""
+        try:
+            await asyncio.to_thread(handle.stop, self._stop_timeout_s)
+        except Exception as error:
+            log.error("engine %s does not stop: %s", slot.spec.name, error)
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -441,7 +448,7 @@ class EngineClient:
             self._died(slot)
             return
         if self._stopping:
-            await asyncio.to_thread(handle.stop, self._stop_timeout_s)
+            await self._reap(slot, handle)
             return
         slot.attach(handle, asyncio.get_running_loop())
 
@@ -620,13 +627,13 @@ class EngineClient:
             submission._wake()
         if stats is not None:
             slot.stats = stats
-            self.metrics.engine_stats(slot.spec.name, slot.spec.model, stats, stepped=True)
+            self.metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
 
     def on_stats(self, slot: _Slot, generation: int, stats: EngineStats) -> None:
-        """A snapshot without Deltas (idle, or a step that finished no prompt)."""
+        """A snapshot without Deltas."""
         if generation == slot.generation:
             slot.stats = stats
-            self.metrics.engine_stats(slot.spec.name, slot.spec.model, stats, stepped=True)
+            self.metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
 
     def on_control(self, slot: _Slot, generation: int, call_id: int, payload: Any) -> None:
         """The answer to `control`."""
@@ -642,7 +649,7 @@ class EngineClient:
         slot.generation += 1
         slot.close_outbox()
         log.error("engine %s died: %s", slot.spec.name, reason)
-        self._spawn(asyncio.to_thread(handle.stop, self._stop_timeout_s))
+        self._spawn(self._reap(slot, handle))
         error = EngineDiedError("The engine died while it worked on this request.")
         for request_id, (submission, _, _) in list(slot.open.items()):
             if request_id in slot.open:  # an earlier failure may have aborted its siblings

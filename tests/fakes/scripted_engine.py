@@ -209,7 +209,7 @@ class ScriptedEngine:
             num_running=len(self.running),
             num_free_blocks=64 - len(self.running),
             num_total_blocks=64,
-            step_s=0.01,
+            step_s=0.01 + self.num_steps * 1e-6,
             model_s=0.008,
             propose_s=0.0001,
             host_s=0.002,

@@ -1,0 +1,344 @@
+"""The app over a real socket with the real Engine behind a real channel, on the FakeRunner.
+
+What is asserted here needs all parts: the same text whatever drafts, batches or streams it; stop
+strings matched by the engine and cut by the API; counters that equal usage; nothing left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drafters import make_drafter
+from server.api.client import EngineSpec
+from server.engine.engine import Engine, EngineSettings
+from server.engine.host import start_process, start_thread
+from server.engine.stops import StopTable
+from tests.api.live import TABLE, LiveServer, encode, wait_until
+from tests.api.test_completions import events
+from tests.api.test_lifecycle import send_request
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+CONTEXT = 256
+
+
+def make_engine(
+    *, step_s: float = 0.0, max_waiting_requests: int = 1024, drafts: bool = True
+) -> Engine:
+    """An Engine whose texts repeat themselves, so that drafts are often right.
+
+    drafts: False leaves numba out, which takes seconds to start in a new process.
+    """
+    info = fake_info(
+        vocab_size=TABLE.vocab_size,
+        num_blocks=256,
+        block_size=8,
+        max_model_len=CONTEXT,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        eos_token_ids=(0,),
+    )
+    runner = FakeRunner(FakeModel(TABLE.vocab_size, context=1, boost=9.0), info, step_s=step_s)
+    return Engine(
+        runner,
+        {"suffix": make_drafter("suffix")} if drafts else {},
+        EngineSettings(
+            max_num_seqs=16,
+            max_num_batched_tokens=128,
+            prefill_rows=64,
+            max_waiting_requests=max_waiting_requests,
+        ),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+    )
+
+
+def spec(start: Any = start_thread, i: int = 0, **options: Any) -> EngineSpec:
+    name = f"engine-{i}"
+    factory = partial(make_engine, **options)
+    return EngineSpec(name, "tiny", "cpu", partial(start, factory, name=name, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer([spec()], max_model_len=CONTEXT) as live:
+        yield live
+
+
+PROMPTS = ["the quick brown fox", "Once upon a time", "SELECT name FROM users", "héllo wörld"]
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1, "top_p": 0.9, "seed": 8, "n": 2},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.3, "seed": 9},
+    {"temperature": 0, "repetition_penalty": 1.2, "min_tokens": 8, "logprobs": 3},
+    {"temperature": 0.9, "seed": 4, "best_of": 3, "n": 2},
+]
+
+
+def answers(live: LiveServer, **body: Any) -> list[tuple[str, str, Any]]:
+    response = live.post(max_tokens=40, ignore_eos=True, **body)
+    assert response.status_code == 200, response.text
+    return [(c["text"], c["finish_reason"], c["logprobs"]) for c in response.json()["choices"]]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+def test_speculation_batching_and_streaming_never_change_an_answer(
+    server: LiveServer, variant: dict[str, Any]
+) -> None:
+    plain = {
+        p: answers(server, prompt=p, speculation={"drafter": "off"}, **variant) for p in PROMPTS
+    }
+    with ThreadPoolExecutor(8) as threads:
+        futures = [(p, threads.submit(answers, server, prompt=p, **variant)) for p in PROMPTS * 2]
+        for p, future in futures:
+            assert future.result() == plain[p]
+    joined = answers(server, prompt=PROMPTS, **variant)
+    assert joined == [choice for p in PROMPTS for choice in plain[p]]
+    if "best_of" not in variant:
+        chunks = events(
+            server.post(prompt=PROMPTS, max_tokens=40, ignore_eos=True, stream=True, **variant)
+        )
+        texts: dict[int, str] = {}
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        assert [texts[i] for i in range(len(texts))] == [text for text, _, _ in joined]
+
+
+def test_drafts_are_accepted_and_reported(server: LiveServer) -> None:
+    body = server.post(
+        prompt="the quick brown fox", max_tokens=120, temperature=0, ignore_eos=True,
+        include_speculation=True,
+    ).json()  # fmt: skip
+    report = body["speculation"]
+    assert report["drafter"] == "suffix" and report["accepted_tokens"] > 10
+    assert report["mean_tokens_per_step"] == 120 / report["steps"] > 1.2
+    assert sum(report["accepted_by_depth"]) == report["accepted_tokens"]
+    by_source = report["by_source"].values()
+    assert sum(s["accepted_tokens"] for s in by_source) == report["accepted_tokens"]
+
+
+def test_stop_strings_cut_the_text_wherever_they_fall(server: LiveServer) -> None:
+    options = {"prompt": "the quick", "temperature": 0, "ignore_eos": True, "max_tokens": 60}
+    text = server.post(**options).json()["choices"][0]["text"]
+    rng = random.Random(3)
+    tried = 0
+    while tried < 25:
+        start = rng.randrange(2, len(text) - 6)
+        stop = text[start : start + rng.randrange(1, 6)]
+        if "�" in stop:
+            continue
+        tried += 1
+        cut = text[: text.index(stop)]
+        for stream in (False, True):
+            for include in (False, True):
+                response = server.post(
+                    stop=[stop, "\x00never"], stream=stream,
+                    include_stop_str_in_output=include, **options,
+                )  # fmt: skip
+                if stream:
+                    chunks = events(response)
+                    got = "".join(c["choices"][0]["text"] for c in chunks)
+                    end = chunks[-1]["choices"][0]
+                else:
+                    end = response.json()["choices"][0]
+                    got = end["text"]
+                assert got == cut + (stop if include else "")
+                assert (end["finish_reason"], end["stop_reason"]) == ("stop", stop)
+
+
+def test_the_eos_and_stop_ids_end_without_text(server: LiveServer) -> None:
+    options = {"prompt": "the quick", "temperature": 0, "max_tokens": 30}
+    free = server.post(ignore_eos=True, return_token_ids=True, **options).json()["choices"][0]
+    stop_id = free["token_ids"][4]
+    first = free["token_ids"].index(stop_id)
+    body = server.post(
+        ignore_eos=True, stop_token_ids=[stop_id], return_token_ids=True, **options
+    ).json()
+    [choice] = body["choices"]
+    assert choice["token_ids"] == free["token_ids"][: first + 1]
+    expected = TABLE.join(free["token_ids"][:first], skip_special=True)
+    assert choice["text"] == expected.decode(errors="replace")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop_id)
+    forced = server.post(logit_bias={"0": 100}, **options).json()
+    assert forced["choices"][0]["text"] == "" and forced["usage"]["completion_tokens"] == 1
+    assert forced["choices"][0]["finish_reason"] == "stop"
+
+
+def test_prompt_logprobs_are_the_drawn_ones(server: LiveServer) -> None:
+    """Scoring a text that was generated gives the logprobs that it was generated with."""
+    options = {"temperature": 0, "logprobs": 2, "ignore_eos": True, "return_token_ids": True}
+    made = server.post(prompt="the quick", max_tokens=12, **options).json()["choices"][0]
+    ids = encode("the quick") + made["token_ids"]
+    for max_tokens in (0, 3):
+        scored = server.post(prompt=ids, echo=True, max_tokens=max_tokens, **options).json()
+        logprobs = scored["choices"][0]["logprobs"]
+        at = len(encode("the quick"))
+        assert logprobs["token_logprobs"][at : at + 12] == made["logprobs"]["token_logprobs"]
+        assert logprobs["top_logprobs"][at : at + 12] == made["logprobs"]["top_logprobs"]
+        assert len(logprobs["tokens"]) == len(ids) + max_tokens
+        assert scored["usage"]["completion_tokens"] == max_tokens
+
+
+def test_the_prefix_cache_shows_in_usage_and_salt_keeps_apart(server: LiveServer) -> None:
+    prompt = [7, 8, 9, 10] * 12
+
+    def cached(**body: Any) -> int:
+        usage = server.post(prompt=prompt, max_tokens=1, **body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") >= 40
+    assert cached(cache_salt="b") == 0
+
+
+def test_a_request_that_no_token_satisfies_fails_alone(server: LiveServer) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(answers, server, prompt="the quick", temperature=0)
+        response = server.post(allowed_token_ids=[5], logit_bias={"5": -100})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_error"
+        assert other.result()[0][1] == "length"
+    assert server.post(max_tokens=2).status_code == 200
+
+
+def test_the_engines_own_queue_limit_is_a_429() -> None:
+    with (
+        LiveServer([spec(step_s=0.02, max_waiting_requests=2)], max_model_len=CONTEXT) as live,
+        ThreadPoolExecutor(40) as threads,
+    ):
+        results = list(threads.map(lambda _: live.post(max_tokens=20), range(40)))
+        statuses = [r.status_code for r in results]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 16
+        refused = next(r for r in results if r.status_code == 429)
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert refused.headers["retry-after"] == "1"
+
+
+def test_counters_equal_usage_and_the_kv_cache_is_empty_after() -> None:
+    with LiveServer([spec(i=0), spec(i=1)], max_model_len=CONTEXT) as live:
+
+        def one(i: int) -> tuple[dict[str, Any], dict[str, Any]]:
+            body = live.post(
+                prompt=[PROMPTS[i % 4]] * (1 + i % 2), n=1 + i % 3, max_tokens=5 + i % 40,
+                temperature=0.5, include_speculation=True,
+                speculation={"drafter": "off" if i % 5 == 0 else "suffix"},
+            ).json()  # fmt: skip
+            return body["usage"], body["speculation"]
+
+        with ThreadPoolExecutor(8) as threads:
+            pairs = list(threads.map(one, range(48)))
+        usages, reports = [u for u, _ in pairs], [r for _, r in pairs]
+
+        def total(name: str) -> float:
+            return live.sample(f"tailor_{name}_total")
+
+        assert total("generation_tokens") == sum(u["completion_tokens"] for u in usages)
+        assert total("prompt_tokens") == sum(u["prompt_tokens"] for u in usages)
+        cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages)
+        assert total("prompt_tokens_cached") == cached
+        spec_decode = "spec_decode_num_"
+        drafted = sum(r["drafted_tokens"] for r in reports)
+        accepted = sum(r["accepted_tokens"] for r in reports)
+        assert total(spec_decode + "draft_tokens") == drafted > accepted > 0
+        assert total(spec_decode + "accepted_tokens") == accepted
+        assert total(spec_decode + "accepted_tokens_per_pos") == accepted
+        assert total(spec_decode + "draft_tokens_by_source") == drafted
+        assert total(spec_decode + "wasted_rows") == drafted - accepted
+        assert total(spec_decode + "decode_steps") == sum(r["steps"] for r in reports)
+        assert live.sample("tailor_inter_token_latency_seconds_count") + live.sample(
+            "tailor_time_to_first_token_seconds_count"
+        ) <= total("generation_tokens")
+        wait_until(lambda: live.sample("tailor_num_requests_running") == 0)
+        wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
+
+
+def test_a_killed_engine_process_fails_its_stream_and_comes_back() -> None:
+    with LiveServer(
+        [spec(start_process, step_s=0.02, drafts=False)], max_model_len=CONTEXT
+    ) as live:
+        off = {"drafter": "off"}
+        s = send_request(live.port, max_tokens=200, stream=True, ignore_eos=True, speculation=off)
+        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
+        handle: Any = live.client._slots[0].handle
+        os.kill(handle.pid, signal.SIGKILL)
+        rest = b""
+        while data := s.recv(65536):
+            rest += data
+            if rest.endswith(b"0\r\n\r\n"):
+                break
+        s.close()
+        assert b'"code": "engine_died"' in rest or b'"code":"engine_died"' in rest
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200, 20)
+        answer = live.post(max_tokens=3, speculation=off)
+        assert answer.status_code == 200, answer.text
+        assert live.client.engines()[0]["restarts"] == 1
+
+
+def rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_two_thousand_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
+    with LiveServer([spec()], max_model_len=CONTEXT) as live:
+        cut_off = 0
+
+        def run(client: httpx.Client, i: int) -> None:
+            nonlocal cut_off
+            prompt = f"request {i} of the quick brown fox"
+            if i % 3 == 0:
+                s = send_request(live.port, prompt=prompt, max_tokens=60, stream=i % 2 == 0)
+                if i % 2 == 0:
+                    s.recv(256)
+                s.close()
+                cut_off += 1
+                return
+            response = client.post(
+                live.url + "/v1/completions",
+                json={"model": "tiny", "prompt": prompt, "max_tokens": 3, "stream": i % 2 == 0},
+            )
+            assert response.status_code == 200
+
+        def many(first: int, last: int) -> None:
+            def worker(k: int) -> None:
+                with httpx.Client(timeout=30) as client:
+                    for i in range(first + k, last, 4):
+                        run(client, i)
+
+            threads = [threading.Thread(target=worker, args=(k,)) for k in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            wait_until(lambda: live.client.num_open == 0, 20)
+            gc.collect()
+
+        many(0, 500)
+        memory, handles, num_threads = rss_mib(), open_handles(), threading.active_count()
+        many(500, 2000)
+        assert rss_mib() - memory < 8
+        wait_until(lambda: open_handles() <= handles + 1)
+        assert threading.active_count() <= num_threads
+        wait_until(lambda: live.sample("tailor_num_requests_running") == 0)
+        wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
+        assert live.client.queued == {} and live.client.num_queued_tokens == 0
+        done = live.sample("tailor_request_outcomes_total", outcome="ok")
+        gone = live.sample("tailor_request_outcomes_total", outcome="abort")
+        assert done >= 1333 and done + gone <= 2000 and cut_off == 667
+
+
+def open_handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
