@@ -92,7 +92,7 @@ class TextIndex:
     position. Only the first `size` columns of text mean anything. Ids are >= 0, or START.
     """
 
-    __slots__ = ("size", "table", "text")
+    __slots__ = ("_num_indexed", "size", "table", "text")
 
     def __init__(self, num_expected: int = 256) -> None:
         capacity = 256
@@ -101,6 +101,9 @@ class TextIndex:
         self.text: Int32 = np.empty((3, capacity), np.int32)
         self.table: Int64 = _empty_table(capacity)
         self.size = 0
+        # Tokens indexed since the table was made: keys outlive a truncation, so this and not
+        # `size` bounds their number.
+        self._num_indexed = 0
 
     def __len__(self) -> int:
         return self.size
@@ -110,14 +113,18 @@ class TextIndex:
         ids = np.asarray(token_ids, np.int32)
         need = self.size + ids.shape[0]
         capacity = self.text.shape[1]
-        if need > capacity:
-            while capacity < need:
+        if self._num_indexed + ids.shape[0] > capacity:
+            # A longer text, or many rollbacks; half of the room is free afterwards, so that
+            # this stays O(1) a token.
+            while capacity < 2 * need:
                 capacity *= 2
             old = self.text[0, : self.size].copy()
             self.text = np.empty((3, capacity), np.int32)
             self.table = _empty_table(capacity)
             append_ids(self.text, self.table, 0, old)
+            self._num_indexed = self.size
         self.size = append_ids(self.text, self.table, self.size, ids)
+        self._num_indexed += ids.shape[0]
 
     def truncate(self, new_size: int) -> None:
         """Cut the text back to its first `new_size` tokens."""
