@@ -113,11 +113,6 @@ class Submission:
         submission._open.clear()
         return submission
 
-    @property
-    def done(self) -> bool:
-        """Whether no engine works for it any more."""
-        return not self._open
-
     def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         return self
 
