@@ -6,7 +6,7 @@ that need them. Never torch, and nothing of the server.
     store           EmbeddingStore: the full table, memory-mapped, gathered by id
     slice           VocabSlice and SliceCacheIndex: which ids a head is cut to, in which rows
     profile         Algorithm 1 of VocabTailor: the static task set T, its report and its file
-    tokens          what a tokenizer's ids are: text, specials, byte tokens, fingerprint
+    pruning         static vocabulary pruning, the paper's baseline; not for serving
     unicode_blocks  Unicode blocks and the languages written in them
     cost            which fill of T and which verification window pay
     edge_llm        the vocab_map.safetensors form of TensorRT-Edge-LLM

@@ -19,6 +19,7 @@ and does what a `Placement` says.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer[Any]] | Iterable[int]
 
 __all__ = [
+    "PLACEHOLDER_TOKENS",
     "Placement",
     "RequiredIds",
     "SequenceColumns",
@@ -43,6 +45,9 @@ __all__ = [
     "VocabSlice",
     "fill_pad_columns",
 ]
+
+PLACEHOLDER_TOKENS = r"<unused\d+>|<\|reserved_special_token_\d+\|>"
+"""Gemma's and Llama 3's special tokens that stand for nothing yet."""
 
 
 class TokenTexts(Protocol):
@@ -121,13 +126,26 @@ class RequiredIds:
         return cls(vocab_size, eos, special, bytes_, _merge(_merge(eos, special), bytes_))
 
     @classmethod
-    def from_tokens(cls, tokens: TokenTexts, eos_ids: Ids) -> RequiredIds:
-        """The required ids of a tokenizer; special ids of V or above (none known) are an error."""
+    def from_tokens(
+        cls, tokens: TokenTexts, eos_ids: Ids, *, placeholder: str | None = PLACEHOLDER_TOKENS
+    ) -> RequiredIds:
+        """The required ids of a tokenizer.
+
+        placeholder: regular expression, on the whole text, of special tokens that only reserve a
+        number and are never written (Gemma 3 marks 6,242 "<unusedN>" special, 2.4 % of V); None
+        takes every special token. An EOS id is required whatever its text.
+        """
         num = tokens.vocab_size
+        skip = re.compile(placeholder.encode()) if placeholder is not None else None
+        special = [
+            int(i)
+            for i in tokens.special_ids
+            if skip is None or not skip.fullmatch(tokens.bytes_of(int(i)))
+        ]
         return cls.of(
             num,
             eos_ids=eos_ids,
-            special_ids=tokens.special_ids,
+            special_ids=special,
             byte_ids=[i for i in range(num) if len(tokens.bytes_of(i)) == 1],
         )
 

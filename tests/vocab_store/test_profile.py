@@ -1,0 +1,353 @@
+"""Algorithm 1 against its definition; profile files; the forms other programs read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from server import token_bytes
+from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from vocab_store import command
+from vocab_store.edge_llm import export_vocab_map, import_vocab_map
+from vocab_store.errors import MissingIdsError, ProfileFileError, VocabStoreError
+from vocab_store.profile import (
+    Example,
+    ProfileSettings,
+    VocabProfile,
+    build_profile,
+    corpus_hash,
+    document_frequencies,
+    measure_coverage,
+    read_pairs,
+    report_of,
+    static_pruning_ids,
+    tokenize_pairs,
+    tolerance_filter,
+)
+from vocab_store.pruning import close_under_merges, prune_tokenizer
+from vocab_store.slice import RequiredIds, VocabSlice
+
+V = 30
+REQUIRED = RequiredIds.of(V, eos_ids=[0], byte_ids=[1])
+
+
+def example(inputs: list[int], outputs: list[int]) -> Example:
+    return Example(np.asarray(inputs, np.int32), np.asarray(outputs, np.int32))
+
+
+documents = st.lists(
+    st.builds(
+        example,
+        st.lists(st.integers(0, V - 1), max_size=8),
+        st.lists(st.integers(0, V - 1), max_size=8),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+class Letters:
+    """Id i is the i-th letter from U+03B1 on for i >= 20 (Greek), else from "a"."""
+
+    fingerprint = b"letters"
+    special_ids = np.asarray([0], np.int64)
+    vocab_size = V
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return chr(token_id - 20 + 0x3B1 if token_id >= 20 else token_id + ord("a")).encode()
+
+
+@given(documents, st.booleans())
+def test_document_frequencies_are_counted_per_document(
+    examples: list[Example], input_aware: bool
+) -> None:
+    df = document_frequencies(examples, V, input_aware=input_aware)
+    for token_id in range(V):
+        assert df[token_id] == sum(
+            token_id in e.output_ids and not (input_aware and token_id in e.input_ids)
+            for e in examples
+        )
+
+
+@given(documents, st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]))
+def test_tolerance_drops_the_longest_prefix_within_tau_m(
+    examples: list[Example], tau: float
+) -> None:
+    df = document_frequencies(examples, V)
+    ids = np.flatnonzero(df)
+    kept = tolerance_filter(ids, df, tau, len(examples))
+    ascending = sorted(ids.tolist(), key=lambda i: (df[i], -i))
+    dropped, total = 0, 0
+    while dropped < len(ascending) and total + df[ascending[dropped]] <= tau * len(examples):
+        total += int(df[ascending[dropped]])
+        dropped += 1
+    assert kept.tolist() == sorted(ascending[dropped:])
+    # The promise: at most tau M documents lose a token.
+    lost = set(ascending[:dropped])
+    losers = sum(bool(lost & (set(e.output_ids) - set(e.input_ids))) for e in examples)
+    assert losers <= tau * len(examples)
+
+
+@given(documents)
+def test_at_tolerance_zero_nothing_of_the_corpus_is_missed(examples: list[Example]) -> None:
+    made = build_profile(
+        examples, Letters(), REQUIRED, ProfileSettings(tolerance=0.0), heldout=examples
+    )
+    assert made.miss_rate in (0.0, None)
+    assert measure_coverage(made.slice, examples).num_missed == 0
+    assert set(REQUIRED.ids.tolist()) <= set(made.slice.ids.tolist())
+
+
+@given(documents, documents)
+def test_the_fill_order_is_outside_t_and_its_gains_are_the_held_out_misses(
+    examples: list[Example], heldout: list[Example]
+) -> None:
+    made = build_profile(examples, Letters(), REQUIRED, ProfileSettings(), heldout=heldout)
+    assert not set(made.fill_ids.tolist()) & set(made.slice.ids.tolist())
+    assert made.filled(V).num_ids == V, "the whole order fills the vocabulary"
+    total = sum(len(e.output_ids) for e in heldout)
+    if total:
+        assert float(made.fill_gains.sum()) == pytest.approx(made.miss_rate or 0.0, abs=1e-6)
+        # Sums over the first 2^k - 1 ids are as measured.
+        for num in (1, 3, 7, 15):
+            if num < len(made.fill_ids):
+                left = measure_coverage(made.filled(num), heldout).miss_rate
+                assert (made.miss_rate or 0.0) - made.fill_gains[:num].sum() == pytest.approx(
+                    left, abs=1e-6
+                )
+
+
+def test_each_filter_is_switchable_and_reported() -> None:
+    examples = [
+        example([2, 3], [2, 4, 21]),
+        example([2], [4, 5]),
+        example([9], [4, 5, 3]),
+        example([9], [4]),
+    ]
+    report = {}
+    for name, settings in {
+        "none": ProfileSettings(input_aware=False, tolerance=None),
+        "aware": ProfileSettings(tolerance=None),
+        "language": ProfileSettings(languages=("en",), tolerance=None),
+        "all": ProfileSettings(languages=("en",), tolerance=0.25),
+    }.items():
+        made = build_profile(examples, Letters(), REQUIRED, settings, head_row_bytes=10)
+        found = report_of(made.manifest)
+        report[name] = (
+            found.num_unfiltered,
+            found.num_input_aware,
+            found.num_language,
+            found.num_tolerance,
+        )
+        assert found.num_ids == made.slice.num_ids
+        assert found.head_bytes_saved == (V - made.slice.num_ids) * 10
+    # 2 lies in its own input; 21 is Greek; 3 and 21 have df 1 of 4 documents.
+    assert report["none"] == (5, 5, 5, 5)
+    assert report["aware"] == (5, 4, 4, 4)
+    assert report["language"] == (5, 4, 3, 3)
+    assert report["all"] == (5, 4, 3, 2)
+
+
+def test_coverage_counts_tokens_documents_and_dynamic_rows() -> None:
+    made = VocabSlice.make([0, 1, 4], REQUIRED)
+    heldout = [example([2, 2, 3], [4, 2, 7, 7]), example([4], [4, 0])]
+    both = measure_coverage(made, heldout)
+    assert (both.num_tokens, both.num_missed, both.missed) == (6, 2, ((7, 2),))
+    assert (both.num_documents, both.num_documents_missed) == (2, 1)
+    assert both.mean_dynamic == 1.0, "2 and 3 in the first, none in the second"
+    assert both.recall == pytest.approx(4 / 6) and both.document_miss_rate == 0.5
+    static_only = measure_coverage(made, heldout, dynamic=False)
+    assert static_only.missed == ((7, 2), (2, 1))
+    assert static_pruning_ids(heldout, REQUIRED).ids.tolist() == [0, 1, 2, 3, 4, 7]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> VocabProfile:
+    examples = [example([2, 3], [4, 5]), example([2], [4, 25])]
+    return build_profile(
+        examples, Letters(), REQUIRED, ProfileSettings(), heldout=[example([3], [8, 4])]
+    )
+
+
+def test_a_profile_file_is_read_back_whole(made: VocabProfile, tmp_path: Path) -> None:
+    path = tmp_path / "task.vocab"
+    made.save(path)
+    made.save(path)  # replaces
+    assert [p.name for p in tmp_path.iterdir()] == ["task.vocab"], "no temporary file is left"
+    back = VocabProfile.load(path, fingerprint=b"letters", required=REQUIRED)
+    assert back.slice == made.slice and back.version == made.version
+    np.testing.assert_array_equal(back.fill_ids, made.fill_ids)
+    np.testing.assert_array_equal(back.fill_gains, made.fill_gains)
+    assert report_of(back.manifest) == report_of(made.manifest)
+    assert back.miss_rate == 0.5 and not back.slice.ids.flags.writeable
+    assert report_of(back.manifest).worst_missed == ((8, "i", 1),)
+
+
+def test_a_profile_of_another_tokenizer_is_refused(made: VocabProfile, tmp_path: Path) -> None:
+    path = tmp_path / "task.vocab"
+    made.save(path)
+    with pytest.raises(ProfileFileError, match=r"task\.vocab: made for another tokenizer"):
+        VocabProfile.load(path, fingerprint=b"other")
+    with pytest.raises(MissingIdsError, match="lacks EOS token ids 17"):
+        VocabProfile.load(path, required=RequiredIds.of(V, eos_ids=[17]))
+    with pytest.raises(ProfileFileError, match="for 30 tokens, the model has 31"):
+        VocabProfile.load(path, required=RequiredIds.of(V + 1, eos_ids=[0]))
+
+
+@pytest.mark.parametrize("damage", ["empty", "magic", "cut", "bit", "version", "manifest"])
+def test_a_damaged_profile_is_refused(made: VocabProfile, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "task.vocab"
+    made.save(path)
+    data = bytearray(path.read_bytes())
+    if damage == "empty":
+        data.clear()
+    elif damage == "magic":
+        data[0] ^= 1
+    elif damage == "cut":
+        del data[-4:]
+    elif damage == "bit":
+        data[-1] ^= 1
+    elif damage == "version":
+        data[8] += 1
+    else:
+        data[16] ^= 0xFF
+    path.write_bytes(bytes(data))
+    with pytest.raises(ProfileFileError, match=r"task\.vocab"):
+        VocabProfile.load(path)
+
+
+def test_the_corpus_hash_sees_borders_between_documents() -> None:
+    one = corpus_hash([example([1, 2], [3])])
+    assert one == corpus_hash([example([1, 2], [3])])
+    assert one != corpus_hash([example([1], [2, 3])])
+
+
+def test_edge_llm_maps_are_exchanged(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    made = VocabSlice.make([0, 1, 9, 12], REQUIRED)
+    export_vocab_map(made, tmp_path)
+    tensors = load_file(str(tmp_path / "vocab_map.safetensors"))
+    assert list(tensors) == ["vocab_map"] and tensors["vocab_map"].dtype == np.int32
+    assert tensors["vocab_map"].tolist() == [0, 1, 9, 12]
+    info = json.loads((tmp_path / "reduced_vocab.json").read_text())
+    assert info == {"vocab_size": V, "reduced_vocab_size": 4}
+    assert import_vocab_map(tmp_path, REQUIRED) == made
+    with pytest.raises(ProfileFileError, match="for 30 tokens"):
+        import_vocab_map(tmp_path, RequiredIds.of(V + 1, eos_ids=[0]))
+    for ids, error, text in (
+        ([1, 9], MissingIdsError, "EOS"),
+        ([0, 1, 1], ProfileFileError, "ascending"),
+        ([0, 1, V], ProfileFileError, "outside"),
+    ):
+        (tmp_path / "reduced_vocab.json").unlink(missing_ok=True)
+        save_file({"vocab_map": np.asarray(ids, np.int32)}, str(tmp_path / "vocab_map.safetensors"))
+        with pytest.raises(error, match=text):
+            import_vocab_map(tmp_path, REQUIRED)
+
+
+PAIRS = [
+    ("Where is the dog?", "the lazy dog"),
+    ("What is the answer?\n", "The answer is 42."),
+    ("SELECT", "name FROM users"),
+    ("", "hello world"),
+]
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
+def test_outputs_are_tokenized_in_place(make: Any) -> None:
+    tokenizer: Tokenizer = make()
+    for (prompt, out), found in zip(PAIRS, tokenize_pairs(PAIRS, tokenizer), strict=True):
+        assert found.input_ids.tolist() == tokenizer.encode(prompt).ids
+        joint = "" if not prompt or prompt.endswith("\n") else " "
+        whole = tokenizer.encode(prompt + joint + out).ids
+        assert whole[len(whole) - len(found.output_ids) :] == found.output_ids.tolist()
+        common = len(whole) - len(found.output_ids)
+        assert whole[:common] == found.input_ids[:common].tolist()
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"}\n')
+    with pytest.raises(VocabStoreError, match=r"train\.jsonl:3"):
+        list(read_pairs(path))
+
+
+def test_a_pruned_tokenizer_writes_kept_texts_as_before() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokens = token_bytes.build(tokenizer)
+    required = RequiredIds.from_tokens(tokens, [0])
+    kept_text, other_text = "The capital of France is Paris.", "the quick brown fox"
+    ids = [*required.ids.tolist(), *tokenizer.encode(kept_text).ids]
+    spec = tokenizer.to_str()
+    keep = VocabSlice.make(close_under_merges(spec, np.asarray(ids)), required)
+    text, old_ids = prune_tokenizer(spec, keep)
+    cut = Tokenizer.from_str(text)
+    assert cut.get_vocab_size() == keep.num_ids < tokenizer.get_vocab_size()
+    assert old_ids[cut.encode(kept_text).ids].tolist() == tokenizer.encode(kept_text).ids
+    # What breaks it: other texts get more ids, but are still the same text.
+    other = cut.encode(other_text).ids
+    assert len(other) > len(tokenizer.encode(other_text).ids)
+    assert cut.decode(other) == other_text
+
+
+def test_reserved_placeholders_are_not_required() -> None:
+    class Gemma(Letters):
+        special_ids = np.asarray([0, 2, 3], np.int64)
+
+        def bytes_of(self, token_id: int) -> bytes:
+            names = {0: b"<eos>", 2: b"<unused7>", 3: b"<start_of_turn>"}
+            return names.get(token_id, b"xx")
+
+    assert RequiredIds.from_tokens(Gemma(), [0]).ids.tolist() == [0, 3]
+    assert 2 in RequiredIds.from_tokens(Gemma(), [2]).ids
+    assert RequiredIds.from_tokens(Gemma(), [0], placeholder=None).ids.tolist() == [0, 2, 3]
+
+
+def test_profile_and_show_commands(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(str(model / "tokenizer.json"))
+    size = tokenizer.get_vocab_size() + 8  # a padded vocabulary
+    (model / "config.json").write_text(
+        json.dumps({"vocab_size": size, "hidden_size": 16, "eos_token_id": 0})
+    )
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    assert command.model_facts(model) == (size, 16, (0, 1))
+    data = tmp_path / "train.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in PAIRS * 5)
+    )
+
+    parser = argparse.ArgumentParser()
+    command.add_profile_arguments(parser)
+    out = tmp_path / "task.vocab"
+    args = parser.parse_args(
+        ["--model", str(model), "--data", str(data), "-o", str(out)]
+        + f"--language en --export-edge-llm {tmp_path / 'edge'}".split()
+    )
+    stages: list[tuple[str, int, int | None]] = []
+    text = command.profile(args, token_bytes.build, lambda *stage: stages.append(stage))
+    assert stages[-1] == ("count", 18, 18) and ("tokenize", 20, 20) in stages
+    assert "held-out documents 2 " in text and "100.00 % of tokens" in text
+
+    tokens = token_bytes.build(tokenizer, size)
+    required = RequiredIds.from_tokens(tokens, (0, 1))
+    made = VocabProfile.load(out, fingerprint=tokens.fingerprint, required=required)
+    assert import_vocab_map(tmp_path / "edge", required) == made.slice
+    parser = argparse.ArgumentParser()
+    command.add_show_arguments(parser)
+    shown = command.show(parser.parse_args([str(out)]))
+    assert made.version in shown and '"languages": ["en"]' in shown
+    (model / "config.json").write_text("{}")
+    with pytest.raises(VocabStoreError, match="lacks vocab_size"):
+        command.model_facts(model)

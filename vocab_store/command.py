@@ -1,0 +1,142 @@
+"""`tailor vocab profile` and `tailor vocab show` as functions; the command line wires them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vocab_store.edge_llm import export_vocab_map
+from vocab_store.errors import VocabStoreError
+from vocab_store.profile import (
+    ProfileSettings,
+    Progress,
+    VocabProfile,
+    build_profile,
+    read_pairs,
+    report_of,
+    tokenize_pairs,
+)
+from vocab_store.slice import RequiredIds, TokenTexts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["add_profile_arguments", "add_show_arguments", "model_facts", "profile", "show"]
+
+TokensOf = Callable[["Tokenizer", int], TokenTexts]
+"""(tokenizer, the model's vocabulary size) -> its token texts; the server's is token_bytes.build.
+The server must build its own with the same size, or the fingerprints differ."""
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tailor vocab profile`. --model is a folder when `profile` gets it."""
+    parser.add_argument("--model", required=True, help="the model whose tokenizer is profiled")
+    parser.add_argument("--data", required=True, help="JSONL with prompt and completion")
+    parser.add_argument("-o", "--output", required=True, help="the profile file to write")
+    parser.add_argument("--heldout", help="JSONL to report on; default: every 10th of --data")
+    parser.add_argument("--no-input-aware", action="store_true", help="switch filter 1 off")
+    parser.add_argument(
+        "--language", action="append", default=[], help="filter 2: a language tag; repeatable"
+    )
+    parser.add_argument(
+        "--block", action="append", default=[], help="a further Unicode block; repeatable"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.01, help="filter 3: tau (0.01)")
+    parser.add_argument("--joint", default=" ", help="between prompt and completion")
+    parser.add_argument("--export-edge-llm", metavar="DIR", help="also write vocab_map.safetensors")
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tailor vocab show`."""
+    parser.add_argument("profile", help="a profile file")
+
+
+def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
+    """(vocabulary size, hidden size, EOS ids of the generation config, else of the config).
+
+    Raises VocabStoreError when the folder's JSON files do not say.
+    """
+    root = Path(folder)
+
+    def read(name: str) -> dict[str, Any]:
+        path = root / name
+        if not path.exists():
+            return {}
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+        return loaded if isinstance(loaded, dict) else {}
+
+    config, generation = read("config.json"), read("generation_config.json")
+    text = config.get("text_config") or config
+    eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
+    if eos is None or "vocab_size" not in text or "hidden_size" not in text:
+        raise VocabStoreError(f"{root}: config.json lacks vocab_size, hidden_size or eos_token_id")
+    return (
+        int(text["vocab_size"]),
+        int(text["hidden_size"]),
+        tuple(int(i) for i in (eos if isinstance(eos, list) else [eos])),
+    )
+
+
+def profile(args: argparse.Namespace, tokens_of: TokensOf, progress: Progress | None = None) -> str:
+    """Build a profile, write it, and return the report. args.model is a model folder.
+
+    Without --heldout every 10th document is kept out of the corpus and reported on.
+
+    Raises VocabStoreError (and its subclasses), UnknownBlockError, OSError.
+    """
+    from tokenizers import Tokenizer
+
+    vocab_size, hidden_size, eos_ids = model_facts(args.model)
+    tokenizer = Tokenizer.from_file(str(Path(args.model) / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokens = tokens_of(tokenizer, vocab_size)
+    required = RequiredIds.from_tokens(tokens, eos_ids)
+    settings = ProfileSettings(
+        input_aware=not args.no_input_aware,
+        languages=tuple(args.language),
+        extra_blocks=tuple(args.block),
+        tolerance=args.tolerance,
+    )
+    examples = tokenize_pairs(
+        list(read_pairs(args.data)), tokenizer, joint=args.joint, progress=progress
+    )
+    if args.heldout:
+        heldout = tokenize_pairs(
+            list(read_pairs(args.heldout)), tokenizer, joint=args.joint, progress=progress
+        )
+    else:
+        heldout = examples[9::10]
+        examples = [example for i, example in enumerate(examples) if i % 10 != 9]
+    made = build_profile(
+        examples,
+        tokens,
+        required,
+        settings,
+        heldout=heldout,
+        head_row_bytes=4 * hidden_size,
+        progress=progress,
+    )
+    made.save(args.output)
+    if args.export_edge_llm:
+        export_vocab_map(made.slice, args.export_edge_llm)
+    return f"{report_of(made.manifest).text()}\nwritten to         {args.output}"
+
+
+def show(args: argparse.Namespace) -> str:
+    """What a profile file holds. Raises ProfileFileError, OSError."""
+    made = VocabProfile.load(args.profile)
+    manifest = made.manifest
+    return "\n".join(
+        [
+            f"profile            {made.version}",
+            f"tokenizer          {manifest['fingerprint'][:16]}",
+            f"corpus             {manifest['corpus_sha256'][:16]}",
+            f"settings           {json.dumps(manifest['settings'], sort_keys=True)}",
+            f"fill order         {made.fill_ids.shape[0]} ids",
+            report_of(manifest).text(),
+        ]
+    )

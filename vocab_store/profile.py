@@ -1,0 +1,546 @@
+"""Task profiles: the static set T of VocabTailor's Algorithm 1, its report and its file.
+
+Algorithm 1 (arXiv 2508.15229), on M (input, output) documents, three filters, each switchable:
+  1. input-aware: df(v) = documents whose output holds v while their own input does not;
+  2. language: keep v whose characters lie in the Unicode blocks of the task's languages;
+  3. tolerance: in ascending df, drop while the dropped sum is at most tau * M.
+The required ids (EOS, specials, byte tokens) are added at the end, whatever the filters say.
+
+Beyond the paper a profile carries a *fill order*: tokens outside T by how often they occur in the
+corpus, inputs included, then by id (a BPE's early merges are its frequent ones). `exact` takes a
+prefix of it by the cost model; `slice` never does.
+
+Baselines of the paper's tables: T alone ("static only": dynamic=False in `measure_coverage`), the
+required ids alone ("dynamic only"), and `static_pruning_ids` ("VP", see pruning.py).
+
+File: magic | uint32 version | uint32 manifest bytes | manifest (JSON) | zeros to a multiple of 64 |
+int32 ids [n] | int32 fill_ids [f] | float32 fill_gains [f]; little-endian, memory-mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vocab_store.errors import ProfileFileError, VocabStoreError
+from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
+from vocab_store.unicode_blocks import blocks_of_languages
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Progress = Callable[[str, int, int | None], None]
+"""(stage, done, total or None), called now and then."""
+
+VERSION = 1
+_MAGIC = b"TLRVOCB1"
+_PREFIX = struct.Struct("<8sII")
+_ALIGN = 64
+_TICK = 256
+
+
+class Example(NamedTuple):
+    """One document: the ids of its prompt and of its output. int32, flat."""
+
+    input_ids: Int32
+    output_ids: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """Which filters run.
+
+    input_aware: count only output tokens that their own input lacks; else every output token.
+    languages: BCP 47 tags of the language filter; empty = no language filter. symbols,
+    extra_blocks: see blocks_of_languages.
+    tolerance: tau, the share of documents that may lose a token; None = no tolerance filter
+    (0.0 drops nothing either, as every counted df is at least 1).
+    max_fill: longest fill order kept.
+    """
+
+    input_aware: bool = True
+    languages: tuple[str, ...] = ()
+    symbols: bool = True
+    extra_blocks: tuple[str, ...] = ()
+    tolerance: float | None = 0.01
+    max_fill: int = 32_768
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not 0.0 <= self.tolerance <= 1.0:
+            raise ValueError("tolerance must lie in 0..1")
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How a slice does on documents it was not made from. Counts are additive.
+
+    num_tokens, num_missed: output tokens, and those neither in the slice nor in the own input.
+    num_documents, num_documents_missed: the same by document. mean_dynamic: prompt ids outside
+    the slice, per document (the [mean dynamic] of the paper's tables). missed: (id, times), most
+    frequent first, then by id.
+    """
+
+    num_tokens: int
+    num_missed: int
+    num_documents: int
+    num_documents_missed: int
+    mean_dynamic: float
+    missed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def miss_rate(self) -> float:
+        return self.num_missed / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def recall(self) -> float:
+        """Token-level recall."""
+        return 1.0 - self.miss_rate
+
+    @property
+    def document_miss_rate(self) -> float:
+        return self.num_documents_missed / self.num_documents if self.num_documents else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """What building a profile found.
+
+    num_unfiltered: unique output ids. num_input_aware, num_language, num_tolerance: left after
+    each filter in turn (equal to the one before where a filter is off). num_ids: T with the
+    required ids. heldout: None without held-out documents. head_bytes_saved: per head read, None
+    when the width is unknown. worst_missed: (id, text, times) on the held-out documents.
+    """
+
+    num_documents: int
+    num_unfiltered: int
+    num_input_aware: int
+    num_language: int
+    num_tolerance: int
+    num_ids: int
+    vocab_size: int
+    heldout: Coverage | None = None
+    head_bytes_saved: int | None = None
+    worst_missed: tuple[tuple[int, str, int], ...] = ()
+
+    def text(self) -> str:
+        """For a terminal."""
+        share = 100.0 * self.num_ids / self.vocab_size
+        lines = [
+            f"documents          {self.num_documents}",
+            f"output ids         {self.num_unfiltered}",
+            f"+ input-aware      {self.num_input_aware}",
+            f"+ language         {self.num_language}",
+            f"+ tolerance        {self.num_tolerance}",
+            f"T with required    {self.num_ids} of {self.vocab_size} ({share:.2f} %)",
+        ]
+        if self.head_bytes_saved is not None:
+            lines.append(f"head bytes saved   {self.head_bytes_saved / 1e6:.1f} MB per token")
+        held = self.heldout
+        if held is None:
+            lines.append("held-out           none")
+            return "\n".join(lines)
+        lines += [
+            f"held-out documents {held.num_documents} ({held.num_tokens} output tokens)",
+            f"mean dynamic       {held.mean_dynamic:.1f} prompt ids outside T",
+            f"coverage           {100 * held.recall:.2f} % of tokens",
+            f"miss rate          {100 * held.miss_rate:.2f} % of tokens, "
+            f"{100 * held.document_miss_rate:.1f} % of documents",
+        ]
+        lines += [f"missed             {n:5d} x {text!r} ({i})" for i, text, n in self.worst_missed]
+        return "\n".join(lines)
+
+
+# -- documents ---------------------------------------------------------------------------------
+
+
+def read_pairs(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """(prompt, completion) of each line of a JSONL file; blank lines are skipped.
+
+    Raises VocabStoreError naming file and line when one is no object with these two strings.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                pair = row["prompt"], row["completion"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise VocabStoreError(
+                    f"{path}:{number}: no JSON object with prompt and completion"
+                ) from error
+            if not (isinstance(pair[0], str) and isinstance(pair[1], str)):
+                raise VocabStoreError(f"{path}:{number}: prompt and completion must be strings")
+            yield pair
+
+
+def tokenize_pairs(
+    pairs: Sequence[tuple[str, str]],
+    tokenizer: Tokenizer,
+    *,
+    joint: str = " ",
+    progress: Progress | None = None,
+) -> list[Example]:
+    """Documents in ids, each output tokenized *in place after its prompt*.
+
+    joint: put between prompt and completion where neither brings a blank. An output is what the
+    whole text's ids hold after their common start with the prompt's, so that a token merged over
+    the border counts as output.
+    """
+    result: list[Example] = []
+    for start in range(0, len(pairs), _TICK):
+        some = pairs[start : start + _TICK]
+        prompts = [prompt for prompt, _ in some]
+        whole = [
+            prompt
+            + ("" if not prompt or prompt[-1].isspace() or out[:1].isspace() else joint)
+            + out
+            for prompt, out in some
+        ]
+        heads, texts = tokenizer.encode_batch_fast(prompts), tokenizer.encode_batch_fast(whole)
+        for head, text in zip(heads, texts, strict=True):
+            a, b = np.asarray(head.ids, np.int32), np.asarray(text.ids, np.int32)
+            num = min(a.shape[0], b.shape[0])
+            differs = np.flatnonzero(a[:num] != b[:num])
+            result.append(Example(a, b[int(differs[0]) if differs.size else num :]))
+        if progress is not None:
+            progress("tokenize", len(result), len(pairs))
+    return result
+
+
+def corpus_hash(examples: Iterable[Example]) -> str:
+    """sha256 over the documents' lengths and ids, in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(struct.pack("<II", len(example.input_ids), len(example.output_ids)))
+        digest.update(np.ascontiguousarray(example.input_ids, "<i4").tobytes())
+        digest.update(np.ascontiguousarray(example.output_ids, "<i4").tobytes())
+    return digest.hexdigest()
+
+
+# -- Algorithm 1 -------------------------------------------------------------------------------
+
+
+def document_frequencies(
+    examples: Sequence[Example],
+    vocab_size: int,
+    *,
+    input_aware: bool = True,
+    progress: Progress | None = None,
+) -> Int64:
+    """df [V]: documents whose output holds v (and, input-aware, whose own input does not)."""
+    df = np.zeros(vocab_size, np.int64)
+    for done, example in enumerate(examples, 1):
+        ids = np.unique(example.output_ids)
+        if input_aware:
+            ids = np.setdiff1d(ids, example.input_ids)
+        df[ids] += 1
+        if progress is not None and (done % _TICK == 0 or done == len(examples)):
+            progress("count", done, len(examples))
+    return df
+
+
+def tolerance_filter(ids: Int64, df: Int64, tolerance: float, num_documents: int) -> Int64:
+    """Ids left when the rarest are dropped while their summed df is at most tau * M; ascending.
+
+    Among equal df the higher id goes first: a BPE's later merges are its rarer ones.
+    """
+    order = ids[np.lexsort((-ids, df[ids]))]
+    dropped = np.cumsum(df[order]) <= tolerance * num_documents
+    # cumsum is ascending, so the dropped ones are a prefix of the order.
+    return np.sort(order[~dropped])
+
+
+def static_pruning_ids(examples: Sequence[Example], required: RequiredIds) -> VocabSlice:
+    """The paper's "VP": every id of the corpus, inputs and outputs, and the required ones."""
+    seen = np.zeros(required.vocab_size, bool)
+    seen[required.ids] = True
+    for example in examples:
+        seen[example.input_ids] = True
+        seen[example.output_ids] = True
+    return VocabSlice.make(np.flatnonzero(seen), required)
+
+
+def measure_coverage(
+    slice_: VocabSlice, examples: Sequence[Example], *, dynamic: bool = True
+) -> Coverage:
+    """Token by token: is each output token in the slice or (dynamic) in its own prompt?"""
+    inside = np.zeros(slice_.vocab_size, bool)
+    inside[slice_.ids] = True
+    missed: Counter[int] = Counter()
+    num_tokens = num_missed = num_documents_missed = num_dynamic = 0
+    for example in examples:
+        prompt = np.unique(example.input_ids)
+        num_dynamic += int(np.count_nonzero(~inside[prompt]))
+        out = example.output_ids[~inside[example.output_ids]]
+        if dynamic:
+            out = out[~np.isin(out, prompt)]
+        missed.update(out.tolist())
+        num_tokens += len(example.output_ids)
+        num_missed += len(out)
+        num_documents_missed += bool(len(out))
+    count = len(examples)
+    return Coverage(
+        num_tokens,
+        num_missed,
+        count,
+        num_documents_missed,
+        num_dynamic / count if count else 0.0,
+        tuple(sorted(missed.items(), key=lambda item: (-item[1], item[0]))),
+    )
+
+
+def fill_order(examples: Sequence[Example], static: VocabSlice, max_fill: int) -> Int32:
+    """Ids outside T by occurrences in the corpus, inputs and outputs, then by id; int32 [f]."""
+    counts = np.zeros(static.vocab_size, np.int64)
+    for example in examples:
+        counts += np.bincount(example.input_ids, minlength=static.vocab_size)
+        counts += np.bincount(example.output_ids, minlength=static.vocab_size)
+    counts[static.ids] = -1
+    order = np.lexsort((np.arange(static.vocab_size), -counts))
+    return order[: min(max_fill, static.vocab_size - static.num_ids)].astype(np.int32)
+
+
+def fill_gains(fill_ids: Int32, coverage: Coverage) -> Float32:
+    """By how much each id of the fill order lowers the held-out miss rate; float32 [f].
+
+    Which rare token is missed next is luck, so what the held-out misses say is spread evenly over
+    ranks [2^k - 1, 2^(k+1) - 1): sums over these are as measured, single gains are estimates.
+    """
+    gains = np.zeros(fill_ids.shape[0], np.float64)
+    rank = {int(token_id): at for at, token_id in enumerate(fill_ids)}
+    for token_id, times in coverage.missed:
+        at = rank.get(token_id)
+        if at is not None:
+            gains[at] = times / coverage.num_tokens
+    start = 0
+    while start < gains.shape[0]:
+        end = min(2 * start + 1, gains.shape[0])
+        gains[start:end] = gains[start:end].mean()
+        start = end
+    return gains.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabProfile:
+    """T of a task, with what is needed to trust and to extend it.
+
+    slice: T with the required ids. fill_ids, fill_gains: int32, float32 [f], see `fill_order`.
+    manifest: tokenizer fingerprint (hex), corpus hash, settings, versions, report; JSON values.
+    """
+
+    slice: VocabSlice
+    fill_ids: Int32
+    fill_gains: Float32
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def miss_rate(self) -> float | None:
+        """Expected misses per token, from the held-out documents; None without them."""
+        held = self.manifest.get("report", {}).get("heldout")
+        if not held or not held["num_tokens"]:
+            return None
+        return float(held["num_missed"] / held["num_tokens"])
+
+    @property
+    def version(self) -> str:
+        """Names exactly this T of this tokenizer: the key a request pins (16 hex digits)."""
+        digest = hashlib.sha256(str(self.manifest.get("fingerprint")).encode())
+        digest.update(np.ascontiguousarray(self.slice.ids, "<i4").tobytes())
+        return digest.hexdigest()[:16]
+
+    def filled(self, num_fill: int) -> VocabSlice:
+        """T with the first ids of the fill order (`exact` only)."""
+        return self.slice.union(self.fill_ids[:num_fill])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file atomically: a reader sees the old one or the whole new one."""
+        payload = b"".join(
+            np.ascontiguousarray(array, dtype).tobytes()
+            for array, dtype in (
+                (self.slice.ids, "<i4"),
+                (self.fill_ids, "<i4"),
+                (self.fill_gains, "<f4"),
+            )
+        )
+        manifest = {
+            **self.manifest,
+            "vocab_size": self.slice.vocab_size,
+            "num_ids": self.slice.num_ids,
+            "num_fill": int(self.fill_ids.shape[0]),
+            "payload_sha256": hashlib.sha256(payload).hexdigest(),
+        }
+        text = json.dumps(manifest, sort_keys=True).encode()
+        head = _PREFIX.pack(_MAGIC, VERSION, len(text)) + text
+        head += b"\0" * (-len(head) % _ALIGN)
+        target = Path(path)
+        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(head + payload)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: bytes | None = None,
+        required: RequiredIds | None = None,
+    ) -> VocabProfile:
+        """Map a profile file.
+
+        fingerprint: of the tokenizer it will be used with (TokenTexts.fingerprint, built with the
+        same vocabulary size). required: the model's, checked to be inside.
+
+        Raises ProfileFileError naming the file when it is damaged, of another version or of
+        another tokenizer; MissingIdsError when required ids are absent; OSError.
+        """
+        data = np.asarray(np.memmap(path, np.uint8, "r") if os.path.getsize(path) else [], np.uint8)
+        if data.shape[0] < _PREFIX.size:
+            raise ProfileFileError(f"{path}: not a vocabulary profile")
+        magic, version, length = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+        if magic != _MAGIC:
+            raise ProfileFileError(f"{path}: not a vocabulary profile")
+        if version != VERSION:
+            raise ProfileFileError(f"{path}: version {version}, this program reads {VERSION}")
+        try:
+            manifest = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
+            num_ids, num_fill = int(manifest["num_ids"]), int(manifest["num_fill"])
+            vocab_size = int(manifest["vocab_size"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProfileFileError(f"{path}: the manifest is damaged") from error
+        start = -(-(_PREFIX.size + length) // _ALIGN) * _ALIGN
+        payload = data[start:]
+        if (
+            payload.shape[0] != 4 * num_ids + 8 * num_fill
+            or hashlib.sha256(payload.tobytes()).hexdigest() != manifest["payload_sha256"]
+        ):
+            raise ProfileFileError(f"{path}: the ids are damaged or cut short")
+        if fingerprint is not None and manifest.get("fingerprint") != fingerprint.hex():
+            raise ProfileFileError(
+                f"{path}: made for another tokenizer (fingerprint "
+                f"{str(manifest.get('fingerprint'))[:12]}, the model's is {fingerprint.hex()[:12]})"
+            )
+        ids: Int32 = payload[: 4 * num_ids].view("<i4")
+        if num_ids and (ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) <= 0).any()):
+            raise ProfileFileError(f"{path}: the ids are not ascending within the vocabulary")
+        if required is not None:
+            if required.vocab_size != vocab_size:
+                raise ProfileFileError(
+                    f"{path}: for {vocab_size} tokens, the model has {required.vocab_size}"
+                )
+            required.check(ids)
+        middle = 4 * (num_ids + num_fill)
+        return cls(
+            VocabSlice(ids, vocab_size),
+            payload[4 * num_ids : middle].view("<i4"),
+            payload[middle:].view("<f4"),
+            manifest,
+        )
+
+
+def build_profile(
+    examples: Sequence[Example],
+    tokens: TokenTexts,
+    required: RequiredIds,
+    settings: ProfileSettings,
+    *,
+    heldout: Sequence[Example] = (),
+    head_row_bytes: int | None = None,
+    num_worst: int = 10,
+    progress: Progress | None = None,
+) -> VocabProfile:
+    """Algorithm 1 on `examples`, reported on `heldout`.
+
+    head_row_bytes: bytes of one row of the LM head (width times bytes per value).
+
+    Raises VocabStoreError without documents, UnknownBlockError for an unknown language.
+    """
+    if not examples:
+        raise VocabStoreError("a profile needs at least one document")
+    num = required.vocab_size
+    every = document_frequencies(examples, num, input_aware=False, progress=progress)
+    df = every
+    if settings.input_aware:
+        df = document_frequencies(examples, num, progress=progress)
+    ids = np.flatnonzero(df)
+    num_input_aware = len(ids)
+    if settings.languages:
+        blocks = blocks_of_languages(
+            settings.languages, symbols=settings.symbols, extra_blocks=settings.extra_blocks
+        )
+        ids = np.asarray([i for i in ids if blocks.has_token(tokens.bytes_of(int(i)))], np.int64)
+    num_language = len(ids)
+    if settings.tolerance is not None:
+        ids = tolerance_filter(ids, df, settings.tolerance, len(examples))
+    static = VocabSlice.make(np.union1d(ids, required.ids), required)
+
+    coverage = measure_coverage(static, heldout) if heldout else None
+    fill = fill_order(examples, static, settings.max_fill)
+    gains = fill_gains(fill, coverage) if coverage else np.zeros(fill.shape[0], np.float32)
+    worst = () if coverage is None else coverage.missed[:num_worst]
+    report = ProfileReport(
+        len(examples),
+        int(np.count_nonzero(every)),
+        num_input_aware,
+        num_language,
+        len(ids),
+        static.num_ids,
+        num,
+        coverage,
+        None if head_row_bytes is None else (num - static.num_ids) * head_row_bytes,
+        tuple((i, tokens.bytes_of(i).decode("utf-8", "replace"), n) for i, n in worst),
+    )
+    manifest = {
+        "fingerprint": tokens.fingerprint.hex(),
+        "corpus_sha256": corpus_hash(examples),
+        "settings": asdict(settings),
+        "versions": {"profile": VERSION, "numpy": np.__version__, **_table_versions(settings)},
+        "report": asdict(report),
+    }
+    # Through JSON once, so that a profile in memory and one from a file are equal.
+    return VocabProfile(static, fill, gains, json.loads(json.dumps(manifest)))
+
+
+def report_of(manifest: dict[str, Any]) -> ProfileReport:
+    """The report in a manifest. Raises ProfileFileError when there is none."""
+    try:
+        raw = dict(manifest["report"])
+        held = None if raw["heldout"] is None else dict(raw["heldout"])
+        del raw["heldout"]
+        worst = tuple((int(i), str(text), int(n)) for i, text, n in raw.pop("worst_missed"))
+        coverage = None
+        if held is not None:
+            missed = tuple((int(i), int(n)) for i, n in held.pop("missed"))
+            coverage = Coverage(**held, missed=missed)
+        return ProfileReport(**raw, heldout=coverage, worst_missed=worst)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileFileError("the manifest holds no report") from error
+
+
+def _table_versions(settings: ProfileSettings) -> dict[str, str]:
+    if not settings.languages:
+        return {}
+    from importlib.metadata import version
+
+    return {"fonttools": version("fonttools"), "langcodes": version("langcodes")}
