@@ -19,13 +19,14 @@ from vocab_store.slice import VocabSlice
 def close_under_merges(tokenizer_json: str, ids: npt.NDArray[np.integer[Any]]) -> list[int]:
     """ids and every part that a BPE merges on the way to them; ascending.
 
-    Without the parts a kept token is never written: "the" needs "th" or "he" in between. Of a
-    token's merges the first (the one of lowest rank) is followed.
+    Without the parts a kept token is never written: "the" needs "th" or "he" in between. All
+    merges that make a token are followed, as which of them runs depends on what stands around
+    it: so a text whose ids are all in `ids` keeps its ids exactly.
     """
     vocab, merges = _bpe(json.loads(tokenizer_json)["model"])
-    parts: dict[int, tuple[int, int]] = {}
+    parts: dict[int, set[int]] = {}
     for left, right in merges:
-        parts.setdefault(vocab[left + right], (vocab[left], vocab[right]))
+        parts.setdefault(vocab[left + right], set()).update((vocab[left], vocab[right]))
     closed: set[int] = set()
     waiting = [int(i) for i in ids]
     while waiting:

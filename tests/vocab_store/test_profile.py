@@ -299,6 +299,17 @@ def test_a_pruned_tokenizer_writes_kept_texts_as_before() -> None:
     assert cut.decode(other) == other_text
 
 
+@given(st.text("abcdefghijklmnopqrstuvwxyz TFPS.,", max_size=40), st.booleans())
+def test_a_text_whose_ids_are_kept_keeps_its_ids(text: str, byte_level: bool) -> None:
+    tokenizer = byte_level_tokenizer() if byte_level else sentencepiece_tokenizer()
+    required = RequiredIds.from_tokens(token_bytes.build(tokenizer), [0])
+    ids = tokenizer.encode(text).ids
+    spec = tokenizer.to_str()
+    closed = close_under_merges(spec, np.asarray([*required.ids.tolist(), *ids], np.int32))
+    cut_text, old_ids = prune_tokenizer(spec, VocabSlice.make(closed, required))
+    assert old_ids[Tokenizer.from_str(cut_text).encode(text).ids].tolist() == ids
+
+
 def test_reserved_placeholders_are_not_required() -> None:
     class Gemma(Letters):
         special_ids = np.asarray([0, 2, 3], np.int64)
@@ -332,8 +343,8 @@ def test_profile_and_show_commands(tmp_path: Path) -> None:
     command.add_profile_arguments(parser)
     out = tmp_path / "task.vocab"
     args = parser.parse_args(
-        ["--model", str(model), "--data", str(data), "-o", str(out)]
-        + f"--language en --export-edge-llm {tmp_path / 'edge'}".split()
+        f"--model {model} --data {data} -o {out} --language en"
+        f" --export-edge-llm {tmp_path / 'edge'}".split(" ")
     )
     stages: list[tuple[str, int, int | None]] = []
     text = command.profile(args, token_bytes.build, lambda *stage: stages.append(stage))
