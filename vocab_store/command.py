@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vocab_store.edge_llm import export_vocab_map
 from vocab_store.errors import VocabStoreError
@@ -21,13 +21,10 @@ from vocab_store.profile import (
 )
 from vocab_store.slice import RequiredIds, TokenTexts
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 __all__ = ["add_profile_arguments", "add_show_arguments", "model_facts", "profile", "show"]
 
-TokensOf = Callable[["Tokenizer", int], TokenTexts]
-"""(tokenizer, the model's vocabulary size) -> its token texts; the server's is token_bytes.build.
+TokensOf = Callable[[Any, int], TokenTexts]
+"""(tokenizers.Tokenizer, the model's vocabulary size) -> its token texts; token_bytes.build is one.
 The server must build its own with the same size, or the fingerprints differ."""
 
 

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,6 @@ import numpy.typing as npt
 from vocab_store.errors import ProfileFileError, VocabStoreError
 from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -190,13 +187,14 @@ def read_pairs(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
 def tokenize_pairs(
     pairs: Sequence[tuple[str, str]],
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     *,
     joint: str = " ",
     progress: Progress | None = None,
 ) -> list[Example]:
     """Documents in ids, each output tokenized *in place after its prompt*.
 
+    tokenizer: a tokenizers.Tokenizer (not imported here; only encode_batch_fast is used).
     joint: put between prompt and completion where neither brings a blank. An output is what the
     whole text's ids hold after their common start with the prompt's, so that a token merged over
     the border counts as output.
