@@ -9,7 +9,6 @@ line and by each engine process (`build_engine`); torch is imported only in the 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import logging
@@ -43,6 +42,10 @@ __all__ = [
 ]
 
 log = logging.getLogger("tailor.server")
+
+_TARGET_STEP_S = {"cpu": 0.15, "cuda": 0.05}
+"""Seconds a step may take while some sequences decode and others prefill: their prompt chunks
+are cut to it by the measured cost of rows, so that a long prompt does not make the others wait."""
 
 _OPTION_NAMES = {"mix.lambda": "mix.mixing"}
 """Where a drafter's parameter is called otherwise than in the papers and in task files."""
@@ -118,10 +121,11 @@ def build_engine(order: EngineOrder) -> Engine:
         max_waiting_requests=order.max_waiting_requests,
         max_waiting_tokens=order.max_waiting_tokens,
         prefix_cache=order.engine.prefix_cache,
+        target_step_s=_TARGET_STEP_S[order.device.partition(":")[0]],
     )
     fingerprint = table.fingerprint.hex()
     drafters = {
-        name: functools.partial(make_task_drafter, name, fingerprint)
+        name: functools.partial(make_task_drafter, name, fingerprint, runner.info.eos_token_ids)
         for name in DRAFTER_NAMES
         if name != "off"
     }
@@ -183,15 +187,22 @@ def _warm_up(engine: Engine, drafters: Sequence[str]) -> None:
 
 
 def make_task_drafter(
-    name: str, fingerprint: str, task: str, speculation: SpeculationParams
+    name: str,
+    fingerprint: str,
+    eos_token_ids: tuple[int, ...],
+    task: str,
+    speculation: SpeculationParams,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
-    fingerprint: of the tokenizer; a corpus of another one is refused. Raises ValueError.
+    fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
+    drafted, because what comes after them is cut off. Raises ValueError.
     """
     from drafters import make_drafter
 
     options: dict[str, Any] = {}
+    if name in ("auto", "prompt", "suffix"):
+        options["eos_token_ids"] = eos_token_ids
     for key, value in speculation.options:
         section, _, option = _OPTION_NAMES.get(key, key).partition(".")
         if section == name:
@@ -338,7 +349,7 @@ def run_server(
     listener: from `listen`; closed at the end.
     on_ready: called once with the port, on the event loop, when every model has an engine.
     """
-    from server.api.app import create_app, serve
+    from server.api.app import create_app, run_loop, serve
     from server.api.client import EngineClient, EngineSpec, RestartPolicy
     from server.engine.host import start_process
     from server.metrics import Metrics
@@ -392,4 +403,4 @@ def run_server(
         )
 
     with listener:
-        return asyncio.run(main())
+        return run_loop(main())

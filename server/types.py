@@ -25,7 +25,7 @@ class SamplingParams:
     top_k: 0 is off. top_p: 1.0 is off. min_p: 0.0 is off.
     presence_penalty, frequency_penalty: over *generated* tokens, as OpenAI and vLLM count them.
     repetition_penalty: over prompt and generated tokens, as transformers and vLLM do; 1.0 is off.
-    logit_bias: (token id, bias) pairs, ids unique and ascending; a bias of -100 or lower bans the id.
+    logit_bias: (token id, bias) pairs, ids unique and ascending; -100 or lower bans the id.
     allowed_token_ids: ascending ids the draw is restricted to, or None for all.
     min_tokens: EOS and stop ids are banned until this many tokens are generated.
     stop_token_ids: further ids that end the choice (the id itself is kept, its text is not).

@@ -5,12 +5,13 @@
 
 The factory runs inside the child, so torch and the weights live there only. The loop drains the
 channel before every step (an abort takes effect within one step), steps while there is work, and
-sleeps in poll() when there is none. It ends on ("stop",), on ("drain",) once idle, on SIGTERM,
+sleeps in poll() when there is none. It ends on ("stop",), on ("drain",) once idle, on SIGUSR1,
 and when the API process dies: an engine never survives its API.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 EngineFactory = Callable[[], Engine]
 """Builds the engine inside its process. For start_process it must be picklable."""
 
+_STOP_SIGNAL = signal.SIGUSR1
 _MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
 
 
@@ -183,13 +185,17 @@ def _watch_parent() -> None:
 
 
 def _process_main(factory: EngineFactory, connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the API's to handle: it drains
+    # Ctrl-C and what a supervisor sends to the whole group are the API's to handle: it drains
+    # while the engines go on. It ends them with _STOP_SIGNAL, which ends a process that is still
+    # building at once.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     engine = _build(factory, connection)
     status = 1
     if engine is not None:
         wake, waker = os.pipe()
-        signal.signal(signal.SIGTERM, lambda *_: os.write(waker, b"!"))
+        signal.signal(_STOP_SIGNAL, lambda *_: os.write(waker, b"!"))
         status = EngineHost(engine, connection, wake).run()
     connection.close()
     raise SystemExit(status)
@@ -225,9 +231,11 @@ class ProcessHandle:
         return self._process.exitcode
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM ends it after the step in flight; SIGKILL when it has not by timeout_s."""
-        if self._process.is_alive():
-            self._process.terminate()
+        """Ends it after the step in flight; SIGKILL when it has not ended by timeout_s."""
+        pid = self._process.pid
+        if pid is not None and self._process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, _STOP_SIGNAL)
             self._process.join(timeout_s)
             if self._process.is_alive():
                 self._process.kill()

@@ -35,8 +35,9 @@ LANES = 16
 
 def _has_avx512() -> bool:
     """Whether numba compiles for 512-bit registers (NUMBA_CPU_FEATURES overrides the host's)."""
-    if config.CPU_FEATURES is not None:
-        return "+avx512f" in config.CPU_FEATURES.split(",")
+    features: str | None = getattr(config, "CPU_FEATURES", None)
+    if features is not None:
+        return "+avx512f" in features.split(",")
     return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from server.engine.batch import Runner
 from server.types import ModelInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Progress = Callable[[int, int], None]
 
@@ -66,6 +71,14 @@ def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
     return spec.max_model_len
 
 
+def _num_token_ids(tokenizer_file: Path, num_rows: int) -> int:
+    """Ids that the tokenizer knows; rows past them pad the table and are never drawn."""
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
+    return min(num_rows, max(known.values()) + 1)
+
+
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     import torch
 
@@ -86,6 +99,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     dtype = "float32" if spec.dtype == "auto" else spec.dtype
     folder = open_model(spec.folder, adapter=spec.adapter)
     shape = shape_of(folder.config)
+    shape = replace(shape, vocab_size=_num_token_ids(folder.tokenizer_file, shape.vocab_size))
     weights = PackedWeights(shape, folder.weights, dtype=dtype, progress=progress)
     most = shape.max_position_embeddings
     if spec.max_model_len is not None:
@@ -144,7 +158,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     else:
         dtype = getattr(torch, spec.dtype)
     shape = shape_of(folder.config)
-    module = build_module(folder, dtype, device)
+    module = cast("PreTrainedModel", build_module(folder, dtype, device))
     num_blocks = num_blocks_for(
         bytes_per_block(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.block_size, dtype
@@ -164,8 +178,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         eos_token_ids=folder.eos_token_ids,
-        num_token_ids=shape.vocab_size,
+        num_token_ids=_num_token_ids(folder.tokenizer_file, shape.vocab_size),
         fingerprint=folder.fingerprint,
     )
+    runner.warm_up()
     runner.info = replace(runner.info, fingerprint=f"{folder.fingerprint}:{runner.info.dtype}")
     return runner

@@ -189,7 +189,7 @@ def test_an_idle_engine_does_not_spin(start_own: Start) -> None:
 
     before = cpu_ticks()
     time.sleep(0.5)
-    assert cpu_ticks() - before <= 2
+    assert cpu_ticks() - before <= 10, "a spinning loop takes 50 ticks"
     assert not handle.connection.poll(0)
 
 
@@ -228,15 +228,28 @@ def test_a_factory_that_raises_is_told_and_exits_1(start: Start) -> None:
     assert _ends(handle) == 1
 
 
-def test_sigterm_ends_the_process_after_the_step(start_own: Start) -> None:
+def test_the_stop_signal_ends_the_process_after_the_step(start_own: Start) -> None:
     handle = start_own(factory(step_s=0.01))
     _ready(handle)
     _submit(handle, _request("a", max_tokens=400))
     assert _receive(handle)[0] == "deltas"
-    os.kill(handle.pid, signal.SIGTERM)
+    os.kill(handle.pid, signal.SIGUSR1)
     results, _ = _until_finished(handle, {"a"})
     assert results["a"][-1].finish_reason == "abort"
     assert _ends(handle) == 0
+
+
+def test_sigterm_and_sigint_to_the_group_leave_the_engine_to_its_api(start_own: Start) -> None:
+    """systemd and `timeout` signal every process of a service; the API drains, engines go on."""
+    handle = start_own(factory(step_s=0.001))
+    _ready(handle)
+    _submit(handle, _request("a", max_tokens=100))
+    assert _receive(handle)[0] == "deltas"
+    os.kill(handle.pid, signal.SIGTERM)
+    os.kill(handle.pid, signal.SIGINT)
+    results, _ = _until_finished(handle, {"a"})
+    assert results["a"][-1].finish_reason in ("stop", "length")
+    assert handle.is_alive()
 
 
 def test_a_killed_engine_is_an_eof(start_own: Start) -> None:

@@ -218,7 +218,7 @@ def test_engines_on_the_cpu_share_its_cores(tiny_folder: Path, own_cache: None) 
 
 @pytest.mark.parametrize("name", [n for n in DRAFTER_NAMES if n != "off"])
 def test_every_drafter_can_be_made_for_a_task(name: str) -> None:
-    drafter = make_task_drafter(name, "f" * 64, "t", SpeculationParams(name, 8))
+    drafter = make_task_drafter(name, "f" * 64, (2,), "t", SpeculationParams(name, 8))
     session = drafter.open((1, 2, 3, 1, 2, 3, 1, 2))
     session.settle()
     session.extend((3,))
@@ -231,13 +231,13 @@ def test_options_reach_their_drafter_only() -> None:
         {"name": "t", "speculation": {"mix": {"lambda": 0.25, "n_max": 3}, "trie": {"n": 6}}}
     )
     speculation = SpeculationParams("mix", 8, task.speculation.options())
-    mix: Any = make_task_drafter("mix", "f", "t", speculation)
+    mix: Any = make_task_drafter("mix", "f", (2,), "t", speculation)
     assert (mix.mixing, mix.n_max) == (0.25, 3)
-    trie: Any = make_task_drafter("trie", "f", "t", speculation)
+    trie: Any = make_task_drafter("trie", "f", (2,), "t", speculation)
     assert (trie.n, trie.prefix_length) == (6, 3)
-    make_task_drafter("suffix", "f", "t", speculation)
+    make_task_drafter("suffix", "f", (2,), "t", speculation)
 
 
 def test_missing_corpus_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="corpus of task t: No such file"):
-        make_task_drafter("mix", "f", "t", SpeculationParams("mix", 8, (), "none.bin"))
+        make_task_drafter("mix", "f", (2,), "t", SpeculationParams("mix", 8, (), "none.bin"))
