@@ -72,12 +72,12 @@ def _plain(value: Any) -> tuple[Any, ...]:
 
 def pack_request(request: Request) -> tuple[Any, ...]:
     """A Request as plain values; ids travel as bytes of int32."""
-    spec = list(_plain(request.speculation))
-    spec[3] = array("i", request.speculation.prediction_ids).tobytes()
+    spec = {f.name: getattr(request.speculation, f.name) for f in fields(request.speculation)}
+    spec["prediction_ids"] = array("i", request.speculation.prediction_ids).tobytes()
     plain = {f.name: getattr(request, f.name) for f in fields(request)}
     plain["prompt_ids"] = array("i", request.prompt_ids).tobytes()
     plain["sampling"] = _plain(request.sampling)
-    plain["speculation"] = tuple(spec)
+    plain["speculation"] = tuple(spec.values())
     plain["vocabulary"] = _plain(request.vocabulary)
     return tuple(plain.values())
 
@@ -87,9 +87,11 @@ def unpack_request(plain: tuple[Any, ...]) -> Request:
     values = dict(zip((f.name for f in fields(Request)), plain, strict=True))
     values["prompt_ids"] = _ids(values["prompt_ids"])
     values["sampling"] = SamplingParams(*values["sampling"])
-    spec = list(values["speculation"])
-    spec[3] = _ids(spec[3])
-    values["speculation"] = SpeculationParams(*spec)
+    spec = dict(
+        zip((f.name for f in fields(SpeculationParams)), values["speculation"], strict=True)
+    )
+    spec["prediction_ids"] = _ids(spec["prediction_ids"])
+    values["speculation"] = SpeculationParams(**spec)
     values["vocabulary"] = VocabularyParams(*values["vocabulary"])
     return Request(**values)
 
