@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VERSION", "TokenBytes", "build", "load_or_build", "open_table", "save"]
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"TLRTOKB1"
 _HEADER = struct.Struct("<8sIIQII32s")
 
@@ -53,7 +53,7 @@ class TokenBytes:
     offsets: int64 [V + 1]; the bytes of id i are blob[offsets[i] : offsets[i + 1]].
     blob: uint8 [offsets[V]]. special_ids: int64, ascending: ids marked special in the tokenizer.
     strip_start: leading spaces that the tokenizer's decode() drops at the start of a text (0 or 1).
-    fingerprint: sha256 (32 bytes) of the tokenizer's JSON and V.
+    fingerprint: sha256 (32 bytes) of the tokenizer's JSON.
     Ids of V or above, and ids the tokenizer does not know (a padded vocabulary), have no bytes.
     """
 
@@ -189,8 +189,9 @@ class _Decoder:
         return token.encode()
 
 
-def _fingerprint(spec_json: str, vocab_size: int) -> bytes:
-    return hashlib.sha256(f"{VERSION}:{vocab_size}:".encode() + spec_json.encode()).digest()
+def _fingerprint(spec_json: str) -> bytes:
+    """Of the tokenizer alone: models that pad the same vocabulary differently share corpora."""
+    return hashlib.sha256(f"{VERSION}:".encode() + spec_json.encode()).digest()
 
 
 def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
@@ -216,7 +217,7 @@ def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
         np.frombuffer(b"".join(pieces), np.uint8),
         np.asarray(special, np.int64),
         decoder.strip_start,
-        _fingerprint(spec_json, size),
+        _fingerprint(spec_json),
     )
 
 
@@ -284,9 +285,7 @@ def load_or_build(
     size = max(vocab, vocab_size or 0)
     try:
         table = open_table(path)
-        if table.fingerprint == _fingerprint(tokenizer.to_str(), table.vocab_size) and (
-            table.vocab_size >= size
-        ):
+        if table.fingerprint == _fingerprint(tokenizer.to_str()) and (table.vocab_size >= size):
             return table
     except (OSError, ValueError):
         pass
