@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "vocab_store",
     },
     "server.compose": None,
+    "server.corpus_command": {"server.errors", "server.token_bytes", "drafters"},
     "server.cli": None,
 }
 

@@ -59,6 +59,16 @@ ROW_SPAN = 16 * MAX_ROWS
 
 
 @_serial
+def _even_span(num_rows, num_spans):
+    """Rows of a span: all spans alike, in whole kernels. Items go panel by panel, so that a panel
+    is read from memory once and then from the cache for the other spans."""
+    span = (num_rows + num_spans - 1) // num_spans
+    if num_spans > 1:
+        span = (span + MAX_ROWS - 1) // MAX_ROWS * MAX_ROWS
+    return span
+
+
+@_serial
 def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, counter, threads):
     """One thread's share of out = x @ W: (panel, span of rows) items from a shared counter.
 
@@ -66,8 +76,8 @@ def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, coun
     """
     item_bytes = 2 if bf16 else 4
     size = k * PANEL * item_bytes
-    span = min(num_rows, ROW_SPAN)
-    num_spans = (num_rows + span - 1) // span
+    num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    span = _even_span(num_rows, num_spans)
     num_whole = num_panels
     if num_spans == 1:
         num_whole -= num_panels % threads
@@ -75,8 +85,8 @@ def _product_share(x, ldx, num_rows, panels, num_panels, k, out, ldo, bf16, coun
     item = fetch_add(counter)
     while item < num_items:
         if item < num_whole * num_spans:
-            p = item % num_whole
-            first = item // num_whole * span
+            p = item // num_spans
+            first = item % num_spans * span
             panel_product(
                 x + first * ldx * 4, ldx, min(span, num_rows - first), panels + p * size, k,
                 out + (first * ldo + p * PANEL) * 4, ldo, bf16,
@@ -121,12 +131,13 @@ def _gated_share(x, num_rows, panels, num_pairs, out, bf16, gelu, scratch, count
     k = x.shape[1]
     size = k * PANEL * (2 if bf16 else 4)
     ldo = out.shape[1]
-    span = min(num_rows, ROW_SPAN)
-    num_items = num_pairs * ((num_rows + span - 1) // span)
+    num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    span = _even_span(num_rows, num_spans)
+    num_items = num_pairs * num_spans
     item = fetch_add(counter)
     while item < num_items:
-        p = item % num_pairs
-        first = item // num_pairs * span
+        p = item // num_spans
+        first = item % num_spans * span
         num = min(span, num_rows - first)
         rows = x.ctypes.data + first * k * 4
         at = panels + 2 * p * size
