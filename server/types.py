@@ -104,6 +104,7 @@ class Request:
     echo_logprobs: None, or how many top logprobs per *prompt* position are wanted (0..20): such a
         request writes the prefix cache but does not read it.
     cache_salt: mixed into the prefix-cache keys; requests with different salts share no block.
+    report_sources: whether Deltas tell the draft source of every token.
     priority: lower runs first; ties by arrival.
     arrival_s: time.monotonic() at the API, for queue time and deadlines.
     """
@@ -120,6 +121,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     arrival_s: float = 0.0
+    report_sources: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class Delta:
     error: a message when finish_reason is "error".
     num_cached_tokens: prompt tokens read from the prefix cache (first delta).
     queue_s: seconds between arrival and the first step (first delta).
+    sources: when the request asked for them, one name per token: the drafter's source whose draft
+        of this token was accepted, "" for a token that nothing drafted.
     """
 
     request_id: str
@@ -188,6 +192,7 @@ class Delta:
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     counts: StepCounts = field(default_factory=StepCounts)
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from server.api.client import Submission
 from server.api.intake import CompletionOrder, PromptText
+from server.api.sources import SourceRun, join_runs, text_by_source
 from server.api.sse import DONE, event
 from server.api.text import CharCounter, TextStream, TokenNames
 from server.api.usage import speculation_report, usage_report
@@ -30,6 +31,7 @@ class _Piece:
     text: str
     logprobs: dict[str, list[Any]] | None
     token_ids: tuple[int, ...]
+    sources: list[SourceRun]
 
 
 class _Choice:
@@ -72,10 +74,9 @@ class _Choice:
                 text = self._prompt.text
                 if logprobs is not None:
                     self._echo_logprobs(logprobs, prompt_logprobs)
-        if delta.finish_reason is None:
-            text += self._stream.push(delta.token_ids)
-        else:
-            text += self._stream.finish(delta.token_ids, delta.finish_reason, delta.stop_reason)
+        new_text, sources = text_by_source(self._stream, delta, self.request.report_sources)
+        text += new_text
+        if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
         for entry in delta.logprobs:
@@ -84,7 +85,7 @@ class _Choice:
                 data = self._table.join((entry.token_id,), skip_special=self._skip_special)
                 _add_logprob(logprobs, self._counter.push(data), entry, self._names)
         self.num_tokens += len(delta.token_ids)
-        return _Piece(text, logprobs, delta.token_ids)
+        return _Piece(text, logprobs, delta.token_ids, sources)
 
     def _echo_logprobs(
         self, logprobs: dict[str, list[Any]], entries: tuple[TokenLogprob | None, ...]
@@ -172,6 +173,8 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> d
             if order.return_token_ids:
                 entry["token_ids"] = [t for piece in own for t in piece.token_ids]
                 entry["prompt_token_ids"] = list(order.requests[i].prompt_ids)
+            if order.include_token_sources:
+                entry["token_sources"] = join_runs([run for piece in own for run in piece.sources])
             shown.append(entry)
     response = {
         "id": order.request_id,
@@ -226,7 +229,7 @@ class _ChunkWriter:
         ended = delta.finish_reason is not None
         has_logprobs = piece.logprobs is not None and bool(piece.logprobs["tokens"])
         has_ids = order.return_token_ids and bool(piece.token_ids)
-        if not (piece.text or ended or has_logprobs or has_ids):
+        if not (piece.text or ended or has_logprobs or has_ids or piece.sources):
             return ""
         extra = ""
         if order.return_token_ids:
@@ -234,6 +237,8 @@ class _ChunkWriter:
             if choice.index not in self._seen:
                 self._seen.add(choice.index)
                 extra += f',"prompt_token_ids":{json.dumps(choice.request.prompt_ids)}'
+        if order.include_token_sources:
+            extra += f',"token_sources":{json.dumps(piece.sources)}'
         if choice.stop_reason is not None:
             extra += f',"stop_reason":{json.dumps(_stop_reason(choice.stop_reason))}'
         finish = _quote(str(choice.finish_reason)) if ended else "null"

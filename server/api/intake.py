@@ -103,6 +103,7 @@ class CompletionOrder:
     continuous_usage: bool
     return_token_ids: bool
     include_speculation: bool
+    include_token_sources: bool
     created: int
 
     @property
@@ -220,6 +221,7 @@ class Intake:
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
                     arrival_s=arrival_s,
+                    report_sources=bool(body.include_token_sources),
                 )
             )
             texts.append(_echo_text(model, prompt, ids, sampling) if echo else PromptText())
@@ -245,6 +247,7 @@ class Intake:
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_token_ids=bool(body.return_token_ids),
             include_speculation=bool(body.include_speculation),
+            include_token_sources=bool(body.include_token_sources),
             created=int(time.time()),
         )
 

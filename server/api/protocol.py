@@ -143,6 +143,7 @@ class CompletionBody(_Body):
     # Ours.
     speculation: SpeculationBody | None = None
     include_speculation: bool | None = None
+    include_token_sources: bool | None = None
     context: ContextMarksBody | None = None
 
     # No-ops of OpenAI's other routes that clients send everywhere.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from server.engine.stops import StopMatcher
 from server.types import FinishReason, StepCounts
 
-__all__ = ["Cut", "StopRules", "count_step", "cut", "follow", "merge_counts"]
+__all__ = ["Cut", "StopRules", "count_step", "cut", "follow", "merge_counts", "sources_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,21 @@ def count_step(
         accepted_prediction_tokens=prediction[1],
         rejected_prediction_tokens=prediction[0] - prediction[1],
     )
+
+
+def sources_of(
+    accepted: Sequence[int], num_kept: int, source: Sequence[int], source_names: Sequence[str]
+) -> list[str]:
+    """Who drafted each kept token of a run: a source's name, "" for the token nothing drafted.
+
+    accepted: node indexes on the accepted path that survived the cut, in order; they are the
+    first of the num_kept tokens. source: of every node (may be empty: all of source 0).
+    """
+    names = [
+        source_names[s] if s < len(source_names) else source_names[0]
+        for s in (source[node] if node < len(source) else 0 for node in accepted)
+    ]
+    return names + [""] * (num_kept - len(names))
 
 
 def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from drafters.base import Drafter
-from server.engine.accept import Cut, count_step, cut, follow, merge_counts
+from server.engine.accept import Cut, count_step, cut, follow, merge_counts, sources_of
 from server.engine.batch import Batch, DrawError, Drawn, Runner
 from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
@@ -435,9 +435,12 @@ class Engine:
                         token, float(drawn.logprobs[d]), int(drawn.ranks[d]), tuple(drawn.top[d])
                     )
                 )
+        source = tree.tree.source.tolist() if tree is not None else []
+        if sequence.request.report_sources:
+            sequence.token_sources += sources_of(accepted, len(kept), source, sequence.sources)
         counts = count_step(
             tree.parents if tree is not None else (),
-            tree.tree.source.tolist() if tree is not None else (),
+            source,
             accepted,
             sequence.sources,
             sequence.no_draft_reason,
@@ -675,7 +678,9 @@ class Engine:
         """Everything verified and not released yet."""
         request = sequence.request
         is_first = sequence.num_released == 0 and not sequence.has_spoken
+        start = sequence.num_released
         token_ids, logprobs = sequence.release()
+        sources = tuple(sequence.token_sources[start : start + len(token_ids)])
         counts, sequence.counts = sequence.counts, _NO_COUNTS
         if not is_first:
             return Delta(
@@ -689,6 +694,7 @@ class Engine:
                 error,
                 error_code,
                 counts=counts,
+                sources=sources,
             )
         sequence.has_spoken = True
         queue_s = 0.0
@@ -707,6 +713,7 @@ class Engine:
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             queue_s=queue_s,
             counts=counts,
+            sources=sources,
         )
 
     def _finish(

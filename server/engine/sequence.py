@@ -87,6 +87,7 @@ class Sequence:
         "sources",
         "status",
         "table",
+        "token_sources",
     )
 
     def __init__(
@@ -130,6 +131,7 @@ class Sequence:
         self.ids[:prompt_len] = request.prompt_ids
         self.num_tokens = prompt_len
         self.logprobs: list[TokenLogprob] = []
+        self.token_sources: list[str] = []  # one per emitted token, when the request asks
         self.count_ids: Int32 = _NO_IDS
         self.count_out: Int32 = _NO_IDS
         self.count_prompt: Int32 = _NO_IDS
@@ -245,6 +247,7 @@ class Sequence:
         self.num_tokens = self.prompt_len + num_output
         self.num_computed = min(self.num_computed, self.num_tokens - 1)
         del self.logprobs[num_output:]
+        del self.token_sources[num_output:]
         del self.keys[self.num_tokens // self.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())

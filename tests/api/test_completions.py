@@ -310,6 +310,43 @@ def test_speculation_is_reported_only_when_asked(
         assert not any("speculation" in c for c in chunks[:-1])
 
 
+def test_token_sources_split_the_text(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY_IDS, per_step=3)
+    options: dict[str, Any] = {"max_tokens": 8, "include_token_sources": True}
+    [choice] = server.post(**options).json()["choices"]
+    runs = choice["token_sources"]
+    assert [(r["source"], r["tokens"]) for r in runs] == [
+        ("suffix", 2), (None, 1), ("suffix", 2), (None, 1), ("suffix", 1), (None, 1),
+    ]  # fmt: skip
+    assert "".join(r["text"] for r in runs) == choice["text"]
+    assert runs[0]["text"] == TOKENIZER.decode(REPLY_IDS[:2])
+    chunks = events(server.post(stream=True, **options))
+    streamed = [c["choices"][0] for c in chunks]
+    for part in streamed:
+        assert "".join(r["text"] for r in part["token_sources"]) == part["text"]
+    assert [r for part in streamed for r in part["token_sources"]] == runs
+    assert "token_sources" not in server.post(max_tokens=2).json()["choices"][0]
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 5])
+def test_token_sources_never_split_characters_or_show_stops(
+    server: LiveServer, engine: ScriptedEngine, per_step: int
+) -> None:
+    ids = as_bytes("né 日本 STOP")
+
+    def script(request: Request) -> Any:
+        return steps_of(request, ids, per_step=per_step, finish_reason="stop", stop_reason=b"STOP")
+
+    engine.script = script
+    chunks = events(
+        server.post(stream=True, max_tokens=50, stop="STOP", echo=True, include_token_sources=True)
+    )
+    runs = [r for c in chunks for r in c["choices"][0]["token_sources"]]
+    assert "".join(r["text"] for r in runs) == "né 日本 "
+    assert sum(r["tokens"] for r in runs) == len(ids)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "thené 日本 "
+
+
 def test_speculation_can_be_chosen(server: LiveServer, engine: ScriptedEngine) -> None:
     server.post(max_tokens=1, speculation={"drafter": "off"})
     server.post(max_tokens=1, speculation={"max_draft_tokens": 5})

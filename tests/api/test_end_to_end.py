@@ -129,6 +129,21 @@ def test_drafts_are_accepted_and_reported(server: LiveServer) -> None:
     assert sum(s["accepted_tokens"] for s in by_source) == report["accepted_tokens"]
 
 
+def test_token_sources_agree_with_the_report(server: LiveServer) -> None:
+    body = server.post(
+        prompt="the quick brown fox", max_tokens=120, temperature=0, ignore_eos=True,
+        include_speculation=True, include_token_sources=True,
+    ).json()  # fmt: skip
+    report, [choice] = body["speculation"], body["choices"]
+    tokens: dict[str | None, int] = {}
+    for run in choice["token_sources"]:
+        tokens[run["source"]] = tokens.get(run["source"], 0) + run["tokens"]
+    assert sum(tokens.values()) == 120 and tokens.pop(None) == 120 - report["accepted_tokens"]
+    by_source = {name: s["accepted_tokens"] for name, s in report["by_source"].items()}
+    assert tokens == {name: num for name, num in by_source.items() if num}
+    assert "".join(run["text"] for run in choice["token_sources"]) == choice["text"]
+
+
 def test_stop_strings_cut_the_text_wherever_they_fall(server: LiveServer) -> None:
     options = {"prompt": "the quick", "temperature": 0, "ignore_eos": True, "max_tokens": 60}
     text = server.post(**options).json()["choices"][0]["text"]

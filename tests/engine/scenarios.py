@@ -42,6 +42,7 @@ class Result:
     stop_reason: int | bytes | None = None
     error_code: str | None = None
     counts: list[StepCounts] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     num_deltas: int = 0
 
 
@@ -69,6 +70,8 @@ class Collector:
             result.stop_reason = delta.stop_reason
             result.error_code = delta.error_code
             result.counts.append(delta.counts)
+            result.sources.extend(delta.sources)
+            assert len(delta.sources) in (0, len(delta.token_ids))
 
 
 class LaggingVerifier:
@@ -184,6 +187,7 @@ def random_workload(rng: Random, *, window: int = 0) -> Workload:
             echo_logprobs=echo,
             cache_salt=rng.choice(("", "", "x")),
             priority=rng.choice((0, 0, 0, 1, -1)),
+            report_sources=i % 2 == 0,
         )
         arrival = rng.choice((0, 0, 1, 3, 8))
         abort = arrival + rng.randint(0, 8) if rng.random() < 0.2 else None

@@ -39,6 +39,7 @@ REQUEST = Request(
     cache_salt="salt",
     priority=-1,
     arrival_s=12.5,
+    report_sources=True,
 )
 DELTA = Delta(
     "r-1",
@@ -51,6 +52,7 @@ DELTA = Delta(
     num_cached_tokens=16,
     queue_s=0.25,
     counts=StepCounts(1, 1, 4, 1, (1,), (1,), (("prompt", 4, 1),), ""),
+    sources=("prompt", ""),
 )
 
 

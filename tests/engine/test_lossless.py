@@ -38,7 +38,12 @@ def _run(work: Workload, verifier: LaggingVerifier | None = None) -> None:
     assert drafter.num_open == 0, "a draft session was never closed"
     if work.drafter != "broken":
         assert engine.num_drafter_errors == 0
-    for result in results.values():
+    asked = {r.request_id for _, r, _ in work.requests if r.report_sources}
+    for (request_id, _), result in results.items():
+        assert len(result.sources) == (len(result.ids) if request_id in asked else 0)
+        if verifier is None and result.sources:
+            accepted = sum(c.num_accepted for c in result.counts)
+            assert sum(source != "" for source in result.sources) == accepted
         if verifier is None and result.finish_reason in ("stop", "length"):
             steps = sum(c.num_steps for c in result.counts)
             accepted = sum(c.num_accepted for c in result.counts)

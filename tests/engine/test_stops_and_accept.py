@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.accept import Cut, StopRules, count_step, cut, follow, merge_counts
+from server.engine.accept import Cut, StopRules, count_step, cut, follow, merge_counts, sources_of
 from server.engine.stops import StopMatcher, StopTable
 from server.types import StepCounts
 
@@ -101,6 +101,14 @@ def test_min_tokens_ignores_strings_that_end_early() -> None:
     rules = StopRules(frozenset(), frozenset(), 100, 2)
     matcher = StopMatcher((b"a",), TABLE, True)
     assert cut([1, 1, 1], 0, rules, matcher) == Cut(3, "stop", b"a")
+
+
+def test_every_kept_token_names_the_source_of_its_draft() -> None:
+    names = ("own", "prediction")
+    assert sources_of([0, 2], 3, [1, 0, 0], names) == ["prediction", "own", ""]
+    assert sources_of([0, 2], 2, [1, 0, 0], names) == ["prediction", "own"]  # cut before the bonus
+    assert sources_of([0], 2, [], names) == ["own", ""]
+    assert sources_of([], 1, [], names) == [""]
 
 
 def test_counts_of_a_step_and_their_sum() -> None:

@@ -64,7 +64,10 @@ def steps_of(
                 offered_by_depth=(1,) * per_step,
                 by_source=((source, per_step, accepted),),
             )
-        steps.append([Delta(request.request_id, choice_id, part, logprobs, counts=counts)])
+        sources = (source,) * accepted + ("",) if request.report_sources else ()
+        steps.append(
+            [Delta(request.request_id, choice_id, part, logprobs, counts=counts, sources=sources)]
+        )
     if not steps:
         steps = [[Delta(request.request_id, choice_id, ())]]
     last = steps[-1][0]

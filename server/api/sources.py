@@ -1,0 +1,68 @@
+"""Which drafts a text came from: the text of a Delta cut into runs of one draft source.
+
+A client that sets `include_token_sources` gets, per choice and chunk, a list of runs. Their texts
+joined are the chunk's text (without an echoed prompt), their token counts the chunk's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TypedDict
+
+from server.api.text import TextStream
+from server.types import Delta
+
+__all__ = ["SourceRun", "join_runs", "text_by_source"]
+
+
+class SourceRun(TypedDict):
+    """Neighbouring tokens of one source.
+
+    source: the drafter's source whose drafts were accepted, null for tokens that the model drew
+    without one. tokens: how many (one that ends the choice counts, its text may be empty). text:
+    what they let go of; a character or a possible stop string that spans runs is in the last one.
+    """
+
+    source: str | None
+    tokens: int
+    text: str
+
+
+def text_by_source(stream: TextStream, delta: Delta, wanted: bool) -> tuple[str, list[SourceRun]]:
+    """Push a Delta into its choice's TextStream: its text, and its runs where they are wanted."""
+    ids, finish_reason = delta.token_ids, delta.finish_reason
+    if not wanted or not ids:
+        if finish_reason is None:
+            return stream.push(ids), []
+        text = stream.finish(ids, finish_reason, delta.stop_reason)
+        held: SourceRun = {"source": None, "tokens": 0, "text": text}
+        return text, [held] if wanted and text else []
+    names = delta.sources or ("",) * len(ids)
+    lengths = [(name, len(list(same))) for name, same in groupby(names)]
+    runs: list[SourceRun] = []
+    start = 0
+    for i, (name, num_tokens) in enumerate(lengths):
+        part = ids[start : start + num_tokens]
+        start += num_tokens
+        if finish_reason is not None and i + 1 == len(lengths):
+            text = stream.finish(part, finish_reason, delta.stop_reason)
+        else:
+            text = stream.push(part)
+        runs.append({"source": name or None, "tokens": num_tokens, "text": text})
+    return "".join(run["text"] for run in runs), runs
+
+
+def join_runs(runs: Iterable[SourceRun]) -> list[SourceRun]:
+    """The runs of several Deltas as one list, neighbours of one source joined."""
+    joined: list[SourceRun] = []
+    for run in runs:
+        if joined and joined[-1]["source"] == run["source"]:
+            joined[-1] = {
+                "source": run["source"],
+                "tokens": joined[-1]["tokens"] + run["tokens"],
+                "text": joined[-1]["text"] + run["text"],
+            }
+        else:
+            joined.append(run)
+    return joined
