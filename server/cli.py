@@ -7,6 +7,8 @@
     tailor corpus build   a task's corpus from its training data, for drafting
     tailor corpus show    what a corpus holds
     tailor replay         recorded outputs fed through a drafter
+    tailor vocab profile  the static vocabulary set of a task, from its training data
+    tailor vocab show     what a vocabulary profile holds
     tailor version        print the version
 
 Exit status: 0 when the command did what it says, 1 when it failed (the reason is on stderr), 2 for
@@ -22,7 +24,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a drafter's parameter; may be repeated",
     )
+    _vocab_commands(commands)
     _command(commands, "version", _version, "print the version", "tailor version")
     return parser
 
@@ -185,6 +188,61 @@ def _corpus_commands(commands: Any) -> None:
     show.add_argument("file", type=Path, metavar="FILE")
     show.add_argument("--model", help="show n-grams as this model's text")
     show.add_argument("--top", type=int, default=10, metavar="N", help="commonest n-grams (10)")
+
+
+def _vocab_commands(commands: Any) -> None:
+    vocab = _group(
+        commands, "vocab", "work with vocabulary profiles", "tailor vocab show task.vocab"
+    )
+    profile = _command(
+        vocab,
+        "profile",
+        _profile_vocab,
+        "find the vocabulary that a task's outputs need (VocabTailor's Algorithm 1)",
+        "tailor vocab profile --model gemma-3-270m --data train.jsonl --language en -o task.vocab",
+    )
+    profile.add_argument("--model", default=DEFAULT_MODEL, help=f"the model ({DEFAULT_MODEL})")
+    profile.add_argument(
+        "--data", required=True, metavar="FILE", help="JSON lines with prompt and completion"
+    )
+    profile.add_argument(
+        "--heldout", metavar="FILE", help="report on these; default: every 10th line of --data"
+    )
+    profile.add_argument(
+        "--no-input-aware", action="store_true", help="count output tokens of the own prompt too"
+    )
+    profile.add_argument(
+        "--language",
+        action="append",
+        default=[],
+        metavar="TAG",
+        help="keep only tokens of this language's Unicode blocks; may be repeated",
+    )
+    profile.add_argument(
+        "--block", action="append", default=[], help="keep a further block; may be repeated"
+    )
+    profile.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.01,
+        metavar="TAU",
+        help="share of documents that may lose a token (0.01)",
+    )
+    profile.add_argument(
+        "--joint", default=" ", help="put between prompt and completion where neither has a blank"
+    )
+    profile.add_argument(
+        "--export-edge-llm", metavar="DIR", help="also write vocab_map.safetensors here"
+    )
+    profile.add_argument("-o", "--output", required=True, metavar="FILE")
+    show = _command(
+        vocab,
+        "show",
+        _show_vocab,
+        "show what a vocabulary profile holds",
+        "tailor vocab show task.vocab",
+    )
+    show.add_argument("profile", metavar="FILE")
 
 
 def _group(commands: Any, name: str, what: str, example: str) -> Any:
@@ -353,6 +411,38 @@ def _show_corpus(args: argparse.Namespace) -> int:
     for line in show(args.file, folder, args.top):
         print(line)
     return 0
+
+
+def _profile_vocab(args: argparse.Namespace) -> int:
+    from server import token_bytes
+    from server.model.catalog import model_folder
+    from vocab_store import command
+
+    with _Stages() as stages:
+        args.model = str(model_folder(args.model, report=stages))
+    with _Bar() as bar, _vocab_errors():
+        report = command.profile(args, token_bytes.build, bar)
+    print(report)
+    return 0
+
+
+def _show_vocab(args: argparse.Namespace) -> int:
+    from vocab_store import command
+
+    with _vocab_errors():
+        print(command.show(args))
+    return 0
+
+
+@contextlib.contextmanager
+def _vocab_errors() -> Iterator[None]:
+    """What is wrong with a profile's files or settings, as an error of the command line."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError) as error:  # VocabStoreError, UnknownBlockError, wrong settings
+        raise ConfigError(str(error.args[0] if error.args else error)) from None
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -527,6 +617,39 @@ def _hello(url: str, model: str, key: str | None) -> None:
         "Ctrl-C stops the server.",
         flush=True,
     )
+
+
+class _Bar:
+    """A progress bar on a terminal; in a log, one line when a stage is done.
+
+    Called with (stage, done, total or None).
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._console = Console(stderr=True, highlight=False)
+        self._bars = Progress(console=self._console, transient=True)
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _Bar:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        if self._console.is_terminal:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total)
+            self._bars.update(self._tasks[stage], completed=done, total=total)
+        elif total is not None and done >= total and (stage, total) not in self._tasks.items():
+            self._tasks[stage] = total
+            self._console.print(f"{stage} {done}", soft_wrap=True, markup=False)
 
 
 class _Stages:

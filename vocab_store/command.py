@@ -1,4 +1,4 @@
-"""`tailor vocab profile` and `tailor vocab show` as functions; the command line wires them."""
+"""`tailor vocab profile` and `tailor vocab show` as functions of the command line's arguments."""
 
 from __future__ import annotations
 
@@ -21,34 +21,11 @@ from vocab_store.profile import (
 )
 from vocab_store.slice import RequiredIds, TokenTexts
 
-__all__ = ["add_profile_arguments", "add_show_arguments", "model_facts", "profile", "show"]
+__all__ = ["model_facts", "profile", "show"]
 
 TokensOf = Callable[[Any, int], TokenTexts]
 """(tokenizers.Tokenizer, the model's vocabulary size) -> its token texts; token_bytes.build is one.
 The server must build its own with the same size, or the fingerprints differ."""
-
-
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tailor vocab profile`. --model is a folder when `profile` gets it."""
-    parser.add_argument("--model", required=True, help="the model whose tokenizer is profiled")
-    parser.add_argument("--data", required=True, help="JSONL with prompt and completion")
-    parser.add_argument("-o", "--output", required=True, help="the profile file to write")
-    parser.add_argument("--heldout", help="JSONL to report on; default: every 10th of --data")
-    parser.add_argument("--no-input-aware", action="store_true", help="switch filter 1 off")
-    parser.add_argument(
-        "--language", action="append", default=[], help="filter 2: a language tag; repeatable"
-    )
-    parser.add_argument(
-        "--block", action="append", default=[], help="a further Unicode block; repeatable"
-    )
-    parser.add_argument("--tolerance", type=float, default=0.01, help="filter 3: tau (0.01)")
-    parser.add_argument("--joint", default=" ", help="between prompt and completion")
-    parser.add_argument("--export-edge-llm", metavar="DIR", help="also write vocab_map.safetensors")
-
-
-def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tailor vocab show`."""
-    parser.add_argument("profile", help="a profile file")
 
 
 def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from tokenizers import Tokenizer
 
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
-from vocab_store import command
 from vocab_store.edge_llm import export_vocab_map, import_vocab_map
 from vocab_store.errors import MissingIdsError, ProfileFileError, VocabStoreError
 from vocab_store.profile import (
@@ -321,44 +319,3 @@ def test_reserved_placeholders_are_not_required() -> None:
     assert RequiredIds.from_tokens(Gemma(), [0]).ids.tolist() == [0, 3]
     assert 2 in RequiredIds.from_tokens(Gemma(), [2]).ids
     assert RequiredIds.from_tokens(Gemma(), [0], placeholder=None).ids.tolist() == [0, 2, 3]
-
-
-def test_profile_and_show_commands(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    tokenizer = byte_level_tokenizer()
-    tokenizer.save(str(model / "tokenizer.json"))
-    size = tokenizer.get_vocab_size() + 8  # a padded vocabulary
-    (model / "config.json").write_text(
-        json.dumps({"vocab_size": size, "hidden_size": 16, "eos_token_id": 0})
-    )
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
-    assert command.model_facts(model) == (size, 16, (0, 1))
-    data = tmp_path / "train.jsonl"
-    data.write_text(
-        "".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in PAIRS * 5)
-    )
-
-    parser = argparse.ArgumentParser()
-    command.add_profile_arguments(parser)
-    out = tmp_path / "task.vocab"
-    args = parser.parse_args(
-        f"--model {model} --data {data} -o {out} --language en"
-        f" --export-edge-llm {tmp_path / 'edge'}".split(" ")
-    )
-    stages: list[tuple[str, int, int | None]] = []
-    text = command.profile(args, token_bytes.build, lambda *stage: stages.append(stage))
-    assert stages[-1] == ("count", 18, 18) and ("tokenize", 20, 20) in stages
-    assert "held-out documents 2 " in text and "100.00 % of tokens" in text
-
-    tokens = token_bytes.build(tokenizer, size)
-    required = RequiredIds.from_tokens(tokens, (0, 1))
-    made = VocabProfile.load(out, fingerprint=tokens.fingerprint, required=required)
-    assert import_vocab_map(tmp_path / "edge", required) == made.slice
-    parser = argparse.ArgumentParser()
-    command.add_show_arguments(parser)
-    shown = command.show(parser.parse_args([str(out)]))
-    assert made.version in shown and '"languages": ["en"]' in shown
-    (model / "config.json").write_text("{}")
-    with pytest.raises(VocabStoreError, match="lacks vocab_size"):
-        command.model_facts(model)
