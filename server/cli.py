@@ -24,7 +24,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -468,7 +468,10 @@ def _serve(args: argparse.Namespace) -> int:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = _server_config(args)
     keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
+    if len(set(keys)) != len(keys):
+        raise ConfigError("keys: two keys have the same secret")
     tasks = _tasks(config)
+    _check_task_lists(config, tasks)
     from server.compose import listen, plan_server, run_server
 
     listener = listen(config.listen.host, config.listen.port)
@@ -538,10 +541,22 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
     keys = tuple(
         KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(given, 1)
     )
+    if os.environ.get("TAILOR_ADMIN_KEY"):
+        admin = SecretStr(os.environ["TAILOR_ADMIN_KEY"])
+        keys += (KeyConfig(id="command-line-admin", key=admin, admin=True),)
     tasks = str(args.tasks) if args.tasks is not None else config.tasks
     return config.model_copy(
         update={"models": models, "keys": (*config.keys, *keys), "tasks": tasks}
     )
+
+
+def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> None:
+    """A key's task list names what is there: a slip would lock its users out without a word."""
+    names = {*tasks, *(model.name for model in config.models)}
+    for key in config.keys:
+        for name in key.tasks or ():
+            if name not in names:
+                raise ConfigError(f"keys: {key.id}: tasks: there is no task or model {name!r}")
 
 
 def _rows_for(max_num_seqs: int | None, rows: int) -> int | None:

@@ -236,7 +236,25 @@ class KeyConfig(_Section):
     key: SecretStr | None = Field(None, description="the key itself")
     env: str | None = Field(None, min_length=1, description="environment variable that holds it")
     file: str | None = Field(None, min_length=1, description="file whose first line holds it")
-    admin: bool = Field(False, description="whether it may call /v1/tasks admin routes")
+    admin: bool = Field(False, description="whether it may call the admin routes, /v1/tasks/...")
+    tasks: tuple[str, ...] | None = Field(
+        None,
+        max_length=10_000,
+        description="names that it may put into `model`; default all tasks and models",
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, le=1 << 31, description="more get 429; a minute's worth may come at once"
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 40,
+        description="prompt tokens and max_tokens of its requests; what is not generated is "
+        "given back",
+    )
+    max_concurrent_requests: int | None = Field(
+        None, ge=1, le=1 << 20, description="requests that it may have open at once; more get 429"
+    )
 
     @field_validator("id")
     @classmethod

@@ -22,7 +22,8 @@
     │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
     │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
     │   ├── UnsupportedMediaTypeError          415    invalid_request_error unsupported_media_type
-    │   └── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
+    │   ├── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
+    │   └── RateLimitedError (Retry-After)     429    rate_limit_error      rate_limit_exceeded
     └── ServerError                            500    server_error          internal_error
         ├── EngineError                        500    server_error          engine_error
         │   └── EngineDiedError                500    server_error          engine_died
@@ -233,6 +234,14 @@ class QueueFullError(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+
+
+class RateLimitedError(RequestError):
+    """The key is above its own rate or number of open requests."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class ServerError(TailorError):

@@ -105,6 +105,8 @@ class Request:
         request writes the prefix cache but does not read it.
     cache_salt: mixed into the prefix-cache keys; requests with different salts share no block.
     report_sources: whether Deltas tell the draft source of every token.
+    tenant: the API key's id, "" without keys; tenants share no block either, so that the time to a
+        first token tells nobody what another has asked.
     priority: lower runs first; ties by arrival.
     arrival_s: time.monotonic() at the API, for queue time and deadlines.
     """
@@ -122,6 +124,7 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     report_sources: bool = False
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

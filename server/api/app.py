@@ -46,8 +46,9 @@ from server.api import protocol
 from server.api.body import read_object
 from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
-from server.api.gate import CLIENT_GONE, ApiKey, Gate, error_response
+from server.api.gate import CLIENT_GONE, Gate, error_response
 from server.api.intake import Intake, ServedModel
+from server.api.keys import ApiKey, Visit
 from server.api.sse import DisconnectWatch, EventStream
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
@@ -97,7 +98,7 @@ def create_app(
     middleware.append(
         Middleware(
             Gate,
-            keys=[ApiKey.of(key.id, key.secret(), admin=key.admin) for key in config.keys],
+            keys=[ApiKey.from_config(key) for key in config.keys],
             metrics_need_key=config.metrics.require_key,
             metrics=metrics,
             routes=routes,
@@ -141,15 +142,21 @@ def create_app(
         info = client.info(model.name)
         return min(model.max_model_len, model.max_model_len if info is None else info.max_model_len)
 
+    def find(request: HttpRequest, name: str | None) -> tuple[TaskConfig, ServedModel]:
+        """The task and model of a `model` field, if the caller may use them; else a 404."""
+        task, model = intake.find(name)
+        visit_of(request).check(task.name, model.name, model.name if name is None else name)
+        return task, model
+
     # --- completions ---
 
     @app.post("/v1/completions", **_documented(protocol.CompletionBody, "A text completion"))
     async def completions(request: HttpRequest) -> Response:
         body = protocol.validate(protocol.CompletionBody, await body_of(request))
-        _, model = intake.find(body.model)
+        _, model = find(request, body.model)
         order = await intake.completion(body, f"cmpl-{secrets.token_hex(12)}", context_of(model))
         if order.needs_engine:
-            submission = client.submit(order.requests)
+            submission = visit_of(request).submit(client, order.requests)
         else:
             submission = Submission.answered(order.requests, metrics)
         if order.stream:
@@ -176,14 +183,19 @@ def create_app(
         )
 
     @app.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(request: HttpRequest) -> Response:
         names = [*intake.models, *(name for name in intake.tasks if name not in intake.models)]
+        key = visit_of(request).key
+        if key is not None:
+            found = {name: intake.find(name) for name in names}
+            names = [n for n, (task, model) in found.items() if key.may_use(task.name, model.name)]
         return JSONResponse({"object": "list", "data": [model_entry(name) for name in names]})
 
     @app.get("/v1/models/{model:path}")
-    async def get_model(model: str) -> Response:
+    async def get_model(request: HttpRequest, model: str) -> Response:
         if not model:
             raise ModelNotFoundError("The name of the model is empty.", param="model")
+        find(request, model)
         return JSONResponse(model_entry(model))
 
     # --- tokens ---
@@ -191,7 +203,7 @@ def create_app(
     @app.post("/tokenize", **_documented(protocol.TokenizeBody, "Token ids of a text"))
     async def tokenize(request: HttpRequest) -> Response:
         body = protocol.validate(protocol.TokenizeBody, await body_of(request))
-        _, model = intake.find(body.model)
+        _, model = find(request, body.model)
         ids = await intake.encode(model, body.prompt, add_special=body.add_special_tokens)
         names = [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
         return JSONResponse(
@@ -206,7 +218,7 @@ def create_app(
     @app.post("/detokenize", **_documented(protocol.DetokenizeBody, "Text of token ids"))
     async def detokenize(request: HttpRequest) -> Response:
         body = protocol.validate(protocol.DetokenizeBody, await body_of(request))
-        _, model = intake.find(body.model)
+        _, model = find(request, body.model)
         return JSONResponse({"prompt": await intake.decode(model, body.tokens)})
 
     # --- state ---
@@ -250,6 +262,12 @@ def create_app(
         }
     )
     return app
+
+
+def visit_of(request: HttpRequest) -> Visit:
+    """The visit that the gate made for a request: generation is submitted through it."""
+    visit: Visit = request.state.visit
+    return visit
 
 
 def _documented(body: type[Any], summary: str) -> dict[str, Any]:

@@ -7,8 +7,6 @@ gets around them; unknown paths need a key too.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import re
@@ -16,15 +14,15 @@ import secrets
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import AuthenticationError, ServerError, TailorError
+from server.api.keys import ApiKey, Keyring, Visit, check_admin
+from server.errors import ServerError, TailorError
 from server.metrics import Metrics
 
-__all__ = ["ApiKey", "Gate", "error_response"]
+__all__ = ["Gate", "error_response"]
 
 log = logging.getLogger("tailor.http")
 
@@ -32,20 +30,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 CLIENT_GONE = 499
 """nginx's status for a client that left; it is only ever logged and counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """A key by its name and digest; the key itself is not kept."""
-
-    key_id: str
-    digest: bytes
-    admin: bool = False
-
-    @staticmethod
-    def of(key_id: str, secret: str, *, admin: bool = False) -> ApiKey:
-        """The ApiKey of a secret."""
-        return ApiKey(key_id, hashlib.sha256(secret.encode()).digest(), admin)
 
 
 def error_response(
@@ -77,7 +61,7 @@ class Gate:
         routes: Mapping[str, str],
     ) -> None:
         self.app = app
-        self._keys = tuple(keys)
+        self._keys = Keyring(keys)
         self._open = OPEN_PATHS if metrics_need_key else OPEN_PATHS | {"/metrics"}
         self._metrics = metrics
         self._routes = routes
@@ -93,6 +77,7 @@ class Gate:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        visit = state["visit"] = Visit(request_id)
         status, code = 0, ""
 
         async def send_on(message: Message) -> None:
@@ -106,8 +91,11 @@ class Gate:
             await send(message)
 
         try:
-            if self._keys and scope["path"] not in self._open:
-                state["key"] = self._check_key(scope)
+            if scope["path"] not in self._open:
+                key = self._keys.find(scope) if self._keys else None
+                check_admin(scope["path"], key)
+                if key is not None:
+                    visit = state["visit"] = self._keys.enter(request_id, key)
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
             status = CLIENT_GONE
@@ -130,6 +118,7 @@ class Gate:
             else:
                 raise ConnectionResetError("an error after the response began") from None
         finally:
+            visit.leave()
             path = scope["path"]
             route = self._routes.get(path, "other")
             if route == "other" and path.startswith("/v1/models/"):
@@ -145,28 +134,6 @@ class Gate:
                     code or "-",
                     (time.monotonic() - started_s) * 1e3,
                 )
-
-    def _check_key(self, scope: Scope) -> ApiKey:
-        """The key of a request, compared with all keys in constant time."""
-        given = b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, rest = value.partition(b" ")
-                if scheme.lower() == b"bearer":
-                    given = rest.strip()
-        digest = hashlib.sha256(given).digest()
-        found: ApiKey | None = None
-        for key in self._keys:
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        if found is None:
-            raise AuthenticationError(
-                "No API key was given: send it as 'Authorization: Bearer KEY'."
-                if not given
-                else "The API key is not valid.",
-                headers=(("www-authenticate", "Bearer"),),
-            )
-        return found
 
 
 def _request_id(scope: Scope) -> str:

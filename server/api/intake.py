@@ -154,7 +154,10 @@ class Intake:
             return self.tasks[DEFAULT_TASK], model
         task = self.tasks.get(name)
         if task is None:
-            raise ModelNotFoundError(f"The model {echoed(name)} does not exist.", param="model")
+            raise ModelNotFoundError(
+                f"The model {echoed(name)} does not exist or you do not have access to it.",
+                param="model",
+            )
         return task, self.models[task.model or self._default_model]
 
     async def completion(

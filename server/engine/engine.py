@@ -209,7 +209,8 @@ class Engine:
         if refusal is not None:
             self._refuse(request, *refusal)
             return
-        key = root_key(self.info.fingerprint, request.cache_salt)
+        # A tenant's name holds no NUL: no salt can make one tenant's keys another's.
+        key = root_key(self.info.fingerprint, f"{request.tenant}\0{request.cache_salt}")
         self._num_arrived += 1
         sequences = [
             Sequence(

@@ -593,7 +593,7 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 def test_key_config_is_not_kept_in_the_clear() -> None:
-    from server.api.gate import ApiKey
+    from server.api.keys import ApiKey
 
     key = KeyConfig.model_validate({"id": "one", "key": "sk-one"})
     assert "sk-one" not in repr(ApiKey.of(key.id, key.secret()))

@@ -1,0 +1,268 @@
+"""API keys: whose request this is, what it may call, and how much of it.
+
+A key is known by the SHA-256 of its secret and compared with all keys in constant time; the secret
+itself is not kept. Its limits are token buckets (a minute's worth may be saved up) and a number of
+open requests; a request above them is a 429 with Retry-After.
+
+All state is touched from the event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from starlette.types import Scope
+
+from server.api.client import EngineClient, Submission
+from server.config import DEFAULT_TASK, KeyConfig
+from server.errors import (
+    AuthenticationError,
+    ConfigError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    RateLimitedError,
+    echoed,
+)
+from server.types import Request
+
+__all__ = ["ADMIN_PREFIX", "ApiKey", "Bucket", "Keyring", "Visit", "check_admin"]
+
+ADMIN_PREFIX = "/v1/tasks"
+"""Everything at and below this path needs an admin key, whatever the method."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key by its name and digest; the key itself is not kept.
+
+    tasks: names of tasks and models that it may use; None is all. The limits: None is none.
+    """
+
+    key_id: str
+    digest: bytes
+    admin: bool = False
+    tasks: frozenset[str] | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+    @staticmethod
+    def of(key_id: str, secret: str, *, admin: bool = False) -> ApiKey:
+        """The ApiKey of a secret, without limits."""
+        return ApiKey(key_id, hashlib.sha256(secret.encode()).digest(), admin)
+
+    @staticmethod
+    def from_config(config: KeyConfig) -> ApiKey:
+        """The ApiKey of one entry of server.yaml. Raises ConfigError when it has no secret."""
+        return replace(
+            ApiKey.of(config.id, config.secret(), admin=config.admin),
+            tasks=None if config.tasks is None else frozenset(config.tasks),
+            requests_per_minute=config.requests_per_minute,
+            tokens_per_minute=config.tokens_per_minute,
+            max_concurrent_requests=config.max_concurrent_requests,
+        )
+
+    def may_use(self, task: str, model: str) -> bool:
+        """Whether the key may run `task` on `model`.
+
+        A model's name in the list allows the default task on that model: that is what a request
+        whose `model` field names a model runs.
+        """
+        if self.tasks is None or task in self.tasks:
+            return True
+        return task == DEFAULT_TASK and model in self.tasks
+
+
+class Bucket:
+    """A token bucket: `per_minute` flow in each minute, and at most so many are saved up.
+
+    An amount above a minute's worth is let through by a full bucket, which then owes: the mean
+    rate holds, and no request is refused for ever.
+    """
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self._rate = per_minute / 60.0
+        self._most = float(per_minute)
+        self._level = self._most
+        self._at_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until `amount` can be taken; 0.0 is now."""
+        self._level = min(self._most, self._level + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+        return max(0.0, (min(amount, self._most) - self._level) / self._rate)
+
+    def take(self, amount: float) -> None:
+        """Take it. A negative amount gives back what was taken and not used."""
+        self._level = min(self._most, self._level - amount)
+
+
+class _Use:
+    """What one key has open and has used."""
+
+    def __init__(self, key: ApiKey, now_s: float) -> None:
+        self.num_open = 0
+        self.requests = (
+            None if key.requests_per_minute is None else Bucket(key.requests_per_minute, now_s)
+        )
+        self.tokens = (
+            None if key.tokens_per_minute is None else Bucket(key.tokens_per_minute, now_s)
+        )
+
+
+class Visit:
+    """One HTTP request from the gate to its last byte: who calls, and what it has at the engines.
+
+    Every route that generates submits through it: this is where a key's task list and token rate
+    are checked, where the prefix cache is separated by key, and where time-outs begin.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        key: ApiKey | None = None,
+        use: _Use | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.task = ""
+        self.model = ""
+        self.submissions: list[Submission] = []
+        self._use = use
+        self._clock = clock
+        self._reserved = 0
+
+    def check(self, task: str, model: str, name: str) -> None:
+        """Raise ModelNotFoundError when the key may not use it. name: what the client called it.
+
+        The same answer as for a name that does not exist: a key does not learn other tasks' names.
+        """
+        self.task, self.model = task, model
+        if self.key is not None and not self.key.may_use(task, model):
+            raise ModelNotFoundError(
+                f"The model {echoed(name)} does not exist or you do not have access to it.",
+                param="model",
+            )
+
+    def submit(self, client: EngineClient, requests: Sequence[Request]) -> Submission:
+        """Hand Requests to the engines for this caller; all of them are taken or none.
+
+        Raises what `check` and EngineClient.submit raise, and RateLimitedError when the key has
+        used up its tokens. Tokens are reserved for all that may be generated; `leave` gives back
+        what was not.
+        """
+        for request in requests:
+            is_default = request.task == DEFAULT_TASK
+            self.check(request.task, request.model, request.model if is_default else request.task)
+        if self.key is not None:
+            requests = [replace(request, tenant=self.key.key_id) for request in requests]
+        amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests)
+        bucket = None if self._use is None else self._use.tokens
+        if bucket is not None:
+            wait_s = bucket.wait_s(amount, self._clock())
+            if wait_s > 0:
+                raise RateLimitedError(
+                    "The key's tokens per minute are used up. Try again later.",
+                    retry_after_s=math.ceil(wait_s),
+                )
+        submission = client.submit(requests)
+        if bucket is not None:
+            bucket.take(amount)
+            self._reserved += amount
+        self.submissions.append(submission)
+        return submission
+
+    def leave(self) -> None:
+        """The response is over: the key's seat and unused tokens go back. Called once."""
+        use = self._use
+        if use is None:
+            return
+        use.num_open -= 1
+        if use.tokens is not None and self._reserved:
+            used = sum(
+                account.num_prompt_tokens + account.num_completion_tokens
+                for submission in self.submissions
+                for account in submission.accounts
+            )
+            use.tokens.take(min(0, used - self._reserved))
+
+
+class Keyring:
+    """All keys of the server, and what each has used. Raises ConfigError for equal secrets."""
+
+    def __init__(
+        self, keys: Iterable[ApiKey], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._keys = tuple(keys)
+        if len({key.digest for key in self._keys}) != len(self._keys):
+            raise ConfigError("keys: two keys have the same secret")
+        self._clock = clock
+        self._uses = {key.key_id: _Use(key, clock()) for key in self._keys}
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, scope: Scope) -> ApiKey:
+        """The key of a request, compared with all keys. Raises AuthenticationError."""
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                scheme, _, rest = value.partition(b" ")
+                if scheme.lower() == b"bearer":
+                    given = rest.strip()
+        digest = hashlib.sha256(given).digest()
+        found: ApiKey | None = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        if found is None:
+            raise AuthenticationError(
+                "No API key was given: send it as 'Authorization: Bearer KEY'."
+                if not given
+                else "The API key is not valid.",
+                headers=(("www-authenticate", "Bearer"),),
+            )
+        return found
+
+    def enter(self, request_id: str, key: ApiKey) -> Visit:
+        """A visit of a key; `leave` must follow. Raises RateLimitedError above its limits."""
+        use = self._uses[key.key_id]
+        most = key.max_concurrent_requests
+        if most is not None and use.num_open >= most:
+            raise RateLimitedError(
+                f"The key may have {most} requests open at once. Try again later.",
+                retry_after_s=1.0,
+            )
+        if use.requests is not None:
+            wait_s = use.requests.wait_s(1, self._clock())
+            if wait_s > 0:
+                raise RateLimitedError(
+                    f"The key may send {key.requests_per_minute} requests a minute. "
+                    "Try again later.",
+                    retry_after_s=math.ceil(wait_s),
+                )
+            use.requests.take(1)
+        use.num_open += 1
+        return Visit(request_id, key, use, clock=self._clock)
+
+
+def check_admin(path: str, key: ApiKey | None) -> None:
+    """Raise PermissionDeniedError for an admin path without an admin key.
+
+    path: decoded, as the router matches it. Without any key configured these routes are closed:
+    they change the server for everyone.
+    """
+    is_admin = path == ADMIN_PREFIX or path.startswith(f"{ADMIN_PREFIX}/")
+    if is_admin and (key is None or not key.admin):
+        raise PermissionDeniedError(
+            "This route needs an admin key, and the server has none (set TAILOR_ADMIN_KEY)."
+            if key is None
+            else "This route needs an admin key."
+        )
