@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from server.types import (
     Delta,
     EngineStats,
+    GrammarSpec,
     ModelInfo,
     Request,
     SamplingParams,
@@ -79,6 +80,7 @@ def pack_request(request: Request) -> tuple[Any, ...]:
     plain["sampling"] = _plain(request.sampling)
     plain["speculation"] = tuple(spec.values())
     plain["vocabulary"] = _plain(request.vocabulary)
+    plain["grammar"] = None if request.grammar is None else _plain(request.grammar)
     return tuple(plain.values())
 
 
@@ -93,6 +95,8 @@ def unpack_request(plain: tuple[Any, ...]) -> Request:
     spec["prediction_ids"] = _ids(spec["prediction_ids"])
     values["speculation"] = SpeculationParams(**spec)
     values["vocabulary"] = VocabularyParams(*values["vocabulary"])
+    if values["grammar"] is not None:
+        values["grammar"] = GrammarSpec(*values["grammar"])
     return Request(**values)
 
 

@@ -13,6 +13,7 @@
     │   │   ├── UnknownFieldError              400    invalid_request_error unknown_parameter
     │   │   ├── UnsupportedFieldError          400    invalid_request_error unsupported_parameter
     │   │   ├── LimitExceededError             400    invalid_request_error limit_exceeded
+    │   │   ├── ConstraintUnsatisfiableError   400    invalid_request_error (as its name)
     │   │   └── ContextLengthExceededError     400    invalid_request_error context_length_exceeded
     │   ├── AuthenticationError                401    invalid_request_error invalid_api_key
     │   ├── PermissionDeniedError              403    permission_error      permission_denied
@@ -165,6 +166,12 @@ class LimitExceededError(InvalidRequestError):
     code = "limit_exceeded"
 
 
+class ConstraintUnsatisfiableError(InvalidRequestError):
+    """No token satisfies all that the request asks for (grammar, allowed and banned ids, ...)."""
+
+    code = "constraint_unsatisfiable"
+
+
 class ContextLengthExceededError(InvalidRequestError):
     """Prompt and max_tokens do not fit the model's context. Prompts are never truncated."""
 
@@ -298,6 +305,8 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
     for cls in (
         QueueFullError,
         ContextLengthExceededError,
+        ConstraintUnsatisfiableError,
+        LimitExceededError,
         InvalidRequestError,
         UnsupportedFieldError,
         DrainingError,

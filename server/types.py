@@ -12,6 +12,7 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
+GrammarKind = Literal["json_schema", "regex", "lark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,21 @@ class VocabularyParams:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the text of every choice must match, from its first byte to its last.
+
+    kind and source: a JSON schema as JSON text; a regular expression (Rust's regex syntax, anchored
+    at both ends); a grammar in llguidance's dialect of Lark.
+    whitespace: for json_schema: the regular expression that white space between two JSON tokens
+        matches; "" allows none.
+    """
+
+    kind: GrammarKind
+    source: str
+    whitespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and its choices, frozen at admission.
 
@@ -109,6 +125,9 @@ class Request:
         first token tells nobody what another has asked.
     priority: lower runs first; ties by arrival.
     arrival_s: time.monotonic() at the API, for queue time and deadlines.
+    grammar: what the output must match, or None. A choice ends (finish_reason "stop") with the
+        token that completes it where nothing may follow; elsewhere EOS is allowed only where the
+        output matches as it stands. Never together with sampling.ignore_eos.
     """
 
     request_id: str
@@ -125,6 +144,7 @@ class Request:
     arrival_s: float = 0.0
     report_sources: bool = False
     tenant: str = ""
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,22 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.channel": {"server.types"},
     "server.metrics": {"server.types", "server.errors", "server.config"},
     "server.token_bytes": {"server.errors", "server.types"},
+    "server.grammar_text": {"server.types"},
     "server.api": {
         *EVERYONE,
         "server",
         "server.metrics",
         "server.channel",
         "server.token_bytes",
+        "server.grammar_text",
     },
-    "server.engine": {*EVERYONE, "server.channel", "drafters", "vocab_store"},
+    "server.engine": {
+        *EVERYONE,
+        "server.channel",
+        "server.grammar_text",
+        "drafters",
+        "vocab_store",
+    },
     "server.model": {
         *EVERYONE,
         "server.engine.batch",

@@ -21,9 +21,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from server.api.protocol import MAX_STOP_CHARS, MAX_STOPS, CompletionBody
+from server.api.structured import GrammarChecker, check_with_sampling
 from server.api.text import TokenNames
 from server.config import DEFAULT_TASK, LimitsConfig, TaskConfig
 from server.errors import (
+    ConstraintUnsatisfiableError,
     ContextLengthExceededError,
     InvalidRequestError,
     LimitExceededError,
@@ -116,7 +118,8 @@ class Intake:
     """Turns bodies into Requests.
 
     tasks and models: by name; the first model is the default. drafters: names that engines know.
-    limits: the server's. Owns two threads for tokenizing long texts; `close` ends them.
+    limits: the server's. Owns two threads for tokenizing long texts, and those of `grammars`;
+    `close` ends them.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Intake:
         self._default_model = next(iter(self.models))
         self._drafters = tuple(drafters)
         self._limits = limits
+        self.grammars = GrammarChecker()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._longest = {
             name: max(1, int((model.table.offsets[1:] - model.table.offsets[:-1]).max(initial=1)))
@@ -144,6 +148,7 @@ class Intake:
     def close(self) -> None:
         """End the threads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def find(self, name: str | None) -> tuple[TaskConfig, ServedModel]:
         """The task and the model that a `model` field names. Raises ModelNotFoundError."""
@@ -183,6 +188,8 @@ class Intake:
                 f"prompt: {len(prompts)} prompts; at most {most} are allowed.", param="prompt"
             )
         sampling = self._sampling(body, task, model, num_choices, best_of, echo)
+        grammar = await self.grammars.of(body.structured_outputs, body.response_format)
+        check_with_sampling(grammar, sampling)
         speculation = self._speculation(body, task)
         echo_logprobs = body.logprobs if echo else None
         marks = body.context or task.speculation.context
@@ -224,6 +231,7 @@ class Intake:
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
                     arrival_s=arrival_s,
+                    grammar=grammar,
                     report_sources=bool(body.include_token_sources),
                 )
             )
@@ -335,6 +343,11 @@ class Intake:
         allowed = body.allowed_token_ids
         if allowed is not None:
             _check_ids(allowed, model, "allowed_token_ids")
+        bias = _bias_of(body.logit_bias, model)
+        if allowed is not None and {i for i, b in bias if b <= -100.0}.issuperset(allowed):
+            raise ConstraintUnsatisfiableError(
+                "allowed_token_ids: logit_bias bans every one of them.", param="allowed_token_ids"
+            )
         # Ranking best_of needs the drawn tokens' logprobs even where the client wants none.
         num_logprobs = body.logprobs
         if num_logprobs is None and best_of > num_choices:
@@ -349,7 +362,7 @@ class Intake:
             presence_penalty=float(pick("presence_penalty", 0.0)),
             frequency_penalty=float(pick("frequency_penalty", 0.0)),
             repetition_penalty=float(pick("repetition_penalty", 1.0)),
-            logit_bias=_bias_of(body.logit_bias, model),
+            logit_bias=bias,
             allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
             max_tokens=int(pick("max_tokens", DEFAULT_MAX_TOKENS)),
             min_tokens=int(pick("min_tokens", 0)),

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
+from server.api.structured import ResponseFormatBody, StructuredOutputsBody
 from server.errors import InvalidRequestError, UnknownFieldError, echoed
 
 __all__ = [
@@ -139,6 +140,8 @@ class CompletionBody(_Body):
     add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-INT31, le=INT31)
     cache_salt: str | None = Field(None, max_length=256)
+    structured_outputs: StructuredOutputsBody | None = None
+    response_format: ResponseFormatBody | None = None
 
     # Ours.
     speculation: SpeculationBody | None = None

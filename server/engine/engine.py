@@ -645,6 +645,8 @@ class Engine:
             return "too many tokens are waiting", "queue_full"
         if request.sampling.stop and (self._stop_table is None or not all(request.sampling.stop)):
             return "stop strings are not available", "unsupported_parameter"
+        if request.grammar is not None:
+            return "structured outputs are not available", "unsupported_parameter"
         if request.vocabulary.mode != "full":
             return "vocabulary slices are not available", "unsupported_parameter"
         try:

@@ -1,0 +1,353 @@
+"""Structured outputs: vLLM's `structured_outputs` and OpenAI's `response_format` as a GrammarSpec.
+
+For routes:
+
+    spec = await intake.grammars.of(body.structured_outputs, body.response_format)
+    check_with_sampling(spec, sampling)
+
+What can be wrong is told before a request is admitted, as a 400 that names the field: both fields
+at once, more than one form in a field, a schema or expression that llguidance does not support,
+one that nothing matches, one that is too large or takes too long to compile. Grammars are checked
+in threads (llguidance lets go of the interpreter lock), so a large one never stalls the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from server.errors import (
+    ConstraintUnsatisfiableError,
+    InvalidRequestError,
+    LimitExceededError,
+    QueueFullError,
+    UnsupportedFieldError,
+)
+from server.grammar_text import MAX_SOURCE_CHARS, grammar_problem
+from server.types import GrammarSpec, SamplingParams
+
+__all__ = [
+    "WHITESPACE",
+    "GrammarChecker",
+    "JsonSchemaBody",
+    "ResponseFormatBody",
+    "StructuredOutputsBody",
+    "check_with_sampling",
+    "grammar_of",
+]
+
+WHITESPACE = r" |\n[ \t]{0,24}"
+"""White space between JSON tokens: a space, or a line break and its indentation. Small models that
+may write any amount of it sometimes write nothing else."""
+
+MAX_SCHEMA_DEPTH = 32
+MAX_CHOICES = 4096
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        frozen=True,
+        protected_namespaces=(),
+    )
+
+
+class StructuredOutputsBody(_Part):
+    """vLLM's structured_outputs: exactly one of json, regex, choice, grammar and json_object."""
+
+    json_value: Annotated[Any, WithJsonSchema(_SCHEMA)] = Field(
+        None, alias="json", description="a JSON schema, as an object or as its text"
+    )
+    regex: str | None = Field(None, min_length=1, max_length=MAX_SOURCE_CHARS)
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    grammar: str | None = Field(
+        None, min_length=1, max_length=MAX_SOURCE_CHARS, description="Lark, as llguidance reads it"
+    )
+    json_object: bool | None = None
+    whitespace_pattern: str | None = Field(
+        None,
+        max_length=1000,
+        description='regular expression of the white space between two JSON tokens; "" is none',
+    )
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = Field(
+        None, description="objects without additionalProperties allow no others"
+    )
+
+
+class JsonSchemaBody(_Part):
+    """response_format.json_schema. `strict` changes nothing: a schema always holds."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = Field(None, max_length=1 << 16)
+    schema_value: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormatBody(_Part):
+    """OpenAI's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
+def grammar_of(
+    structured_outputs: StructuredOutputsBody | None, response_format: ResponseFormatBody | None
+) -> tuple[GrammarSpec, str] | None:
+    """(what the output must match, the field that says so), or None for any text.
+
+    Looks at the fields alone and compiles nothing. Raises InvalidRequestError or
+    LimitExceededError.
+    """
+    formatted = response_format is not None and response_format.type != "text"
+    if response_format is not None and response_format.type != "json_schema":
+        if response_format.json_schema is not None:
+            raise InvalidRequestError(
+                "response_format.json_schema is allowed only with the type json_schema.",
+                param="response_format.json_schema",
+            )
+    if structured_outputs is not None:
+        wanted = _structured(structured_outputs)
+        if formatted:
+            raise InvalidRequestError(
+                "response_format and structured_outputs cannot be combined: each says what the "
+                "whole output must match.",
+                param="response_format",
+            )
+        return wanted
+    if response_format is None or not formatted:
+        return None
+    if response_format.type == "json_object":
+        return _json_schema(_ANY_OBJECT, WHITESPACE, "response_format"), "response_format"
+    if response_format.json_schema is None:
+        raise InvalidRequestError(
+            "response_format.json_schema is required with the type json_schema.",
+            param="response_format.json_schema",
+        )
+    where = "response_format.json_schema.schema"
+    schema = response_format.json_schema.schema_value
+    return _json_schema(_ANY_OBJECT if schema is None else schema, WHITESPACE, where), where
+
+
+def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:
+    """Refuse what cannot be honoured together with a grammar. Raises UnsupportedFieldError."""
+    if spec is not None and sampling.ignore_eos:
+        raise UnsupportedFieldError(
+            "ignore_eos cannot be combined with structured outputs: the output ends where it is "
+            "complete.",
+            param="ignore_eos",
+        )
+
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _structured(body: StructuredOutputsBody) -> tuple[GrammarSpec, str]:
+    given = {
+        "json": body.json_value is not None,
+        "regex": body.regex is not None,
+        "choice": body.choice is not None,
+        "grammar": body.grammar is not None,
+        "json_object": bool(body.json_object),
+    }
+    named = [name for name in _FORMS if given[name]]
+    if len(named) != 1:
+        raise InvalidRequestError(
+            f"structured_outputs: give exactly one of {', '.join(_FORMS)}; got "
+            f"{', '.join(named) or 'none'}.",
+            param="structured_outputs",
+        )
+    where = f"structured_outputs.{named[0]}"
+    is_json = body.json_value is not None or bool(body.json_object)
+    for option in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+        if not is_json and getattr(body, option) not in (None, False):
+            raise InvalidRequestError(
+                f"structured_outputs.{option} is allowed only with json and json_object.",
+                param=f"structured_outputs.{option}",
+            )
+    if is_json:
+        whitespace = WHITESPACE if body.whitespace_pattern is None else body.whitespace_pattern
+        if body.disable_any_whitespace:
+            if body.whitespace_pattern:
+                raise InvalidRequestError(
+                    "structured_outputs.whitespace_pattern and disable_any_whitespace contradict "
+                    "each other.",
+                    param="structured_outputs.whitespace_pattern",
+                )
+            whitespace = ""
+        schema = _ANY_OBJECT if body.json_value is None else _schema_of(body.json_value, where)
+        if body.disable_additional_properties:
+            schema = _closed(schema)
+        return _json_schema(schema, whitespace, where), where
+    if body.regex is not None:
+        return GrammarSpec("regex", body.regex), where
+    if body.choice is not None:
+        # A JSON string is a literal of Lark, too.
+        literals = [json.dumps(text) for text in dict.fromkeys(body.choice)]
+        source = "start: " + " | ".join(literals)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise _too_long(where, len(source))
+        return GrammarSpec("lark", source), where
+    assert body.grammar is not None
+    return GrammarSpec("lark", body.grammar), where
+
+
+def _schema_of(value: Any, where: str) -> Any:
+    if isinstance(value, str):
+        if len(value) > MAX_SOURCE_CHARS:
+            raise _too_long(where, len(value))
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError(f"{where}: the text is not JSON.", param=where) from None
+    if not isinstance(value, (dict, bool)):
+        raise InvalidRequestError(f"{where}: a schema is an object.", param=where)
+    return value
+
+
+def _json_schema(schema: Any, whitespace: str, where: str) -> GrammarSpec:
+    if _depth(schema, MAX_SCHEMA_DEPTH + 1) > MAX_SCHEMA_DEPTH:
+        raise LimitExceededError(
+            f"{where}: nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=where
+        )
+    try:
+        source = json.dumps(schema, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        raise InvalidRequestError(f"{where}: holds a number that is none.", param=where) from None
+    if len(source) > MAX_SOURCE_CHARS:
+        raise _too_long(where, len(source))
+    return GrammarSpec("json_schema", source, whitespace)
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of objects and lists, at most `most` (where it stops looking)."""
+    if most == 0 or not isinstance(value, (dict, list)):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with additionalProperties false in every object that does not say."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions"):
+            # The keys in here are names, not keywords.
+            closed[key] = (
+                {name: _closed(item) for name, item in value.items()}
+                if isinstance(value, dict)
+                else value
+            )
+        elif key in ("const", "enum", "default", "examples"):
+            closed[key] = value
+        else:
+            closed[key] = _closed(value)
+    if "properties" in closed or "patternProperties" in closed or closed.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _too_long(where: str, num_chars: int) -> LimitExceededError:
+    return LimitExceededError(
+        f"{where}: at most {MAX_SOURCE_CHARS} characters; it has {num_chars}.", param=where
+    )
+
+
+class GrammarChecker:
+    """Checks grammars in two threads and remembers what it found; `close` ends them.
+
+    timeout_s: how long a grammar may take to compile; then it is refused. max_waiting: grammars
+    waiting for a thread; then 429. max_known: grammars that are remembered.
+    """
+
+    def __init__(
+        self, *, timeout_s: float = 5.0, max_waiting: int = 64, max_known: int = 512
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_waiting = max_waiting
+        self._max_known = max_known
+        self._known: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._open: dict[GrammarSpec, Future[str]] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def of(
+        self,
+        structured_outputs: StructuredOutputsBody | None,
+        response_format: ResponseFormatBody | None,
+    ) -> GrammarSpec | None:
+        """The checked grammar of a body's two fields, or None for any text.
+
+        Raises InvalidRequestError and its kin, or QueueFullError.
+        """
+        wanted = grammar_of(structured_outputs, response_format)
+        if wanted is None:
+            return None
+        await self.check(*wanted)
+        return wanted[0]
+
+    async def check(self, spec: GrammarSpec, where: str) -> None:
+        """Return when the grammar can be compiled. `where` names the field in what is raised:
+        InvalidRequestError, ConstraintUnsatisfiableError, LimitExceededError, QueueFullError."""
+        problem = self._known.get(spec)
+        if problem is None:
+            problem = await self._find(spec, where)
+            self._known[spec] = problem
+            if len(self._known) > self._max_known:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(spec)
+        if not problem:
+            return
+        text = f"{where}: {problem[:160].rstrip('. ')}."
+        if problem.startswith("Unsatisfiable"):
+            raise ConstraintUnsatisfiableError(text, param=where)
+        if "too large" in problem or "too big" in problem or "fuel" in problem:
+            raise LimitExceededError(text, param=where)
+        raise InvalidRequestError(text, param=where)
+
+    async def _find(self, spec: GrammarSpec, where: str) -> str:
+        work = self._open.get(spec)
+        if work is None:
+            if len(self._open) >= self._max_waiting:
+                raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
+            work = self._threads.submit(grammar_problem, spec)
+            self._open[spec] = work
+            loop = asyncio.get_running_loop()
+            work.add_done_callback(lambda _: _on_loop(loop, self._open, spec))
+        waiting = asyncio.wrap_future(work)
+        done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
+        if done:
+            return waiting.result()
+        if not work.running():
+            raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
+        raise LimitExceededError(
+            f"{where}: takes longer than {self._timeout_s:g} seconds to compile.", param=where
+        )
+
+
+def _on_loop(
+    loop: asyncio.AbstractEventLoop, open_work: dict[GrammarSpec, Future[str]], spec: GrammarSpec
+) -> None:
+    try:
+        loop.call_soon_threadsafe(open_work.pop, spec, None)
+    except RuntimeError:  # the loop is closed: the server is gone
+        pass

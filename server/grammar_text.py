@@ -1,0 +1,70 @@
+"""A GrammarSpec in llguidance's own form, its limits, and a check that needs no tokenizer.
+
+Both processes use this module: the API refuses what cannot be compiled before anything is
+admitted, and an engine compiles it for its tokenizer (server/engine/grammar.py). llguidance lets
+go of the interpreter lock while it compiles, and its limits bound how long and how large that gets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+    from server.types import GrammarSpec
+
+__all__ = ["MAX_SOURCE_CHARS", "grammar_limits", "grammar_problem", "grammar_text"]
+
+MAX_SOURCE_CHARS = 1 << 18
+"""Longest schema, expression or grammar. OpenAI's limit for schemas is 120,000 characters."""
+
+_MAX_GRAMMAR_SIZE = 200_000  # symbols; a schema of 2,000 string properties has about 20,000
+_MAX_LEXER_STATES = 50_000  # one or two kB each
+
+
+def grammar_text(spec: GrammarSpec) -> str:
+    """The grammar as llguidance takes it. Raises ValueError when a schema is not JSON."""
+    from llguidance import LLMatcher
+
+    if spec.kind == "json_schema":
+        if not spec.whitespace:
+            return LLMatcher.grammar_from_json_schema(
+                spec.source, overrides={"whitespace_flexible": False}
+            )
+        return LLMatcher.grammar_from_json_schema(
+            spec.source,
+            overrides={"whitespace_flexible": True, "whitespace_pattern": spec.whitespace},
+        )
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.source)
+    return LLMatcher.grammar_from_lark(spec.source)
+
+
+def grammar_limits() -> LLParserLimits:
+    """What a grammar may take. Past a limit it is refused, or the request that uses it fails."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=_MAX_GRAMMAR_SIZE,
+        max_lexer_states=_MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+def grammar_problem(spec: GrammarSpec) -> str:
+    """Why the grammar cannot be compiled, on one line of printable ASCII; "" when it can be.
+
+    Takes from a millisecond to about half a second, without the interpreter lock.
+    """
+    from llguidance import LLMatcher
+
+    if len(spec.source) > MAX_SOURCE_CHARS:
+        return f"longer than {MAX_SOURCE_CHARS} characters"
+    try:
+        message = LLMatcher.validate_grammar(grammar_text(spec), None, limits=grammar_limits())
+    except ValueError as error:
+        message = str(error) or "not valid"
+    if message.startswith("WARNING"):
+        return ""
+    return " ".join(message.split()).encode("ascii", "backslashreplace").decode()
