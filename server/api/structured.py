@@ -284,6 +284,8 @@ class GrammarChecker:
         self._known: OrderedDict[GrammarSpec, str] = OrderedDict()
         self._open: dict[GrammarSpec, Future[str]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        # Loading the library holds the interpreter lock: better now than under open streams.
+        self._threads.submit(grammar_problem, GrammarSpec("regex", "a"))
 
     def close(self) -> None:
         """End the threads. Idempotent."""
