@@ -29,7 +29,15 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import uvicorn
@@ -47,7 +55,7 @@ from server.api.body import read_object
 from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
 from server.api.gate import CLIENT_GONE, Gate, error_response
-from server.api.intake import Intake, ServedModel
+from server.api.intake import CompletionOrder, Intake, ServedModel
 from server.api.keys import ApiKey, Visit
 from server.api.sse import DisconnectWatch, EventStream
 from server.config import ServerConfig, TaskConfig
@@ -64,6 +72,8 @@ from server.metrics import CONTENT_TYPE_LATEST, Metrics
 __all__ = ["create_app", "run_loop", "serve"]
 
 log = logging.getLogger("tailor.server")
+
+_O = TypeVar("_O")
 
 
 def create_app(
@@ -148,6 +158,30 @@ def create_app(
         visit_of(request).check(task.name, model.name, model.name if name is None else name)
         return task, model
 
+    async def answer(
+        request: HttpRequest,
+        order: CompletionOrder,
+        events: Callable[[_O, Submission], AsyncGenerator[bytes, None]],
+        whole: Callable[[_O, Submission], Awaitable[dict[str, Any]]],
+        shape: _O,
+    ) -> Response:
+        """Submit what was ordered and answer: streamed by `events` or at once by `whole`, which
+        get `shape`, the route's own view of the order."""
+        if order.needs_engine:
+            submission = visit_of(request).submit(client, order.requests)
+        else:
+            submission = Submission.answered(order.requests, metrics)
+        if order.stream:
+            return EventStream(events(shape, submission), submission.abort)
+        async with DisconnectWatch(request.receive, submission.abort) as watch:
+            try:
+                body = await whole(shape, submission)
+            finally:
+                submission.abort()
+        if watch.gone:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(body)
+
     # --- completions ---
 
     @app.post("/v1/completions", **_documented(protocol.CompletionBody, "A text completion"))
@@ -155,20 +189,7 @@ def create_app(
         body = protocol.validate(protocol.CompletionBody, await body_of(request))
         _, model = find(request, body.model)
         order = await intake.completion(body, f"cmpl-{secrets.token_hex(12)}", context_of(model))
-        if order.needs_engine:
-            submission = visit_of(request).submit(client, order.requests)
-        else:
-            submission = Submission.answered(order.requests, metrics)
-        if order.stream:
-            return EventStream(completion_events(order, submission), submission.abort)
-        async with DisconnectWatch(request.receive, submission.abort) as watch:
-            try:
-                answer = await completion_object(order, submission)
-            finally:
-                submission.abort()
-        if watch.gone:
-            return Response(status_code=CLIENT_GONE)
-        return JSONResponse(answer)
+        return await answer(request, order, completion_events, completion_object, order)
 
     # --- models ---
 

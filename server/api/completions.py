@@ -10,18 +10,18 @@ from typing import Any
 from server.api.client import Submission
 from server.api.intake import CompletionOrder, PromptText
 from server.api.sources import SourceRun, join_runs, text_by_source
-from server.api.sse import DONE, event
+from server.api.streaming import (
+    LOWEST_LOGPROB,
+    ChunkFrame,
+    quote,
+    shown_stop_reason,
+    stream_events,
+)
 from server.api.text import CharCounter, TextStream, TokenNames
 from server.api.usage import speculation_report, usage_report
-from server.errors import TailorError
 from server.types import Delta, Request, TokenLogprob
 
 __all__ = ["completion_events", "completion_object"]
-
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have (as vLLM does)."""
-
-_quote = json.encoder.encode_basestring_ascii
 
 
 @dataclass(slots=True)
@@ -144,10 +144,6 @@ class _Choices:
             yield choice, delta, choice.take(delta, self._prompt_logprobs.get(i, ()))
 
 
-def _stop_reason(stop_reason: int | bytes | None) -> int | str | None:
-    return stop_reason.decode() if isinstance(stop_reason, bytes) else stop_reason
-
-
 async def completion_object(order: CompletionOrder, submission: Submission) -> dict[str, Any]:
     """The whole response, once every choice ended. Raises the TailorError that ended it early."""
     choices = _Choices(order)
@@ -169,7 +165,7 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> d
                 "finish_reason": choice.finish_reason,
             }
             if choice.stop_reason is not None:
-                entry["stop_reason"] = _stop_reason(choice.stop_reason)
+                entry["stop_reason"] = shown_stop_reason(choice.stop_reason)
             if order.return_token_ids:
                 entry["token_ids"] = [t for piece in own for t in piece.token_ids]
                 entry["prompt_token_ids"] = list(order.requests[i].prompt_ids)
@@ -205,27 +201,27 @@ def _join_logprobs(pieces: list[_Piece]) -> dict[str, list[Any]]:
 
 
 class _ChunkWriter:
-    """Writes chunks as text. What never changes within a response is encoded once."""
+    """Writes the chunks of a response as text."""
 
     def __init__(self, order: CompletionOrder, submission: Submission) -> None:
         self._order = order
-        self._submission = submission
-        fingerprint = order.model.fingerprint
-        self._head = (
-            f'data: {{"id":{_quote(order.request_id)},"object":"text_completion",'
-            f'"created":{order.created},"model":{_quote(order.label)},"system_fingerprint":'
-            f'{_quote(fingerprint) if fingerprint else "null"},"choices":['
-        )
+        self._choices = _Choices(order)
+        self._num_open = sum(len(of_prompt) for of_prompt in self._choices.of)
         self._seen: set[int] = set()
-        self._num_sent = 0
+        self.frame = ChunkFrame(order, submission, "text_completion")
 
-    def chunk(self, choice: _Choice, delta: Delta, piece: _Piece, *, is_last: bool) -> str:
-        """The chunk of one Delta, "" while its text may still be part of a stop string.
+    def write(self, arrived: list[tuple[int, Delta]]) -> str:
+        """The events of what arrived together."""
+        out: list[str] = []
+        for choice, delta, piece in self._choices.take(arrived):
+            self._num_open -= delta.finish_reason is not None
+            out.append(self._chunk(choice, delta, piece))
+        return "".join(out)
 
-        is_last: no further choice is open.
-        """
+    def _chunk(self, choice: _Choice, delta: Delta, piece: _Piece) -> str:
+        """The chunk of one Delta, "" while its text may still be part of a stop string."""
         order = self._order
-        self._num_sent += len(delta.token_ids)
+        self.frame.num_sent += len(delta.token_ids)
         ended = delta.finish_reason is not None
         has_logprobs = piece.logprobs is not None and bool(piece.logprobs["tokens"])
         has_ids = order.return_token_ids and bool(piece.token_ids)
@@ -240,64 +236,24 @@ class _ChunkWriter:
         if order.include_token_sources:
             extra += f',"token_sources":{json.dumps(piece.sources)}'
         if choice.stop_reason is not None:
-            extra += f',"stop_reason":{json.dumps(_stop_reason(choice.stop_reason))}'
-        finish = _quote(str(choice.finish_reason)) if ended else "null"
+            extra += f',"stop_reason":{json.dumps(shown_stop_reason(choice.stop_reason))}'
+        finish = quote(str(choice.finish_reason)) if ended else "null"
         logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
-        return (
-            f'{self._head}{{"text":{_quote(piece.text)},"index":{choice.index},'
-            f'"logprobs":{logprobs},"finish_reason":{finish}{extra}}}]'
-            f"{self._tail(is_last and not order.include_usage)}}}\n\n"
+        return self.frame.chunk(
+            f'{{"text":{quote(piece.text)},"index":{choice.index},'
+            f'"logprobs":{logprobs},"finish_reason":{finish}{extra}}}',
+            is_last=not self._num_open,
         )
 
-    def closing(self) -> str:
-        """The chunk without choices that has the sums (include_usage)."""
-        usage = json.dumps(usage_report(self._submission.accounts))
-        return f'{self._head}],"usage":{usage}{self._report()}}}\n\n'
 
-    def _tail(self, with_report: bool) -> str:
-        usage = ""
-        if self._order.continuous_usage:
-            # The accounts may be ahead: several Deltas can have arrived before this chunk.
-            sums = usage_report(self._submission.accounts)
-            sums["completion_tokens"] = self._num_sent
-            sums["total_tokens"] = sums["prompt_tokens"] + self._num_sent
-            usage = f',"usage":{json.dumps(sums)}'
-        elif self._order.include_usage:
-            usage = ',"usage":null'
-        return usage + (self._report() if with_report else "")
-
-    def _report(self) -> str:
-        if not self._order.include_speculation:
-            return ""
-        return f',"speculation":{json.dumps(speculation_report(self._submission.accounts))}'
-
-
-async def completion_events(
+def completion_events(
     order: CompletionOrder, submission: Submission
 ) -> AsyncGenerator[bytes, None]:
-    """The response as server-sent events, one byte string for all that arrived together.
+    """The response as server-sent events (see stream_events).
 
     Chunks of a choice come in order; its last one has the finish_reason. With include_usage every
     chunk has `usage` (null unless continuous_usage_stats), and one more without choices has the
-    sums. The `speculation` object is in the last chunk. An error before the first chunk is raised;
-    later it becomes an event, as there is no status left to set. [DONE] is always last.
+    sums. The `speculation` object is in the last chunk.
     """
-    choices = _Choices(order)
     writer = _ChunkWriter(order, submission)
-    num_open = sum(len(of_prompt) for of_prompt in choices.of)
-    started = False
-    try:
-        async for arrived in submission:
-            out: list[str] = []
-            for choice, delta, piece in choices.take(arrived):
-                num_open -= delta.finish_reason is not None
-                out.append(writer.chunk(choice, delta, piece, is_last=not num_open))
-            if data := "".join(out):
-                started = True
-                yield data.encode()
-    except TailorError as error:
-        if not started:
-            raise
-        yield event(error.body()) + DONE
-        return
-    yield (writer.closing().encode() if order.include_usage else b"") + DONE
+    return stream_events(submission, writer.write, writer.frame)

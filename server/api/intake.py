@@ -13,14 +13,21 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from server.api.protocol import MAX_STOP_CHARS, MAX_STOPS, CompletionBody
+from server.api.protocol import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    CompletionBody,
+    PredictionBody,
+    joined_texts,
+)
+from server.api.segments import SegmentEncoder
 from server.api.structured import GrammarChecker, check_with_sampling
 from server.api.text import TokenNames
 from server.config import DEFAULT_TASK, LimitsConfig, TaskConfig
@@ -41,11 +48,15 @@ __all__ = ["CompletionOrder", "Intake", "PromptText", "ServedModel"]
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 
+PREDICTING_DRAFTER = "auto"
+"""The drafter that uses a request's prediction; one that ignores it would ignore a field."""
+
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
 
 _ID = re.compile(r"[0-9]{1,10}")
 _MASK64 = (1 << 64) - 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +75,14 @@ class ServedModel:
     created: int = 0
     fingerprint: str = ""
     names: TokenNames = field(init=False, repr=False)
+    segments: SegmentEncoder = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # A tokenizer.json may carry truncation and padding: a prompt is never cut or padded.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         object.__setattr__(self, "names", TokenNames(self.table))
+        object.__setattr__(self, "segments", SegmentEncoder(self.tokenizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +179,18 @@ class Intake:
         return task, self.models[task.model or self._default_model]
 
     async def completion(
-        self, body: CompletionBody, request_id: str, max_model_len: int | None = None
+        self,
+        body: CompletionBody,
+        request_id: str,
+        max_model_len: int | None = None,
+        *,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> CompletionOrder:
         """The order of one body.
 
-        max_model_len: what the engine can hold, if it told less than the model's own. Raises the
-        errors of server.errors that are the client's fault (4xx).
+        max_model_len: what the engine can hold, if it told less than the model's own.
+        default_max_tokens: where neither the body nor the task says; cut to the room there is.
+        Raises the errors of server.errors that are the client's fault (4xx).
         """
         arrival_s = time.monotonic()
         task, model = self.find(body.model)
@@ -187,10 +206,13 @@ class Intake:
             raise LimitExceededError(
                 f"prompt: {len(prompts)} prompts; at most {most} are allowed.", param="prompt"
             )
-        sampling = self._sampling(body, task, model, num_choices, best_of, echo)
+        sampling = self._sampling(body, task, model, num_choices, best_of, echo, default_max_tokens)
         grammar = await self.grammars.of(body.structured_outputs, body.response_format)
         check_with_sampling(grammar, sampling)
         speculation = self._speculation(body, task)
+        prediction_ids: tuple[int, ...] = ()
+        if body.prediction is not None:
+            prediction_ids = await self._prediction_ids(body.prediction, model, room)
         echo_logprobs = body.logprobs if echo else None
         marks = body.context or task.speculation.context
         requests, texts = [], []
@@ -218,7 +240,7 @@ class Intake:
                         speculation.max_draft_tokens,
                         speculation.options,
                         speculation.corpus,
-                        (),
+                        prediction_ids,
                         span,
                     ),
                     vocabulary=VocabularyParams(
@@ -269,9 +291,13 @@ class Intake:
             ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special).ids
             return ids
 
-        if len(text) < LONG_TEXT_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self.work(work, len(text))
+
+    async def work(self, do: Callable[[], _T], num_chars: int) -> _T:
+        """Run `do`, which reads num_chars characters, here or, if they are many, in a thread."""
+        if num_chars < LONG_TEXT_CHARS:
+            return do()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     async def decode(self, model: ServedModel, ids: Sequence[int]) -> str:
         """The text of ids, special ones included, as vLLM's /detokenize gives it."""
@@ -285,9 +311,7 @@ class Intake:
             text: str = model.tokenizer.decode(list(ids), skip_special_tokens=False)
             return text
 
-        if len(ids) < LONG_TEXT_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self.work(work, len(ids))
 
     # --- parts ---
 
@@ -325,6 +349,7 @@ class Intake:
         num_choices: int,
         best_of: int,
         echo: bool,
+        default_max_tokens: int,
     ) -> SamplingParams:
         defaults = task.sampling
 
@@ -364,7 +389,7 @@ class Intake:
             repetition_penalty=float(pick("repetition_penalty", 1.0)),
             logit_bias=bias,
             allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
-            max_tokens=int(pick("max_tokens", DEFAULT_MAX_TOKENS)),
+            max_tokens=int(pick("max_tokens", default_max_tokens)),
             min_tokens=int(pick("min_tokens", 0)),
             stop_token_ids=tuple(sorted(set(stop_ids))),
             stop=tuple(s.encode() for s in stop),
@@ -394,9 +419,35 @@ class Intake:
                     param="speculation.max_draft_tokens",
                 )
             num_draft = asked.max_draft_tokens
+        if body.prediction is not None:
+            named = asked is not None and asked.drafter is not None
+            allowed = self._drafters if own.allowed_drafters is None else own.allowed_drafters
+            if not named and PREDICTING_DRAFTER in allowed:
+                drafter = PREDICTING_DRAFTER
+            if drafter != PREDICTING_DRAFTER or drafter not in self._drafters or num_draft == 0:
+                raise UnsupportedFieldError(
+                    f"prediction: only the drafter {PREDICTING_DRAFTER} uses it, and here that is "
+                    f"{echoed(drafter)} with max_draft_tokens {num_draft}. Leave it out.",
+                    param="prediction",
+                )
         if drafter == "off" or num_draft == 0:
             return SpeculationParams()
         return SpeculationParams(drafter, num_draft, own.options(), own.corpus)
+
+    async def _prediction_ids(
+        self, prediction: PredictionBody, model: ServedModel, room: int
+    ) -> tuple[int, ...]:
+        text = joined_texts(prediction.content, "prediction.content", "")
+        too_long = LimitExceededError(
+            f"prediction: it is longer than the model's context, {room} tokens.",
+            param="prediction",
+        )
+        if len(text.encode()) // self._longest[model.name] > room:
+            raise too_long
+        ids = await self.work(lambda: model.segments.later(text), len(text))
+        if len(ids) > room:
+            raise too_long
+        return tuple(ids)
 
     async def _prompt_ids(
         self, body: CompletionBody, prompt: str | list[int], model: ServedModel, room: int, at: str

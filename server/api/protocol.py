@@ -11,22 +11,30 @@ field is honoured or refused with a 400 that names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
 from server.api.structured import ResponseFormatBody, StructuredOutputsBody
-from server.errors import InvalidRequestError, UnknownFieldError, echoed
+from server.errors import (
+    InvalidRequestError,
+    UnknownFieldError,
+    UnsupportedFieldError,
+    echoed,
+)
 
 __all__ = [
     "NO_OP_FIELDS",
     "CompletionBody",
     "ContextMarksBody",
     "DetokenizeBody",
+    "GenerationBody",
+    "PredictionBody",
     "SpeculationBody",
     "StreamOptions",
     "TokenizeBody",
+    "joined_texts",
     "model_object",
     "validate",
 ]
@@ -74,6 +82,20 @@ _STOP_SCHEMA = {
     ]
 }
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
+_TEXT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+                "additionalProperties": False,
+            },
+        },
+    ]
+}
 TokenId = Annotated[int, Field(ge=0, le=INT31)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
@@ -102,20 +124,26 @@ class ContextMarksBody(_Body):
     before: str | None = Field(None, min_length=1, max_length=1000)
 
 
-class CompletionBody(_Body):
-    """POST /v1/completions. None is "not given": the task's or the server's default."""
+class PredictionBody(_Body):
+    """OpenAI's predicted output: text that the answer will probably repeat. It changes speed only.
+
+    content: the text, or a list of text parts that are joined as they are.
+    """
+
+    type: Literal["content"]
+    content: Annotated[Any, WithJsonSchema(_TEXT_SCHEMA)]
+
+
+class GenerationBody(_Body):
+    """What /v1/completions and /v1/chat/completions share. None is "not given": the task's or the
+    server's default."""
 
     model: ModelName
-    prompt: Prompt
-    max_tokens: int | None = Field(None, ge=0, le=INT31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=1024)
-    best_of: int | None = Field(None, ge=1, le=1024)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
     stop: Stop = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -123,8 +151,8 @@ class CompletionBody(_Body):
         None, max_length=MAX_LOGIT_BIAS
     )
     seed: int | None = Field(None, ge=-INT63 - 1, le=INT63)
-    suffix: str | None = None
     user: str | None = None
+    prediction: PredictionBody | None = None
 
     # vLLM's.
     top_k: int | None = Field(None, ge=-1, le=INT31, description="0 and -1 are off")
@@ -137,7 +165,6 @@ class CompletionBody(_Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-INT31, le=INT31)
     cache_salt: str | None = Field(None, max_length=256)
     structured_outputs: StructuredOutputsBody | None = None
@@ -156,6 +183,18 @@ class CompletionBody(_Body):
     prompt_cache_key: str | None = None
 
 
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: int | None = Field(None, ge=0, le=INT31)
+    best_of: int | None = Field(None, ge=1, le=1024)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
 class TokenizeBody(_Body):
     """POST /tokenize, vLLM's shape. Without a model: the server's first."""
 
@@ -170,6 +209,47 @@ class DetokenizeBody(_Body):
 
     model: ModelName | None = None
     tokens: Annotated[list[TokenId], FailFast()]
+
+
+def joined_texts(content: Any, at: str, separator: str) -> str:
+    """The text of a string or of a list of text parts. Nothing that is not text is fetched or read.
+
+    at: path of the content in the body. Raises InvalidRequestError, and UnsupportedFieldError for
+    parts that are no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{at}: must be a string or a list of text parts; got {echoed(content)}.", param=at
+        )
+    texts = []
+    for i, part in enumerate(content):
+        where = f"{at}[{i}]"
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise InvalidRequestError(
+                f"{where}: a part is an object with a type; got {echoed(part)}.", param=where
+            )
+        kind = part["type"]
+        # What an assistant refused with is text that it said.
+        key = kind if kind in ("text", "refusal") else None
+        if key is None:
+            raise UnsupportedFieldError(
+                f"{where}: this model reads text only; a part of type {echoed(kind, 40)} cannot be "
+                "used, and nothing is fetched.",
+                param=where,
+            )
+        if not isinstance(part.get(key), str):
+            raise InvalidRequestError(
+                f"{where}.{key}: must be a string; got {echoed(part.get(key))}.",
+                param=f"{where}.{key}",
+            )
+        for name in part:
+            if name not in ("type", key):
+                path = f"{where}.{echoed(name, 40).strip(chr(39))}"
+                raise UnknownFieldError(f"Unknown field: {path}.", param=path)
+        texts.append(part[key])
+    return separator.join(texts)
 
 
 _B = TypeVar("_B", bound=BaseModel)
