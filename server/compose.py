@@ -229,6 +229,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     from tokenizers import Tokenizer
 
     from server import token_bytes
+    from server.api.chat_template import load_chat_template
     from server.api.intake import ServedModel
     from server.model.supported import check_raw
 
@@ -245,6 +246,11 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     table = token_bytes.load_or_build(tokenizer, _table_file(folder), vocab_size)
+    try:
+        chat = load_chat_template(folder, tokenizer)
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot chat: %s", model.name, str(error)[:200])
+        chat = None
     return ServedModel(
         name=model.name,
         tokenizer=tokenizer,
@@ -253,6 +259,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         max_model_len=min(limit, max_model_len or limit),
         created=created,
         fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
+        chat=chat,
     )
 
 

@@ -103,6 +103,21 @@ class TokenBytes:
         """Whether the tokenizer marks the id as special (skipped by skip_special_tokens)."""
         return token_id in self._special
 
+    def showing(self, token_ids: Iterable[int]) -> TokenBytes:
+        """The same table with these ids not special: they have text where others are skipped.
+
+        The arrays are shared.
+        """
+        shown = frozenset(token_ids)
+        special = [i for i in self.special_ids.tolist() if i not in shown]
+        return TokenBytes(
+            self.offsets,
+            self.blob,
+            np.asarray(special, np.int64),
+            self.strip_start,
+            self.fingerprint,
+        )
+
     def join(self, token_ids: Iterable[int], *, skip_special: bool) -> bytes:
         """The bytes of several ids, without special ones if asked."""
         if skip_special:

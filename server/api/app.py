@@ -52,6 +52,9 @@ from starlette.responses import Response
 from server import __version__
 from server.api import protocol
 from server.api.body import read_object
+from server.api.chat import chat_events, chat_object
+from server.api.chat_intake import ChatIntake
+from server.api.chat_protocol import ChatBody
 from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
 from server.api.gate import CLIENT_GONE, Gate, error_response
@@ -190,6 +193,17 @@ def create_app(
         _, model = find(request, body.model)
         order = await intake.completion(body, f"cmpl-{secrets.token_hex(12)}", context_of(model))
         return await answer(request, order, completion_events, completion_object, order)
+
+    # --- chat ---
+
+    chats = ChatIntake(intake)
+
+    @app.post("/v1/chat/completions", **_documented(ChatBody, "A chat completion"))
+    async def chat_completions(request: HttpRequest) -> Response:
+        body = protocol.validate(ChatBody, await body_of(request))
+        _, model = find(request, body.model)
+        order = await chats.order(body, f"chatcmpl-{secrets.token_hex(12)}", context_of(model))
+        return await answer(request, order.order, chat_events, chat_object, order)
 
     # --- models ---
 

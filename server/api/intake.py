@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from server.api.chat_template import ChatTemplate
 from server.api.protocol import (
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -41,7 +42,7 @@ from server.errors import (
     echoed,
 )
 from server.token_bytes import TokenBytes
-from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams, VocabularyParams
 
 __all__ = ["CompletionOrder", "Intake", "PromptText", "ServedModel"]
 
@@ -64,7 +65,8 @@ class ServedModel:
     """One target model as the API knows it; the engine has the weights.
 
     vocab_size: V of the model (ids at or above are refused). max_model_len: tokens of prompt and
-    output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint.
+    output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint. chat: the
+    model's chat template, None for a base model.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ServedModel:
     max_model_len: int
     created: int = 0
     fingerprint: str = ""
+    chat: ChatTemplate | None = None
     names: TokenNames = field(init=False, repr=False)
     segments: SegmentEncoder = field(init=False, repr=False)
 
@@ -185,11 +188,13 @@ class Intake:
         max_model_len: int | None = None,
         *,
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
+        grammar: GrammarSpec | None = None,
     ) -> CompletionOrder:
         """The order of one body.
 
         max_model_len: what the engine can hold, if it told less than the model's own.
         default_max_tokens: where neither the body nor the task says; cut to the room there is.
+        grammar: a checked one that the output must match, for a body that asks for none.
         Raises the errors of server.errors that are the client's fault (4xx).
         """
         arrival_s = time.monotonic()
@@ -207,7 +212,8 @@ class Intake:
                 f"prompt: {len(prompts)} prompts; at most {most} are allowed.", param="prompt"
             )
         sampling = self._sampling(body, task, model, num_choices, best_of, echo, default_max_tokens)
-        grammar = await self.grammars.of(body.structured_outputs, body.response_format)
+        if grammar is None:
+            grammar = await self.grammars.of(body.structured_outputs, body.response_format)
         check_with_sampling(grammar, sampling)
         speculation = self._speculation(body, task)
         prediction_ids: tuple[int, ...] = ()
@@ -434,6 +440,17 @@ class Intake:
             return SpeculationParams()
         return SpeculationParams(drafter, num_draft, own.options(), own.corpus)
 
+    def check_size(
+        self, num_bytes: int, model: ServedModel, max_tokens: int | None, room: int, at: str
+    ) -> None:
+        """Raise ContextLengthExceededError for a text that cannot fit, without tokenizing it.
+
+        No token has more bytes than the longest one.
+        """
+        at_least = num_bytes // self._longest[model.name]
+        if at_least > room:
+            raise _too_long(at, f"at least {at_least}", max_tokens, room)
+
     async def _prediction_ids(
         self, prediction: PredictionBody, model: ServedModel, room: int
     ) -> tuple[int, ...]:
@@ -453,10 +470,7 @@ class Intake:
         self, body: CompletionBody, prompt: str | list[int], model: ServedModel, room: int, at: str
     ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            # No token has more bytes than the longest one: a bound without tokenizing megabytes.
-            at_least = len(prompt.encode()) // self._longest[model.name]
-            if at_least > room:
-                raise _too_long(at, f"at least {at_least}", body.max_tokens, room)
+            self.check_size(len(prompt.encode()), model, body.max_tokens, room, at)
             ids = await self.encode(model, prompt, add_special=body.add_special_tokens is not False)
             if not ids:
                 raise InvalidRequestError(

@@ -26,6 +26,7 @@ from server.errors import (
 
 __all__ = [
     "NO_OP_FIELDS",
+    "BodyPart",
     "CompletionBody",
     "ContextMarksBody",
     "DetokenizeBody",
@@ -50,7 +51,9 @@ INT31 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
 
 
-class _Body(BaseModel):
+class BodyPart(BaseModel):
+    """Anything a client sends: strict types, nothing unknown, no NaN."""
+
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, frozen=True
     )
@@ -100,7 +103,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT31)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class StreamOptions(_Body):
+class StreamOptions(BodyPart):
     """stream_options, of OpenAI and vLLM."""
 
     include_usage: bool = False
@@ -110,21 +113,21 @@ class StreamOptions(_Body):
     )
 
 
-class SpeculationBody(_Body):
+class SpeculationBody(BodyPart):
     """How this request drafts, within the task's limits. It changes speed, never the text."""
 
     drafter: str | None = Field(None, min_length=1, max_length=64)
     max_draft_tokens: int | None = Field(None, ge=0, le=256)
 
 
-class ContextMarksBody(_Body):
+class ContextMarksBody(BodyPart):
     """Where the prompt's context lies: after the first `after`, before the next `before`."""
 
     after: str | None = Field(None, min_length=1, max_length=1000)
     before: str | None = Field(None, min_length=1, max_length=1000)
 
 
-class PredictionBody(_Body):
+class PredictionBody(BodyPart):
     """OpenAI's predicted output: text that the answer will probably repeat. It changes speed only.
 
     content: the text, or a list of text parts that are joined as they are.
@@ -134,7 +137,7 @@ class PredictionBody(_Body):
     content: Annotated[Any, WithJsonSchema(_TEXT_SCHEMA)]
 
 
-class GenerationBody(_Body):
+class GenerationBody(BodyPart):
     """What /v1/completions and /v1/chat/completions share. None is "not given": the task's or the
     server's default."""
 
@@ -195,7 +198,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(BodyPart):
     """POST /tokenize, vLLM's shape. Without a model: the server's first."""
 
     model: ModelName | None = None
@@ -204,7 +207,7 @@ class TokenizeBody(_Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(BodyPart):
     """POST /detokenize, vLLM's shape."""
 
     model: ModelName | None = None

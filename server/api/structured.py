@@ -39,6 +39,7 @@ __all__ = [
     "StructuredOutputsBody",
     "check_with_sampling",
     "grammar_of",
+    "grammar_of_schema",
 ]
 
 WHITESPACE = r" |\n[ \t]{0,24}"
@@ -138,6 +139,11 @@ def grammar_of(
     where = "response_format.json_schema.schema"
     schema = response_format.json_schema.schema_value
     return _json_schema(_ANY_OBJECT if schema is None else schema, WHITESPACE, where), where
+
+
+def grammar_of_schema(schema: Any, where: str) -> GrammarSpec:
+    """The grammar of a JSON schema that another field brings. Raises LimitExceededError."""
+    return _json_schema(schema, WHITESPACE, where)
 
 
 def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:

@@ -63,9 +63,18 @@ class TextStream:
 
     stop: the request's stop strings in UTF-8. include_stop: whether the stop string (or the text of
     the id that ended the choice) is part of the text. skip_special: whether special ids have text.
+    dropped_last: set by `finish` when the last id only ended the choice and has no text.
     """
 
-    __slots__ = ("_decode", "_include_stop", "_pending", "_prefixes", "_skip_special", "_table")
+    __slots__ = (
+        "_decode",
+        "_include_stop",
+        "_pending",
+        "_prefixes",
+        "_skip_special",
+        "_table",
+        "dropped_last",
+    )
 
     def __init__(
         self,
@@ -81,6 +90,7 @@ class TextStream:
         self._prefixes = [StopPrefix(s) for s in stop]
         self._pending = b""
         self._decode = _decoder("replace").decode
+        self.dropped_last = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids`, which do not end the choice, let go of."""
@@ -106,6 +116,7 @@ class TextStream:
         if finish_reason == "stop" and not isinstance(stop_reason, bytes):
             if token_ids and not self._include_stop:
                 token_ids = token_ids[:-1]
+                self.dropped_last = True
             stop_reason = None
         before = self._pending + self._table.join(token_ids[:-1], skip_special=self._skip_special)
         last = self._table.join(token_ids[-1:], skip_special=self._skip_special)
@@ -140,12 +151,14 @@ class CharCounter:
 
 class TokenNames:
     """Token strings for logprobs: the token's text, or "bytes:\\xe2\\x80" as OpenAI writes tokens
-    that are not UTF-8 by themselves. Names are made on first use and kept."""
+    that are not UTF-8 by themselves; in chats without the prefix, where the bytes are told beside
+    them. Names are made on first use and kept."""
 
-    __slots__ = ("_names", "_table")
+    __slots__ = ("_names", "_prefix", "_table")
 
-    def __init__(self, table: TokenBytes) -> None:
+    def __init__(self, table: TokenBytes, *, prefix: str = "bytes:") -> None:
         self._table = table
+        self._prefix = prefix
         self._names: dict[int, str] = {}
 
     def __getitem__(self, token_id: int) -> str:
@@ -155,6 +168,6 @@ class TokenNames:
             try:
                 name = data.decode()
             except UnicodeDecodeError:
-                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+                name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
             self._names[token_id] = name
         return name

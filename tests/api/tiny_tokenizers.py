@@ -37,6 +37,17 @@ def byte_level_tokenizer() -> Tokenizer:
     return Tokenizer.from_str(_byte_level_json())
 
 
+def chat_tokenizer() -> Tokenizer:
+    """The byte-level one with what chat templates write: <|im_start|>, <|im_end|>, [TOOL_CALLS] and
+    <|python_tag|> are special, <tool_call> and </tool_call> are added tokens only (as Qwen's)."""
+    tokenizer = byte_level_tokenizer()
+    special = ("<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>")
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    plain = ("<tool_call>", "</tool_call>")
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    return tokenizer
+
+
 def sentencepiece_tokenizer() -> Tokenizer:
     """As Llama 2's: "▁" for spaces, a prepended one, byte fallback, a stripped start, <s>."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}

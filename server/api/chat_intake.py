@@ -1,0 +1,279 @@
+"""A validated chat into an order: messages and tools through the model's template into ids, and the
+rest as /v1/completions takes it.
+
+A chat is a completion of its rendered prompt, so tasks, limits, sampling, drafting, structured
+outputs and seeds are those of server.api.intake; only fields' names differ, and where nothing says
+how long an answer may be, it may fill the context.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.chat_protocol import (
+    ChatBody,
+    ChosenTools,
+    chosen_tools,
+    refuse_unsupported,
+    template_messages,
+)
+from server.api.chat_template import ChatTemplate, RenderedChat
+from server.api.chat_tools import MARKERS, ForcedCall, ToolFormat, ToolReader, force_call, format_of
+from server.api.intake import CompletionOrder, Intake, ServedModel
+from server.api.protocol import INT31, CompletionBody, GenerationBody
+from server.api.structured import grammar_of_schema
+from server.api.text import TokenNames
+from server.errors import InvalidRequestError, RequestError, UnsupportedFieldError, echoed
+from server.token_bytes import TokenBytes
+from server.types import GrammarSpec
+
+__all__ = ["ChatIntake", "ChatOrder"]
+
+TEMPLATE_KWARGS: Mapping[str, type] = {
+    "date_string": str,
+    "enable_thinking": bool,
+    "preserve_thinking": bool,
+    "reasoning_effort": str,
+    "thinking": bool,
+    "tools_in_user_message": bool,
+}
+"""What chat_template_kwargs may set, where the model's template reads it."""
+
+# Fields of completions by their names in a chat, for the errors that intake raises.
+_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+_NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOrder:
+    """A POST /v1/chat/completions after intake.
+
+    order: the completion that it is. table: id -> bytes, with text for the tokens that the reading
+    of tool calls needs. names: token texts for logprobs. style: how calls are written, None when no
+    tool may be called. tools: what may be called. forced: a call that the prompt already opens.
+    service_tier: what the answer says of it, None to say nothing.
+    """
+
+    order: CompletionOrder
+    table: TokenBytes
+    names: TokenNames
+    style: ToolFormat | None
+    tools: ChosenTools
+    forced: ForcedCall | None
+    service_tier: str | None
+
+    def new_reader(self) -> ToolReader | None:
+        """The reader of one choice's text, None when no tool may be called."""
+        if self.style is None:
+            return None
+        return ToolReader(
+            self.style,
+            frozenset(self.tools.callable),
+            max_calls=None if self.tools.parallel else 1,
+            begun=self.forced is not None and self.forced.begun,
+            forced=None if self.forced is None else self.forced.name,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Talker:
+    """A model with a chat template, and what is read off it once."""
+
+    template: ChatTemplate
+    style: ToolFormat | None
+    table: TokenBytes
+    names: TokenNames
+
+
+class ChatIntake:
+    """Turns chat bodies into ChatOrders. intake: what serves the completions of the same app."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._talkers = {
+            name: _talker(model, model.chat)
+            for name, model in intake.models.items()
+            if model.chat is not None
+        }
+
+    async def order(
+        self, body: ChatBody, request_id: str, max_model_len: int | None = None
+    ) -> ChatOrder:
+        """The order of one body. Raises the errors of server.errors that are the client's fault."""
+        _, model = self._intake.find(body.model)
+        talker = self._talkers.get(model.name)
+        if talker is None:
+            raise UnsupportedFieldError(
+                f"model: {echoed(model.name)} has no chat template: it continues text, it does not "
+                "chat. Use /v1/completions.",
+                param="model",
+            )
+        refuse_unsupported(body)
+        tools = chosen_tools(body)
+        if tools.shown is not None and talker.style is None:
+            raise UnsupportedFieldError(
+                "tools: this model's chat template "
+                + (
+                    "writes calls in a way that is not read here."
+                    if talker.template.has_tools
+                    else "has no tools."
+                ),
+                param="tools",
+            )
+        forced, grammar = await self._forced(body, tools, talker)
+        room = min(model.max_model_len, max_model_len or model.max_model_len)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        chat = await self._render(body, tools, talker, "" if forced is None else forced.opening)
+        try:
+            self._intake.check_size(chat.num_bytes, model, max_tokens, room, "messages")
+            ids = await self._intake.work(lambda: talker.template.encode(chat), chat.num_bytes)
+            if not ids:
+                raise InvalidRequestError("messages: they have no tokens.", param="messages")
+            top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            order = await self._intake.completion(
+                CompletionBody.model_construct(
+                    **{name: getattr(body, name) for name in GenerationBody.model_fields},
+                    prompt=ids,
+                    max_tokens=max_tokens,
+                    best_of=None,
+                    logprobs=top_logprobs,
+                    echo=None,
+                    suffix=None,
+                    add_special_tokens=None,
+                ),
+                request_id,
+                max_model_len,
+                default_max_tokens=INT31,
+                grammar=grammar,
+            )
+        except RequestError as error:
+            raise _renamed(error, body) from None
+        return ChatOrder(
+            order=order,
+            table=talker.table if tools.callable else model.table,
+            names=talker.names,
+            style=talker.style if tools.callable else None,
+            tools=tools,
+            forced=forced,
+            service_tier=None if body.service_tier is None else "default",
+        )
+
+    async def _forced(
+        self, body: ChatBody, tools: ChosenTools, talker: _Talker
+    ) -> tuple[ForcedCall | None, GrammarSpec | None]:
+        """How a call is made certain, and the checked grammar of it."""
+        formatted = body.structured_outputs is not None or (
+            body.response_format is not None and body.response_format.type != "text"
+        )
+        if formatted and tools.callable:
+            field = "structured_outputs" if body.structured_outputs else "response_format"
+            raise UnsupportedFieldError(
+                f"{field}: cannot be combined with tools that may be called: it says what the "
+                "whole answer must match.",
+                param=field,
+            )
+        if not tools.must_call:
+            return None, None
+        if body.continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message cannot be combined with a tool_choice that forces a call.",
+                param="continue_final_message",
+            )
+        assert talker.style is not None
+        forced = force_call(talker.style, tools.callable, parallel=tools.parallel)
+        grammar = grammar_of_schema(forced.schema, "tools")
+        await self._intake.grammars.check(grammar, "tools")
+        return forced, grammar
+
+    async def _render(
+        self, body: ChatBody, tools: ChosenTools, talker: _Talker, opening: str
+    ) -> RenderedChat:
+        template = talker.template
+        with_tools = tools.shown is not None
+        variables = _variables(body, template, with_tools)
+        source = template.tool_source if with_tools else template.source
+        messages = template_messages(
+            body.messages,
+            has_developer="developer" in source,
+            has_reasoning="reasoning_content" in source,
+            has_tools=template.has_tools,
+        )
+        last = body.messages[-1]
+        continues = bool(body.continue_final_message)
+        if continues and (last.role != "assistant" or last.tool_calls):
+            raise InvalidRequestError(
+                "continue_final_message: the last message must be an assistant's text.",
+                param="continue_final_message",
+            )
+        adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        num_chars = sum(len(message["content"]) for message in messages)
+        return await self._intake.work(
+            lambda: template.render(
+                messages,
+                tools=tools.shown,
+                add_generation_prompt=adds,
+                continue_final_message=continues,
+                variables=variables,
+                opening=opening,
+            ),
+            num_chars + 64 * (len(messages) + len(tools.shown or ())),
+        )
+
+
+def _talker(model: ServedModel, template: ChatTemplate) -> _Talker:
+    style = format_of(template.tool_source) if template.has_tools else None
+    table = model.table
+    if style is not None:
+        seen = {model.tokenizer.token_to_id(marker) for marker in MARKERS[style]}
+        table = table.showing({token_id for token_id in seen if token_id is not None})
+    return _Talker(template, style, table, TokenNames(model.table, prefix=""))
+
+
+def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
+    """What the client sets in the template. Raises UnsupportedFieldError for what it ignores."""
+    variables: dict[str, Any] = {}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        at = f"chat_template_kwargs.{echoed(name, 40).strip(chr(39))}"
+        kind = TEMPLATE_KWARGS.get(name)
+        if kind is None or not template.uses(name, with_tools=with_tools):
+            known = [n for n in TEMPLATE_KWARGS if template.uses(n, with_tools=with_tools)]
+            raise UnsupportedFieldError(
+                f"{at}: this model's chat template takes {', '.join(known) or 'no arguments'}.",
+                param=at,
+            )
+        if not isinstance(value, kind) or (isinstance(value, str) and len(value) > 256):
+            told = "true or false" if kind is bool else "a string of at most 256 characters"
+            raise InvalidRequestError(f"{at}: must be {told}; got {echoed(value)}.", param=at)
+        variables[name] = value
+    effort = body.reasoning_effort
+    if effort is not None:
+        if template.uses("reasoning_effort", with_tools=with_tools):
+            variables["reasoning_effort"] = effort
+        elif effort == "none" and template.uses("enable_thinking", with_tools=with_tools):
+            variables["enable_thinking"] = False
+        elif effort != "none":
+            raise UnsupportedFieldError(
+                "reasoning_effort: this model's chat template does not read it.",
+                param="reasoning_effort",
+            )
+    return variables
+
+
+def _renamed(error: RequestError, body: ChatBody) -> RequestError:
+    """The same error with a chat's names of the fields."""
+    names = _NAMES
+    if body.max_completion_tokens is None and body.max_tokens is not None:
+        names = {**_NAMES, "max_tokens": "max_tokens"}
+    message = _NAME.sub(lambda match: names[match[0]], error.message)
+    param = error.param if error.param is None else names.get(error.param, error.param)
+    if (message, param) == (error.message, error.param):
+        return error
+    return type(error)(
+        message,
+        param=param,
+        retry_after_s=error.retry_after_s,
+        headers=error.headers,
+    )

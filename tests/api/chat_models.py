@@ -1,0 +1,140 @@
+"""Models for chat tests: one tokenizer, a template of each family, written for these tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server import token_bytes
+from server.api.chat_template import ChatTemplate
+from server.api.intake import ServedModel
+from tests.api.tiny_tokenizers import chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+TABLE = token_bytes.build(TOKENIZER)
+CONTEXT = 1024
+
+CHATML = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+HERMES = """\
+{%- if tools %}
+{{- '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n' }}{% endif %}
+{{- 'Tools:' }}
+{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{% endfor %}
+{{- '\nCall as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{{- '<|im_start|>assistant' }}
+{%- if message.content %}{{- '\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+{%- elif not (loop.first and tools and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{% endif %}
+{%- endif %}
+"""
+
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if loop.last and tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}
+{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception('an id has nine characters') }}{% endif %}
+{{- call.function | tojson }}
+{%- if not loop.last %}{{- ', ' }}{% endif %}
+{%- endfor %}
+{{- ']<|end|>' }}
+{%- elif message.role == 'assistant' %}{{- ' ' + message.content + '<|end|>' }}
+{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- raise_exception('no role ' + message.role) }}
+{%- endif %}
+{%- endfor %}
+"""
+
+LLAMA = """\
+{%- for message in messages %}
+{%- if loop.last and tools %}{{- 'Answer as {"name": ..., "parameters": ...}: ' }}
+{%- for tool in tools %}{{- tool | tojson }}{% endfor %}
+{%- endif %}
+{%- set role = 'ipython' if message.role == 'tool' else message.role %}
+{{- '<|im_start|>' + role + '\n\n' }}
+{%- if message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}' }}
+{%- else %}{{- message.content | trim }}
+{%- endif %}
+{{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{% endif %}
+"""
+
+TEMPLATES = {"chatml": CHATML, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+CONSTANTS = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
+
+
+def template(name: str) -> ChatTemplate:
+    """One of TEMPLATES, compiled."""
+    return ChatTemplate(TEMPLATES[name], TOKENIZER, constants=CONSTANTS)
+
+
+def served(name: str) -> ServedModel:
+    """A model called like its template; any other name is a base model."""
+    return ServedModel(
+        name,
+        chat_tokenizer(),
+        TABLE,
+        TABLE.vocab_size,
+        CONTEXT,
+        1_700_000_000,
+        "fp",
+        template(name) if name in TEMPLATES else None,
+    )
+
+
+def encode(text: str) -> list[int]:
+    """Ids of a text, control tokens read as such."""
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def decode(ids: Any) -> str:
+    """The text of ids, control tokens included."""
+    text: str = TOKENIZER.decode(list(ids), skip_special_tokens=False)
+    return text
+
+
+def weather(name: str = "get_weather", **extra: Any) -> dict[str, Any]:
+    """A tool."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "The weather in a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+            **extra,
+        },
+    }
