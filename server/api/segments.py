@@ -21,11 +21,7 @@ class SegmentEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        anchor: list[int] = tokenizer.encode(_ANCHOR, add_special_tokens=False).ids
-        behind: list[int] = tokenizer.encode(_ANCHOR + "a", add_special_tokens=False).ids
-        alone: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-        needs_anchor = behind[: len(anchor)] == anchor and behind[len(anchor) :] != alone
-        self._anchor_ids = anchor if needs_anchor else []
+        self._anchor_ids: list[int] | None = None  # found out when it is first needed
 
     def first(self, text: str) -> list[int]:
         """Ids of a text that starts the prompt."""
@@ -35,8 +31,17 @@ class SegmentEncoder:
     def later(self, text: str) -> list[int]:
         """Ids of a text that other text stands before."""
         anchor = self._anchor_ids
+        if anchor is None:
+            anchor = self._anchor_ids = self._find_anchor()
         if anchor and text:
-            ids: list[int] = self._tokenizer.encode(_ANCHOR + text, add_special_tokens=False).ids
+            ids = self.first(_ANCHOR + text)
             if ids[: len(anchor)] == anchor:
                 return ids[len(anchor) :]
         return self.first(text)
+
+    def _find_anchor(self) -> list[int]:
+        """The ids that are taken off again; none for a tokenizer that puts no space before."""
+        anchor, behind = self.first(_ANCHOR), self.first(_ANCHOR + "a")
+        if behind[: len(anchor)] == anchor and behind[len(anchor) :] != self.first("a"):
+            return anchor
+        return []
