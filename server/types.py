@@ -120,6 +120,8 @@ class Request:
     echo_logprobs: None, or how many top logprobs per *prompt* position are wanted (0..20): such a
         request writes the prefix cache but does not read it.
     cache_salt: mixed into the prefix-cache keys; requests with different salts share no block.
+    label_ids: the request asks for the logprobs of these ids as the first token of its output,
+        and for nothing else: max_tokens is 0 and there is one choice. It reads the prefix cache.
     report_sources: whether Deltas tell the draft source of every token.
     tenant: the API key's id, "" without keys; tenants share no block either, so that the time to a
         first token tells nobody what another has asked.
@@ -145,6 +147,7 @@ class Request:
     report_sources: bool = False
     tenant: str = ""
     grammar: GrammarSpec | None = None
+    label_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,8 @@ class Delta:
     error: a message when finish_reason is "error".
     num_cached_tokens: prompt tokens read from the prefix cache (first delta).
     queue_s: seconds between arrival and the first step (first delta).
+    label_logprobs: one per label id of the request (last delta): log-softmax of the raw logits after
+        the prompt.
     sources: when the request asked for them, one name per token: the drafter's source whose draft
         of this token was accepted, "" for a token that nothing drafted.
     """
@@ -216,6 +221,7 @@ class Delta:
     queue_s: float = 0.0
     counts: StepCounts = field(default_factory=StepCounts)
     sources: tuple[str, ...] = ()
+    label_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

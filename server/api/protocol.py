@@ -258,27 +258,28 @@ def joined_texts(content: Any, at: str, separator: str) -> str:
 _B = TypeVar("_B", bound=BaseModel)
 
 
-def validate(model: type[_B], body: dict[str, Any]) -> _B:
-    """`body` as a `model`. Raises UnknownFieldError or InvalidRequestError naming the field."""
+def validate(model: type[_B], body: dict[str, Any], at: str = "") -> _B:
+    """`body` as a `model`. Raises UnknownFieldError or InvalidRequestError naming the field.
+
+    at: where the object lies in the body ("questions[3]"), for the error's param.
+    """
     unknown = [key for key in body if key not in model.model_fields]
     if unknown:
         names = ", ".join(echoed(key, 40) for key in unknown[:3])
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UnknownFieldError(
             f"Unknown field{'s' if len(unknown) > 1 else ''}: {names}{more}.",
-            param=echoed(unknown[0], 64).strip("'"),
+            param=(f"{at}." if at else "") + echoed(unknown[0], 64).strip("'"),
         )
     try:
         return model.model_validate(body)
     except ValidationError as error:
         # The first one is enough, and a list of 10^5 wrong items must not become a page of errors.
-        raise _invalid(
-            model, error.errors(include_url=False, include_input=False)[0], body
-        ) from None
+        raise _invalid(error.errors(include_url=False, include_input=False)[0], body, at) from None
 
 
-def _invalid(model: type[BaseModel], problem: ErrorDetails, body: Mapping[str, Any]) -> Exception:
-    param = ""
+def _invalid(problem: ErrorDetails, body: Mapping[str, Any], at: str) -> Exception:
+    param = at
     value: Any = body
     for part in problem["loc"]:
         if isinstance(part, int):

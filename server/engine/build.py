@@ -23,11 +23,13 @@ _NO_MASKS = np.empty((0, 0), np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one item's results lie: its root draw, and its scores [score, score + num_scores)."""
+    """Where one item's results lie: its root draw, its scores [score, score + num_scores), and
+    right after them the scores of its num_labels label ids."""
 
     draw: int
     score: int
     num_scores: int
+    num_labels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,11 @@ def build_batch(
 
         root_row, root = r + num - 1, start + num - 1
         draw = len(draw_rows)
-        spans.append(Span(draw, first_score, num_scores))
+        labels = sequence.request.label_ids if item.draws else ()
+        score_rows.extend([root_row] * len(labels))
+        score_targets.extend(labels)
+        score_top.extend([0] * len(labels))
+        spans.append(Span(draw, first_score, num_scores, len(labels)))
         r += num
         if not item.draws or sequence.rules.max_output == 0:
             continue

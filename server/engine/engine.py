@@ -228,7 +228,7 @@ class Engine:
         leader = sequences[0]
         leader.siblings = sequences[1:]
         self._open[request.request_id] = sequences
-        if leader.rules.max_output == 0 and not leader.scores_prompt:
+        if leader.rules.max_output == 0 and not (leader.scores_prompt or request.label_ids):
             for sequence in list(sequences):  # nothing to compute
                 sequence.num_cached_tokens = 0
                 self._finish(sequence, "length")
@@ -391,6 +391,10 @@ class Engine:
                 self.scheduler.publish(sequence)
             elif sequence.rules.max_output == 0:
                 self.scheduler.publish(sequence)
+                first = span.score + span.num_scores
+                sequence.label_logprobs = tuple(
+                    drawn.score_logprobs[first : first + span.num_labels].tolist()
+                )
                 for choice in (*sequence.siblings, sequence):
                     choice.prompt_logprobs = sequence.prompt_logprobs
                     choice.num_cached_tokens = sequence.num_cached_tokens
@@ -630,6 +634,11 @@ class Engine:
             return "a request needs a prompt and at least one choice", "invalid_value"
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.info.vocab_size:
             return "a prompt id lies outside the vocabulary", "invalid_value"
+        if request.label_ids:
+            if request.sampling.max_tokens > 0 or request.num_choices > 1:
+                return "label ids go with max_tokens 0 and one choice", "invalid_value"
+            if min(request.label_ids) < 0 or max(request.label_ids) >= self.info.vocab_size:
+                return "a label id lies outside the vocabulary", "invalid_value"
         limit = self.info.max_model_len
         if num_prompt > limit or (num_prompt == limit and request.sampling.max_tokens > 0):
             return f"the prompt has {num_prompt} tokens, the model {limit}", (
@@ -717,6 +726,7 @@ class Engine:
             queue_s=queue_s,
             counts=counts,
             sources=sources,
+            label_logprobs=sequence.label_logprobs,
         )
 
     def _finish(

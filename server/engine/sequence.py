@@ -66,6 +66,7 @@ class Sequence:
         "has_spoken",
         "ids",
         "keys",
+        "label_logprobs",
         "logprobs",
         "matcher",
         "no_draft_reason",
@@ -161,6 +162,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = (
             [None] if request.echo_logprobs is not None else []
         )
+        self.label_logprobs: tuple[float, ...] = ()
         self.counts = _NO_COUNTS
         self.has_spoken = False  # its first Delta went out
         self.first_step_s = 0.0

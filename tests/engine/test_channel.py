@@ -40,6 +40,7 @@ REQUEST = Request(
     priority=-1,
     arrival_s=12.5,
     report_sources=True,
+    label_ids=(4, 9),
 )
 DELTA = Delta(
     "r-1",
@@ -53,6 +54,7 @@ DELTA = Delta(
     queue_s=0.25,
     counts=StepCounts(1, 1, 4, 1, (1,), (1,), (("prompt", 4, 1),), ""),
     sources=("prompt", ""),
+    label_logprobs=(-0.5, -2.0),
 )
 
 

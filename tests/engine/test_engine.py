@@ -295,6 +295,34 @@ def test_max_tokens_0_scores_the_prompt_and_draws_nothing() -> None:
     assert all(lp is None or len(lp.top) == 2 for lp in a.prompt_logprobs)
 
 
+def test_labels_are_scored_at_the_prompt_s_end_and_read_the_prefix_cache() -> None:
+    def score(request: Request, engine: Engine) -> Delta:
+        engine.submit(request)
+        (delta,) = _finish(engine)[request.request_id]
+        assert (delta.finish_reason, delta.token_ids) == ("length", ())
+        return delta
+
+    prompt, labels = [2, 5, 3, 4, 9, 6, 7, 3, 11, 4], (3, 12, 0, 3)
+    nothing = {"max_tokens": 0}
+    engine, runner = _engine(prefill_rows=4)
+    first = score(_request("a", prompt, label_ids=labels, sampling=nothing), engine)
+    # Echoing the prompt with one label appended tells the same logprob, id by id.
+    for label, logprob in zip(labels, first.label_logprobs, strict=True):
+        echo = score(
+            _request("e", [*prompt, label], echo_logprobs=0, sampling=nothing), _engine()[0]
+        )
+        assert echo.prompt_logprobs[-1] is not None
+        assert logprob == echo.prompt_logprobs[-1].logprob
+    rows = runner.num_rows
+    again = score(_request("b", prompt, label_ids=labels, sampling=nothing), engine)
+    assert again.label_logprobs == first.label_logprobs
+    assert again.num_cached_tokens == 8 and runner.num_rows == rows + 2
+    for wrong in ({"label_ids": (99,), "sampling": nothing}, {"label_ids": (1,)}):
+        engine.submit(_request("c", **wrong))
+        (refused,) = engine.take_deltas()
+        assert refused.error_code == "invalid_value"
+
+
 # -- speculation -------------------------------------------------------------------------------
 
 
