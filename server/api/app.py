@@ -57,6 +57,8 @@ from server.api.chat_intake import ChatIntake
 from server.api.chat_protocol import ChatBody
 from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
+from server.api.decision_body import DecisionBody
+from server.api.decisions import DecisionIntake, DecisionRun
 from server.api.gate import CLIENT_GONE, Gate, error_response
 from server.api.intake import CompletionOrder, Intake, ServedModel
 from server.api.keys import ApiKey, Visit
@@ -90,6 +92,7 @@ def create_app(
 ) -> FastAPI:
     """The application. It owns nothing but its tokenizing threads; see the top of this file."""
     intake = Intake(tasks=tasks, models=models, drafters=drafters, limits=config.limits)
+    decisions = DecisionIntake(intake, config.limits.max_request_tokens)
     routes: dict[str, str] = {}
 
     @contextlib.asynccontextmanager
@@ -204,6 +207,24 @@ def create_app(
         _, model = find(request, body.model)
         order = await chats.order(body, f"chatcmpl-{secrets.token_hex(12)}", context_of(model))
         return await answer(request, order.order, chat_events, chat_object, order)
+
+    # --- decisions ---
+
+    @app.post("/v1/decisions", **_documented(DecisionBody, "Typed questions about an input"))
+    async def decide(request: HttpRequest) -> Response:
+        body = protocol.validate(DecisionBody, await body_of(request))
+        _, model = find(request, body.model)
+        order = await decisions.order(body, f"dec-{secrets.token_hex(12)}", context_of(model))
+        visit = visit_of(request)
+        run = DecisionRun(order, lambda requests: visit.submit(client, requests))
+        async with DisconnectWatch(request.receive, run.abort) as watch:
+            try:
+                answer = await run.answer()
+            finally:
+                run.abort()
+        if watch.gone:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(answer)
 
     # --- models ---
 

@@ -20,11 +20,23 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_LEVELS",
     "MAX_QUESTIONS",
+    "AssistantMessage",
+    "CallOutput",
     "ChoiceQuestion",
+    "CustomToolCall",
     "DecisionBody",
+    "FunctionCall",
+    "InputJson",
+    "InputText",
+    "InstructionMessage",
+    "Item",
+    "OutputText",
+    "Part",
     "PredicateQuestion",
     "Question",
+    "Refusal",
     "ScoreQuestion",
+    "UserMessage",
     "items_of",
     "parts_of",
     "questions_of",
@@ -48,39 +60,54 @@ class _Strict(BaseModel):
 
 Name = Annotated[str, Field(max_length=512)]
 Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
+Description = Annotated[str, Field(max_length=65_536)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _Breakpoint(_Strict):
+_DATA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
+
+
+class CacheBreakpoint(_Strict):
+    """A mark of the prompt cache; changes nothing here."""
+
     mode: Literal["explicit"]
 
 
-class _Text(_Strict):
+class InputText(_Strict):
+    """A text."""
+
     type: Literal["input_text"]
     text: str
-    prompt_cache_breakpoint: _Breakpoint | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class _Json(_Strict):
+class InputJson(_Strict):
+    """A JSON object, or a list of them, shown as compact JSON."""
+
     type: Literal["input_json"]
-    data: dict[str, Any] | list[dict[str, Any]]
+    data: Annotated[Any, WithJsonSchema(_DATA_SCHEMA)]
 
 
-class _OutputText(_Strict):
+class OutputText(_Strict):
+    """A text that an assistant wrote."""
+
     type: Literal["output_text"]
     text: str
 
 
-class _Refusal(_Strict):
+class Refusal(_Strict):
+    """A refusal that an assistant wrote."""
+
     type: Literal["refusal"]
     refusal: str
 
 
+Part = InputText | InputJson | OutputText | Refusal
 _PARTS: dict[str, type[BaseModel]] = {
-    "input_text": _Text,
-    "input_json": _Json,
-    "output_text": _OutputText,
-    "refusal": _Refusal,
+    "input_text": InputText,
+    "input_json": InputJson,
+    "output_text": OutputText,
+    "refusal": Refusal,
 }
 
 
@@ -110,31 +137,39 @@ def schema_of(model: Any) -> dict[str, Any]:
 
 
 # Parts are looked at one by one (parts_of): a union would report an error for every member.
-InputContent = Annotated[Any, WithJsonSchema(_parts_schema(_Text, _Json))]
-TextContent = Annotated[Any, WithJsonSchema(_parts_schema(_Text))]
-OutputContent = Annotated[Any, WithJsonSchema(_parts_schema(_OutputText, _Refusal))]
+InputContent = Annotated[Any, WithJsonSchema(_parts_schema(InputText, InputJson))]
+TextContent = Annotated[Any, WithJsonSchema(_parts_schema(InputText))]
+OutputContent = Annotated[Any, WithJsonSchema(_parts_schema(OutputText, Refusal))]
 
 
-class _Message(_Strict):
+class UserMessage(_Strict):
+    """What a user said."""
+
     role: Literal["user"]
     content: InputContent
     type: Literal["message"] = "message"
 
 
-class _Instruction(_Strict):
+class InstructionMessage(_Strict):
+    """What a developer or the system said."""
+
     role: Literal["developer", "system"]
     content: TextContent
     type: Literal["message"] = "message"
 
 
-class _Answer(_Strict):
+class AssistantMessage(_Strict):
+    """What an assistant said."""
+
     role: Literal["assistant"]
     content: OutputContent
     phase: Literal["commentary", "final_answer"] | None = None
     type: Literal["message"] = "message"
 
 
-class _FunctionCall(_Strict):
+class FunctionCall(_Strict):
+    """A call of a function."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -144,7 +179,9 @@ class _FunctionCall(_Strict):
     status: Status | None = None
 
 
-class _ToolCall(_Strict):
+class CustomToolCall(_Strict):
+    """A call of a custom tool."""
+
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -154,7 +191,9 @@ class _ToolCall(_Strict):
     status: Status | None = None
 
 
-class _CallOutput(_Strict):
+class CallOutput(_Strict):
+    """What a call gave; call_id names a call before it."""
+
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: TextContent
@@ -162,17 +201,20 @@ class _CallOutput(_Strict):
     status: Status | None = None
 
 
+Item = (
+    UserMessage | InstructionMessage | AssistantMessage | FunctionCall | CustomToolCall | CallOutput
+)
 _ROLES: dict[str, type[BaseModel]] = {
-    "user": _Message,
-    "developer": _Instruction,
-    "system": _Instruction,
-    "assistant": _Answer,
+    "user": UserMessage,
+    "developer": InstructionMessage,
+    "system": InstructionMessage,
+    "assistant": AssistantMessage,
 }
 _CALLS: dict[str, type[BaseModel]] = {
-    "function_call": _FunctionCall,
-    "custom_tool_call": _ToolCall,
-    "function_call_output": _CallOutput,
-    "custom_tool_call_output": _CallOutput,
+    "function_call": FunctionCall,
+    "custom_tool_call": CustomToolCall,
+    "function_call_output": CallOutput,
+    "custom_tool_call_output": CallOutput,
 }
 
 
@@ -191,7 +233,7 @@ class ChoiceOption(_Strict):
     """One option of a choice."""
 
     value: Annotated[Any, WithJsonSchema(_VALUE_SCHEMA)]
-    description: Name | None = None
+    description: Description | None = None
 
 
 class ChoiceQuestion(_Strict):
@@ -207,7 +249,7 @@ class ScoreLevel(_Strict):
     """One level of a score."""
 
     label: Label
-    description: Name | None = None
+    description: Description | None = None
 
 
 class ScoreQuestion(_Strict):
@@ -235,7 +277,7 @@ _INPUT_SCHEMA = {
             "items": {
                 "anyOf": [
                     schema_of(kind)
-                    for kind in (*_ROLES.values(), _FunctionCall, _ToolCall, _CallOutput)
+                    for kind in (*_ROLES.values(), FunctionCall, CustomToolCall, CallOutput)
                 ]
             },
         },
@@ -249,7 +291,9 @@ _QUESTIONS_SCHEMA = {
 }
 
 
-class _CacheOptions(_Strict):
+class CacheOptions(_Strict):
+    """Options of the prompt cache; change nothing here."""
+
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
 
@@ -261,7 +305,7 @@ class DecisionBody(_Strict):
     input: Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
     questions: Annotated[Any, WithJsonSchema(_QUESTIONS_SCHEMA)]
     prompt_cache_key: str | None = None
-    prompt_cache_options: _CacheOptions | None = None
+    prompt_cache_options: CacheOptions | None = None
     safety_identifier: str | None = None
 
 
@@ -315,7 +359,7 @@ def questions_of(questions: Any) -> list[Question]:
     return checked
 
 
-def items_of(items: Any) -> list[BaseModel] | str:
+def items_of(items: Any) -> list[Item] | str:
     """The input of a body, checked: a text, or its items. Raises InvalidRequestError."""
     if isinstance(items, str) and items:
         return items
@@ -328,16 +372,18 @@ def items_of(items: Any) -> list[BaseModel] | str:
         raise LimitExceededError(
             f"input: at most {MAX_ITEMS} items; got {len(items)}.", param="input"
         )
-    checked: list[BaseModel] = []
+    checked: list[Item] = []
     calls: set[str] = set()
     for i, value in enumerate(items):
         at = f"input[{i}]"
         kind = value.get("type") if isinstance(value, dict) else None
         is_call = isinstance(kind, str) and kind in _CALLS
-        item = _one_of(_CALLS if is_call else _ROLES, "type" if is_call else "role", value, at)
-        if isinstance(item, (_FunctionCall, _ToolCall)):
+        item: Item = _one_of(
+            _CALLS if is_call else _ROLES, "type" if is_call else "role", value, at
+        )
+        if isinstance(item, (FunctionCall, CustomToolCall)):
             calls.add(item.call_id)
-        elif isinstance(item, _CallOutput) and item.call_id not in calls:
+        elif isinstance(item, CallOutput) and item.call_id not in calls:
             raise InvalidRequestError(
                 f"{at}.call_id: no call before it has this id.", param=f"{at}.call_id"
             )
@@ -345,7 +391,7 @@ def items_of(items: Any) -> list[BaseModel] | str:
     return checked
 
 
-def parts_of(content: Any, allowed: Sequence[str], at: str) -> list[BaseModel] | str:
+def parts_of(content: Any, allowed: Sequence[str], at: str) -> list[Part] | str:
     """A content field: a text, or parts of the allowed types. Raises InvalidRequestError."""
     if isinstance(content, str):
         return content

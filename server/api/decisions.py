@@ -1,76 +1,44 @@
 """POST /v1/decisions: typed questions about an input, answered from the first token's logits.
 
-Every question becomes one prompt (the input, then the question, then "Answer:") and one Request
-that asks the engine for the logprobs of its labels as the next token, and for no text. The answer
-is the softmax over the labels. The input comes first in every prompt, so that the prefix cache
-holds it: the first question is computed alone, the others follow in batches and read it.
+Every question becomes one prompt and one Request that asks the engine for the logprobs of its
+labels as the next token, and for no text. The answer is the softmax over the labels. The input
+comes first in every prompt, so that the prefix cache holds it: the first question is computed
+alone, the others follow in batches and read it.
 
-Labels are the options themselves where their first tokens differ, in which case the option's
-probability is that of its first token; else the options are lettered A, B, ... and the letters are
-the labels. `confidence` is 1 when one option has all the probability and 0 when all have the same:
-(n p - 1) / (n - 1) for the highest p of n. A score is the expected level, counted from 0.
+`confidence` is 1 when one option has all the probability and 0 when all have the same:
+(n p - 1) / (n - 1) for the highest p of n. A score is the expected level, counted from 0. A
+refusal is never an answer here.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import string
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from server.api.client import Submission
 from server.api.decision_body import (
-    MAX_JSON_BYTES,
-    MAX_JSON_DEPTH,
-    MAX_JSON_VALUES,
     ChoiceQuestion,
     DecisionBody,
     PredicateQuestion,
     Question,
-    items_of,
-    parts_of,
     questions_of,
 )
+from server.api.decision_prompt import Labeller, input_text, options_of, question_text
 from server.api.intake import Intake, ServedModel
 from server.api.usage import RequestAccount
-from server.errors import (
-    ContextLengthExceededError,
-    InvalidRequestError,
-    LimitExceededError,
-    TailorError,
-    UnsupportedFieldError,
-)
+from server.errors import ContextLengthExceededError, EngineError, LimitExceededError
 from server.types import Request, SamplingParams
 
-__all__ = ["DecisionIntake", "DecisionOrder", "DecisionRun"]
+__all__ = ["DecisionIntake", "DecisionOrder", "DecisionRun", "probabilities_of"]
 
 MAX_WAVE_QUESTIONS = 64
-MAX_WAVE_LABELS = 1024
+MAX_WAVE_LABELS = 512
 """Questions and labels that are in the engine at once: a label costs a row of logits there."""
 
-_TAILS = (("\nAnswer:", " "), ("\nAnswer: ", ""))
-"""How a prompt may end, and what then stands before a label. The first one that has labels."""
-
 SubmitFunction = Callable[[Sequence[Request]], Submission]
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """How the options of a question are told apart: shown[i] in the prompt, token_ids[i] after it.
-
-    lettered: the options are shown as "A. option" and answered by their letters.
-    """
-
-    tail: str
-    lettered: bool
-    shown: tuple[str, ...]
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +51,12 @@ class DecisionOrder:
 
 
 class DecisionIntake:
-    """Turns bodies into DecisionOrders. Keeps each model's letters once they are known."""
+    """Turns bodies into DecisionOrders. Keeps each model's Labeller."""
 
     def __init__(self, intake: Intake, max_request_tokens: int) -> None:
         self._intake = intake
         self._max_request_tokens = max_request_tokens
-        self._letters: dict[str, list[tuple[str, list[tuple[str, int]]]]] = {}
+        self._labellers: dict[str, Labeller] = {}
 
     async def order(
         self, body: DecisionBody, request_id: str, max_model_len: int | None = None
@@ -101,34 +69,63 @@ class DecisionIntake:
         if task.limits.max_prompt_tokens is not None:
             room = min(room, task.limits.max_prompt_tokens)
         questions = questions_of(body.questions)
-        shared = _input_text(body.input)
-        prompts = []
-        for i, question in enumerate(questions):
-            labels = self._labels(model, _options(question), f"questions[{i}]")
-            text = f"{shared}\n\n{_question_text(question, labels, i)}"
-            prompts.append((labels, text))
-        at_least = [intake.least_tokens(model, text) for _, text in prompts]
-        self._check_total(sum(at_least))
-        requests = []
-        for i, (labels, text) in enumerate(prompts):
-            if at_least[i] > room:
-                raise _too_long(i, f"at least {at_least[i]}", room)
-            ids = await intake.encode(model, text, add_special=True)
+        shared = input_text(body.input)
+        # The texts of all questions together must be bounded before they are made.
+        self._check(intake.least_tokens(model, shared), len(questions), room)
+
+        def encode() -> list[tuple[list[int], tuple[int, ...]]]:
+            num_shared = len(_encode(model, [shared])[0])
+            self._check(num_shared, len(questions), room)
+            labeller = self._labeller(model)
+            texts, labels = [], []
+            for i, question in enumerate(questions):
+                at = f"questions[{i}]"
+                found = labeller.labels(options_of(question), at)
+                texts.append(f"{shared}\n\n{question_text(question, found, at)}")
+                labels.append(found.token_ids)
+            return list(zip(_encode(model, texts, add_special=True), labels, strict=True))
+
+        num_chars = len(shared) * len(questions) + sum(
+            len(question.model_dump_json()) for question in questions
+        )
+        prompts = await intake.off_loop(encode, num_chars)
+        for i, (ids, _) in enumerate(prompts):
             if len(ids) > room:
-                raise _too_long(i, str(len(ids)), room)
-            requests.append(
-                Request(
-                    request_id=f"{request_id}-{i}",
-                    task=task.name,
-                    model=model.name,
-                    prompt_ids=tuple(ids),
-                    sampling=SamplingParams(temperature=0.0, max_tokens=0),
-                    arrival_s=arrival_s,
-                    label_ids=labels.token_ids,
+                raise ContextLengthExceededError(
+                    f"questions[{i}]: the context holds {room} tokens, but input and question have "
+                    f"{len(ids)}. Nothing is truncated.",
+                    param="input",
                 )
+        self._check_total(sum(len(ids) for ids, _ in prompts))
+        requests = [
+            Request(
+                request_id=f"{request_id}-{i}",
+                task=task.name,
+                model=model.name,
+                prompt_ids=tuple(ids),
+                sampling=SamplingParams(temperature=0.0, max_tokens=0),
+                arrival_s=arrival_s,
+                label_ids=label_ids,
             )
-        self._check_total(sum(len(request.prompt_ids) for request in requests))
+            for i, (ids, label_ids) in enumerate(prompts)
+        ]
         return DecisionOrder(body.model, tuple(questions), tuple(requests))
+
+    def _labeller(self, model: ServedModel) -> Labeller:
+        labeller = self._labellers.get(model.name)
+        if labeller is None:
+            labeller = Labeller(lambda texts: _encode(model, texts))
+            self._labellers[model.name] = labeller
+        return labeller
+
+    def _check(self, num_shared: int, num_questions: int, room: int) -> None:
+        if num_shared > room:
+            raise ContextLengthExceededError(
+                f"input: the context holds {room} tokens, but the input has {num_shared} or more. "
+                "Nothing is truncated.",
+                param="input",
+            )
+        self._check_total(num_shared * num_questions)
 
     def _check_total(self, num_tokens: int) -> None:
         if num_tokens > self._max_request_tokens:
@@ -138,168 +135,12 @@ class DecisionIntake:
                 param="questions",
             )
 
-    def _labels(self, model: ServedModel, options: Sequence[str], at: str) -> Labels:
-        for tail, gap in _TAILS:
-            ids = [_first_token(model, tail, gap + option) for option in options]
-            if len(set(ids)) == len(ids) and None not in ids:
-                return Labels(tail, False, tuple(options), tuple(i for i in ids if i is not None))
-        if model.name not in self._letters:
-            self._letters[model.name] = [
-                (tail, list(_letters(model, tail, gap))) for tail, gap in _TAILS
-            ]
-        for tail, letters in self._letters[model.name]:
-            if len(letters) >= len(options):
-                chosen = letters[: len(options)]
-                shown = (
-                    f"{letter}. {option}"
-                    for (letter, _), option in zip(chosen, options, strict=True)
-                )
-                return Labels(tail, True, tuple(shown), tuple(token for _, token in chosen))
-        most = max(len(letters) for _, letters in self._letters[model.name])
-        raise UnsupportedFieldError(
-            f"{at}: the tokenizer of this model can tell {most} options apart, not {len(options)}.",
-            param=at,
-        )
 
-
-def _too_long(i: int, num_tokens: str, room: int) -> ContextLengthExceededError:
-    return ContextLengthExceededError(
-        f"questions[{i}]: the context holds {room} tokens, but input and question have "
-        f"{num_tokens}. Nothing is truncated.",
-        param="input",
-    )
-
-
-def _ids(model: ServedModel, text: str) -> list[int]:
-    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
-
-
-def _first_token(model: ServedModel, tail: str, label: str) -> int | None:
-    """The id that the label begins with after the tail; None where it changes the tail's ids."""
-    before = _ids(model, tail)
-    after = _ids(model, tail + label[:64])
-    if after[: len(before)] != before or len(after) == len(before):
-        return None
-    return after[len(before)]
-
-
-def _letters(model: ServedModel, tail: str, gap: str) -> Iterator[tuple[str, int]]:
-    """Up to 255 labels of one token each, all different: A to Z, then AA, AB, ..."""
-    before = _ids(model, tail)
-    seen: set[int] = set()
-    capitals = string.ascii_uppercase
-    names = itertools.chain(capitals, map("".join, itertools.product(capitals, repeat=2)))
-    for name in names:
-        after = _ids(model, tail + gap + name)
-        if len(after) == len(before) + 1 and after[:-1] == before and after[-1] not in seen:
-            seen.add(after[-1])
-            yield name, after[-1]
-        if len(seen) == 255:
-            return
-
-
-# --- the prompt -----------------------------------------------------------------------------------
-
-
-def _options(question: Question) -> list[str]:
-    if isinstance(question, PredicateQuestion):
-        return ["Yes", "No"]
-    if isinstance(question, ChoiceQuestion):
-        return [
-            ("true" if option.value else "false")
-            if isinstance(option.value, bool)
-            else option.value.strip() or repr(option.value)
-            for option in question.choices
-        ]
-    return [level.label.strip() or repr(level.label) for level in question.levels]
-
-
-def _question_text(question: Question, labels: Labels, i: int) -> str:
-    instructions = _content_text(
-        question.instructions, ("input_text", "input_json"), f"questions[{i}].instructions"
-    )
-    if isinstance(question, PredicateQuestion):
-        told = "Is this statement true?"
-        if labels.lettered:
-            told += "\n" + "\n".join(labels.shown)
-        lines = [f"Statement: {instructions}", told]
-        answer = "the letter of one option" if labels.lettered else "Yes or No"
-    else:
-        is_choice = isinstance(question, ChoiceQuestion)
-        members: Sequence[Any] = question.choices if is_choice else question.levels  # type: ignore[union-attr]
-        head = "Options:" if is_choice else "Levels, from the lowest to the highest:"
-        bullet = "" if labels.lettered else "- "
-        lines = [instructions, head]
-        for shown, member in zip(labels.shown, members, strict=True):
-            told = f": {member.description}" if member.description else ""
-            lines.append(f"{bullet}{shown}{told}")
-        what = "option" if is_choice else "level"
-        answer = f"the letter of one {what}" if labels.lettered else f"one {what}"
-    return "\n".join([*lines, f"Answer with {answer}."]) + labels.tail
-
-
-def _content_text(content: Any, allowed: Sequence[str], at: str) -> str:
-    parts = parts_of(content, allowed, at)
-    if isinstance(parts, str):
-        return parts
-    return "\n".join(_part_text(part, f"{at}[{i}]") for i, part in enumerate(parts))
-
-
-def _part_text(part: BaseModel, at: str) -> str:
-    data = getattr(part, "data", None)
-    if data is None:
-        text: str = getattr(part, "text", None) or getattr(part, "refusal", "")
-        return text
-    if _depth_and_count(data)[0] > MAX_JSON_DEPTH or _depth_and_count(data)[1] > MAX_JSON_VALUES:
-        raise LimitExceededError(
-            f"{at}.data: at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.",
-            param=f"{at}.data",
-        )
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    if len(text.encode()) > MAX_JSON_BYTES:
-        raise LimitExceededError(
-            f"{at}.data: at most {MAX_JSON_BYTES} bytes as compact JSON.", param=f"{at}.data"
-        )
-    return text
-
-
-def _depth_and_count(value: Any) -> tuple[int, int]:
-    """Container levels and values of a JSON value; the body's own depth is bounded already."""
-    if isinstance(value, dict):
-        inner = [_depth_and_count(item) for item in value.values()]
-    elif isinstance(value, list):
-        inner = [_depth_and_count(item) for item in value]
-    else:
-        return 0, 1
-    return 1 + max((d for d, _ in inner), default=0), 1 + sum(n for _, n in inner)
-
-
-def _input_text(given: Any) -> str:
-    """The input as one text: a single user message is its content, several items are labelled."""
-    items = items_of(given)
-    if isinstance(items, str):
-        return items
-    told = []
-    for i, item in enumerate(items):
-        at = f"input[{i}]"
-        kind, role = getattr(item, "type", "message"), getattr(item, "role", "")
-        if kind == "message":
-            allowed = {"user": ("input_text", "input_json"), "assistant": ("output_text", "refusal")}
-            content = getattr(item, "content", "")
-            text = _content_text(content, allowed.get(role, ("input_text",)), f"{at}.content")
-            told.append(text if len(items) == 1 and role == "user" else f"{role.title()}: {text}")
-        elif kind.endswith("_output"):
-            text = _content_text(getattr(item, "output", ""), ("input_text",), f"{at}.output")
-            told.append(f"Result: {text}")
-        else:
-            name, space = getattr(item, "name", ""), getattr(item, "namespace", None)
-            given_to = getattr(item, "arguments", None) or getattr(item, "input", "")
-            told.append(f"Call: {f'{space}.' if space else ''}{name}({given_to})")
-    text = "\n\n".join(told)
-    if not text.strip():
-        raise InvalidRequestError("input: there is no text in it.", param="input")
-    return text
+def _encode(
+    model: ServedModel, texts: Sequence[str], *, add_special: bool = False
+) -> list[list[int]]:
+    # Not encode_batch: its threads would take the cores that the engine computes on.
+    return [model.tokenizer.encode(text, add_special_tokens=add_special).ids for text in texts]
 
 
 # --- the answers ----------------------------------------------------------------------------------
@@ -379,10 +220,10 @@ def _waves(requests: Sequence[Request]) -> Iterator[list[Request]]:
 
 
 def probabilities_of(logprobs: Sequence[float]) -> list[float]:
-    """The softmax over the labels alone, in double precision. Raises TailorError for NaN."""
+    """The softmax over the labels alone, in double precision. Raises EngineError for NaN."""
     highest = max(logprobs, default=math.nan)
     if not math.isfinite(highest):
-        raise TailorError("The model produced no probabilities for this question.")
+        raise EngineError("The model produced no probabilities for this question.")
     weights = [math.exp(value - highest) for value in logprobs]
     total = math.fsum(weights)
     return [weight / total for weight in weights]

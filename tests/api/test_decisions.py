@@ -1,0 +1,299 @@
+"""POST /v1/decisions over a real socket: OpenAI's types, our arithmetic, a model's own numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from server.api.client import EngineSpec
+from server.api.decision_body import DecisionBody, questions_of
+from server.api.decision_prompt import Labeller, input_text, options_of, question_text
+from server.api.decisions import DecisionIntake, probabilities_of
+from server.api.intake import Intake
+from server.config import LimitsConfig
+from server.engine.engine import Engine, EngineSettings
+from server.engine.host import start_thread
+from server.types import Delta, Request
+from tests.api.live import TOKENIZER, LiveServer, served
+from tests.api.tiny_tokenizers import sentencepiece_tokenizer
+from tests.fakes.scripted_engine import ScriptedEngine
+
+PREDICATE = {"type": "predicate", "instructions": "The customer is angry.", "name": "angry"}
+CHOICE = {
+    "type": "choice",
+    "instructions": "Which team?",
+    "choices": [{"value": "sales"}, {"value": "billing", "description": "money"}, {"value": True}],
+}
+SCORE = {
+    "type": "score",
+    "instructions": "How urgent?",
+    "levels": [{"label": "low"}, {"label": "mid"}, {"label": "high", "description": "now"}],
+    "name": "urgency",
+}
+
+
+def scoring(*logprobs: float) -> Any:
+    """A script that answers every question with these label logprobs."""
+
+    def script(request: Request) -> list[list[Delta]]:
+        values = tuple(logprobs[: len(request.label_ids)])
+        delta = Delta(request.request_id, 0, (), finish_reason="length", label_logprobs=values)
+        return [[delta]]
+
+    return script
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(scoring(-1.0, -2.0, -4.0), max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
+    with LiveServer([engine]) as live:
+        yield live
+
+
+def ask(server: LiveServer, *questions: Any, given: Any = "hi", **more: Any) -> Any:
+    body = {"model": "tiny", "input": given, "questions": list(questions), **more}
+    return server.post("/v1/decisions", **body)
+
+
+def test_the_openai_client_gets_typed_answers(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.submitted.clear()
+    decision = server.openai().decisions.create(
+        model="tiny", input="The parcel is late.", questions=[PREDICATE, CHOICE, SCORE],  # type: ignore[list-item]
+        prompt_cache_key="k", prompt_cache_options={"mode": "implicit", "ttl": "30m"},
+        safety_identifier="me",
+    )  # fmt: skip
+    predicate, choice, score = decision.answers
+    assert isinstance(predicate, openai.types.decision.AnswerAnswerResourcePredicate)
+    weights = [math.exp(-1), math.exp(-2), math.exp(-4)]
+    assert predicate.name == "angry"
+    assert predicate.probability == pytest.approx(weights[0] / sum(weights[:2]), rel=1e-12)
+    chances = [w / sum(weights) for w in weights]
+    assert isinstance(choice, openai.types.decision.AnswerAnswerResourceChoice)
+    assert (choice.choice, choice.name) == ("sales", None)
+    assert [p.value for p in choice.probabilities] == ["sales", "billing", True]
+    assert [p.probability for p in choice.probabilities] == pytest.approx(chances)
+    assert choice.confidence == pytest.approx((3 * chances[0] - 1) / 2)
+    assert isinstance(score, openai.types.decision.AnswerAnswerResourceScore)
+    assert score.score == pytest.approx(chances[1] + 2 * chances[2])
+    assert [(p.label, p.value) for p in score.probabilities] == [
+        ("low", 0),
+        ("mid", 1),
+        ("high", 2),
+    ]
+    num = sum(len(request.prompt_ids) for request in engine.submitted)
+    assert decision.usage.input_tokens == decision.usage.total_tokens == num
+    assert decision.usage.output_tokens == 0 and decision.model == "tiny"
+    assert server.sample("tailor_prompt_tokens_total") >= num
+
+
+def test_one_request_a_question_and_the_first_one_alone(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.submitted.clear()
+    before = engine.num_steps
+    assert ask(server, *[PREDICATE] * 9).status_code == 200
+    assert len(engine.submitted) == 9
+    assert 2 <= engine.num_steps - before <= 9
+    assert all(r.sampling.max_tokens == 0 and r.num_choices == 1 for r in engine.submitted)
+
+
+def test_the_prompt_shows_input_question_and_options() -> None:
+    labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
+    (question,) = questions_of([{**CHOICE, "choices": [{"value": "sales"}, {"value": "money"}]}])
+    labels = labeller.labels(options_of(question), "questions[0]")
+    text = question_text(question, labels, "questions[0]")
+    assert not labels.lettered
+    assert text == (
+        "Which team?\nOptions:\n- sales\n- money\nAnswer with one option." + labels.tail
+    )
+    for option, token_id in zip(("sales", "money"), labels.token_ids, strict=True):
+        gap = "" if labels.tail.endswith(" ") else " "
+        ids = TOKENIZER.encode(text + gap + option).ids
+        assert ids[len(TOKENIZER.encode(text).ids)] == token_id
+
+
+def test_options_that_begin_alike_are_lettered() -> None:
+    labeller = Labeller(lambda texts: [TOKENIZER.encode(t).ids for t in texts])
+    (question,) = questions_of(
+        [{**CHOICE, "choices": [{"value": "true"}, {"value": True}, {"value": " x"}]}]
+    )
+    labels = labeller.labels(options_of(question), "questions[0]")
+    assert labels.lettered and labels.shown == ("A. true", "B. true", 'C. " x"')
+    assert len(set(labels.token_ids)) == 3
+    assert "the letter of one option" in question_text(question, labels, "questions[0]")
+
+
+def test_a_sentencepiece_tokenizer_has_letters_too() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    labeller = Labeller(
+        lambda texts: [tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
+    )
+    labels = labeller.labels([f"the {i}" for i in range(2)], "questions[0]")
+    assert len(set(labels.token_ids)) == 2
+
+
+def test_messages_and_parts_become_text() -> None:
+    lone = [{"role": "user", "content": [
+        {"type": "input_text", "text": "a"}, {"type": "input_json", "data": {"b": [1, None]}},
+    ]}]  # fmt: skip
+    assert input_text(lone) == 'a\n{"b":[1,null]}'
+    talk = [
+        {"role": "system", "content": "be kind", "type": "message"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [
+            {"type": "output_text", "text": "hi"}, {"type": "refusal", "refusal": "no"},
+        ]},
+        {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}", "id": None},
+        {"type": "function_call_output", "call_id": "c", "output": "found"},
+    ]  # fmt: skip
+    assert input_text(talk) == (
+        "System: be kind\n\nUser: hello\n\nAssistant: hi\nno\n\nCall: find({})\n\nResult: found"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"questions": []}, "questions", "invalid_value"),
+        ({"questions": [PREDICATE] * 401}, "questions", "limit_exceeded"),
+        ({"questions": [1]}, "questions[0]", "invalid_value"),
+        ({"questions": [{"type": "box"}]}, "questions[0].type", "invalid_value"),
+        ({"questions": [{"type": "predicate"}]}, "questions[0].instructions", "invalid_value"),
+        ({"questions": [{**PREDICATE, "x": 1}]}, "questions[0].x", "unknown_parameter"),
+        (
+            {"questions": [{**PREDICATE, "instructions": [{"type": "input_image"}]}]},
+            "questions[0].instructions[0]", "unsupported_parameter",
+        ),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": "a"}]}]},
+            "questions[0].choices", "invalid_value",
+        ),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": "a"}]}]},
+            "questions[0].choices", "invalid_value",
+        ),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": 1}]}]},
+            "questions[0].choices[1].value", "invalid_value",
+        ),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": f"of {i}"} for i in range(255)]}]},
+            "questions[0]", "unsupported_parameter",
+        ),
+        (
+            {"questions": [{**SCORE, "levels": [{"label": str(i)} for i in range(11)]}]},
+            "questions[0].levels", "invalid_value",
+        ),
+        ({"input": ""}, "input", "invalid_value"),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "invalid_value"),
+        ({"input": [{"role": "user", "content": []}]}, "input[0].content", "invalid_value"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]", "unsupported_parameter",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_json", "data": [1]}]}]},
+            "input[0].content[0].data", "invalid_value",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input[0].call_id", "invalid_value",
+        ),
+        ({"input": "the " * 300}, "input", "context_length_exceeded"),
+        ({"stream": True}, "stream", "unknown_parameter"),
+        ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl", "invalid_value"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    server: LiveServer, change: dict[str, Any], param: str, code: str
+) -> None:
+    response = server.post(
+        "/v1/decisions", **{"model": "tiny", "input": "hi", "questions": [PREDICATE], **change}
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+
+
+def test_a_flood_of_text_is_refused_before_it_is_tokenized(server: LiveServer) -> None:
+    response = ask(server, *[PREDICATE] * 400, given="the quick brown fox " * 100_000)
+    assert response.json()["error"]["code"] in ("context_length_exceeded", "limit_exceeded")
+
+
+def test_no_probabilities_is_an_error(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = scoring(math.nan, math.nan, math.nan)
+    try:
+        assert ask(server, PREDICATE).status_code == 500
+    finally:
+        engine.script = scoring(-1.0, -2.0, -4.0)
+    assert ask(server, PREDICATE).status_code == 200
+
+
+def test_probabilities_far_apart_stay_finite() -> None:
+    assert probabilities_of([-1000.0, -1001.0]) == pytest.approx([0.7310585786, 0.2689414214])
+    assert probabilities_of([-1.0, -math.inf]) == [1.0, 0.0]
+
+
+# -- against a model's plain forward -----------------------------------------------------------
+
+
+def test_probabilities_are_those_of_a_plain_forward() -> None:
+    """Through API, engine, chunked prefill and prefix cache: transformers' own softmax, to 1e-5."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from server.model.torch_runner import TorchRunner
+
+    torch.manual_seed(3)
+    module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+            initializer_range=0.4, eos_token_id=0, bos_token_id=1,
+        )
+    ).eval()  # fmt: skip
+
+    def make() -> Engine:
+        runner = TorchRunner(
+            module, name="tiny", device=torch.device("cpu"), num_blocks=256, block_size=16,
+            max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64,
+        )  # fmt: skip
+        settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, prefill_rows=48)
+        return Engine(runner, {}, settings)
+
+    given = "Once upon a time the quick brown fox jumps over the lazy dog. " * 3
+    questions = [PREDICATE, CHOICE, SCORE, {**PREDICATE, "instructions": "A fox is quick."}]
+    spec = EngineSpec("e", "tiny", "cpu", lambda: start_thread(make, name="e", device="cpu"))
+    with LiveServer([spec], max_model_len=512) as live:
+        body = ask(live, *questions, given=given).json()
+    intake = Intake(
+        tasks={}, models={"tiny": served(max_model_len=512)}, drafters=(), limits=LimitsConfig()
+    )
+    order = asyncio.run(
+        DecisionIntake(intake, 1 << 20).order(
+            DecisionBody(model="tiny", input=given, questions=questions), "d"
+        )
+    )
+    intake.close()
+    for request, answer in zip(order.requests, body["answers"], strict=True):
+        with torch.no_grad():
+            logits = module(torch.tensor([request.prompt_ids])).logits[0, -1].double()
+        want = torch.softmax(logits[list(request.label_ids)], dim=0).tolist()
+        assert max(want) < 0.999, "the model is too sure for this to be a test"
+        if answer["type"] == "predicate":
+            assert answer["probability"] == pytest.approx(want[0], abs=1e-5)
+        else:
+            got = [p["probability"] for p in answer["probabilities"]]
+            assert got == pytest.approx(want, abs=1e-5)
+    cached = body["usage"]["input_tokens_details"]["cached_tokens"]
+    shared = len(TOKENIZER.encode(given).ids) // 16 * 16
+    assert cached >= 3 * (shared - 16) > 0
