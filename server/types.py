@@ -202,8 +202,8 @@ class Delta:
     error: a message when finish_reason is "error".
     num_cached_tokens: prompt tokens read from the prefix cache (first delta).
     queue_s: seconds between arrival and the first step (first delta).
-    label_logprobs: one per label id of the request (last delta): log-softmax of the raw logits after
-        the prompt.
+    label_logprobs: one per label id of the request (last delta): log-softmax of the raw logits
+        after the prompt.
     sources: when the request asked for them, one name per token: the drafter's source whose draft
         of this token was accepted, "" for a token that nothing drafted.
     """

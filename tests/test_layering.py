@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.metrics": {"server.types", "server.errors", "server.config"},
     "server.token_bytes": {"server.errors", "server.types"},
     "server.grammar_text": {"server.types"},
+    "server.client": {"server.errors"},
     "server.api": {
         *EVERYONE,
         "server",
@@ -60,6 +61,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "server.config": {"torch", "transformers", "fastapi", "starlette"},
     "server.channel": {"torch", "transformers", "fastapi", "starlette"},
     "server.api": {"torch", "transformers", "accelerate", "safetensors"},
+    "server.client": {"torch", "transformers", "fastapi", "starlette", "numpy", "tokenizers"},
     "server.engine": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "tokenizers"},
     "server.model": {"fastapi", "starlette", "uvicorn"},
 }

@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -62,6 +62,8 @@ from server.api.decisions import DecisionIntake, DecisionRun
 from server.api.gate import CLIENT_GONE, Gate, error_response
 from server.api.intake import CompletionOrder, Intake, ServedModel
 from server.api.keys import ApiKey, Visit
+from server.api.openapi import described as _documented
+from server.api.openapi import document
 from server.api.sse import DisconnectWatch, EventStream
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
@@ -306,7 +308,7 @@ def create_app(
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, summary="Prometheus metrics")
     async def get_metrics() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
@@ -317,6 +319,7 @@ def create_app(
             if "{" not in (path := str(getattr(route, "path", "{")))
         }
     )
+    app.openapi = lambda: document(app, has_keys=bool(config.keys))  # type: ignore[method-assign]
     return app
 
 
@@ -324,32 +327,6 @@ def visit_of(request: HttpRequest) -> Visit:
     """The visit that the gate made for a request: generation is submitted through it."""
     visit: Visit = request.state.visit
     return visit
-
-
-def _documented(body: type[Any], summary: str) -> dict[str, Any]:
-    """What /openapi.json says of a route whose body is read by hand."""
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    return {
-        "summary": summary,
-        "openapi_extra": {
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": _inline(schema, definitions)}},
-            }
-        },
-    }
-
-
-def _inline(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    if isinstance(schema, dict):
-        ref = schema.get("$ref")
-        if isinstance(ref, str):
-            return _inline(definitions[ref.rsplit("/", 1)[-1]], definitions)
-        return {key: _inline(value, definitions) for key, value in schema.items()}
-    if isinstance(schema, list):
-        return [_inline(item, definitions) for item in schema]
-    return schema
 
 
 def _answer(request: HttpRequest, error: TailorError) -> Response:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from server.api.openapi import schema_of
 from server.api.protocol import ModelName, validate
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
 
@@ -118,22 +119,6 @@ def _parts_schema(*kinds: type[BaseModel]) -> dict[str, Any]:
             {"type": "array", "items": {"anyOf": [schema_of(kind) for kind in kinds]}},
         ]
     }
-
-
-def schema_of(model: Any) -> dict[str, Any]:
-    """The JSON schema of a model or type, without references."""
-    schema = TypeAdapter(model).json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inline(value: Any) -> Any:
-        if isinstance(value, dict):
-            if isinstance(ref := value.get("$ref"), str):
-                return inline(definitions[ref.rsplit("/", 1)[-1]])
-            return {key: inline(item) for key, item in value.items() if key != "discriminator"}
-        return [inline(item) for item in value] if isinstance(value, list) else value
-
-    result: dict[str, Any] = inline(schema)
-    return result
 
 
 # Parts are looked at one by one (parts_of): a union would report an error for every member.

@@ -1,0 +1,304 @@
+"""`tailor run`: every line once, whatever stops it; errors stay with their lines; retries wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from server.client.bulk import BulkError, BulkOutcome, BulkRun
+from server.client.connection import CallFailedError, Endpoint
+from tests.api.live import LiveServer, encode
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+ROOT = Path(__file__).parents[2]
+REPLY = " over the lazy dog."
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(saying(encode(REPLY), per_step=2))
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
+    with LiveServer([engine]) as live:
+        yield live
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def go(url: str, source: Path, target: Path, task: str = "tiny", **options: Any) -> BulkOutcome:
+    return asyncio.run(BulkRun(Endpoint(url), task, source, target, **options).run())
+
+
+def test_answers_come_in_order_with_ids_and_errors_on_their_lines(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        "the quick",
+        {"prompt": "brown", "id": "b", "request": {"max_tokens": 3, "seed": 1}, "label": "kept"},
+        {"prompt": "fox", "request": {"temperature": 9}},
+        {"prompt": "jumps", "request": {"n": 2, "max_tokens": 1}},
+    )
+    outcome = go(server.url, source, tmp_path / "out.jsonl", max_tokens=4, concurrency=3)
+    first, second, third, fourth = read(tmp_path / "out.jsonl")
+    assert [r["line"] for r in (first, second, third, fourth)] == [1, 2, 3, 4]
+    assert first["usage"]["completion_tokens"] == 4 and first["finish_reason"] == "length"
+    assert REPLY.startswith(first["text"]) and first["id"] is None
+    assert second["id"] == "b" and second["usage"]["completion_tokens"] == 3
+    assert (third["error"]["status"], third["error"]["param"]) == (400, "temperature")
+    assert len(fourth["texts"]) == 2
+    assert (outcome.num_answered, outcome.num_failed, outcome.num_before) == (3, 1, 0)
+    tally = outcome.tally
+    assert tally.num_tokens == 4 + 3 + 2
+    assert tally.by_source["suffix"][1] == tally.num_tokens - tally.num_steps
+    assert not list(tmp_path.glob("*.lock")) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_second_run_sends_only_what_failed(
+    server: LiveServer, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    lines: list[Any] = ["the", {"prompt": "x", "request": {"temperature": 9}}, "dog"]
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    go(server.url, source, target, max_tokens=1)
+    before = target.read_bytes()
+    engine.submitted.clear()
+    outcome = go(server.url, source, target, max_tokens=1)
+    assert engine.submitted == [] and target.read_bytes() == before
+    assert (outcome.num_before, outcome.num_answered, outcome.num_failed) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_run_goes_on_where_it_stopped(
+    server: LiveServer, engine: ScriptedEngine, tmp_path: Path, end: signal.Signals
+) -> None:
+    num = 60
+    source = write(tmp_path / "in.jsonl", *(f"the {i}" for i in range(num)))
+    target = tmp_path / "out.jsonl"
+    words = [sys.executable, "-m", "server.cli", "run", "--task", "tiny", "--url", server.url,
+             "--in", str(source), "--out", str(target), "--max-tokens", "6",
+             "--concurrency", "2"]  # fmt: skip
+    engine.submitted.clear()
+    engine.step_s = 0.01
+    try:
+        run = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        deadline_s = time.monotonic() + 20
+        while not target.exists() or target.read_bytes().count(b"\n") < 7:
+            assert time.monotonic() < deadline_s and run.poll() is None
+            time.sleep(0.005)
+        run.send_signal(end)
+        _, told = run.communicate(timeout=20)
+    finally:
+        engine.step_s = 0.0
+    assert run.returncode == (130 if end == signal.SIGINT else -end)
+    done = target.read_bytes().count(b"\n")
+    assert 7 <= done < num
+    if end == signal.SIGINT:
+        assert "goes on from here" in told and "Traceback" not in told
+    with target.open("ab") as file:
+        file.write(b'{"line": 59, "te')  # torn
+    sent = len(engine.submitted)
+    outcome = go(server.url, source, target, max_tokens=6)
+    assert outcome.num_before == done and outcome.num_answered == num - done
+    records = read(target)
+    assert [record["line"] for record in records] == list(range(1, num + 1))
+    assert all("text" in record for record in records)
+    assert len(engine.submitted) - sent == num - done
+
+
+def test_answers_to_other_prompts_are_noticed(server: LiveServer, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    go(server.url, write(tmp_path / "in.jsonl", "the", "dog"), target, max_tokens=1)
+    with pytest.raises(BulkError, match=r"out\.jsonl:2: an answer to another request"):
+        go(server.url, write(tmp_path / "in.jsonl", "the", "cat"), target, max_tokens=1)
+    target.write_text("my notes\n")
+    with pytest.raises(BulkError, match=r"out\.jsonl:1: not a line of answers"):
+        go(server.url, tmp_path / "in.jsonl", target)
+    assert target.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a JSON string or an object"),
+        ('{"id": 1}', "either a prompt or messages"),
+        ('{"prompt": "a", "messages": []}', "either a prompt or messages"),
+        ('{"prompt": "a", "request": {"stream": true}}', "without stream"),
+        ('{"prompt": NaN}', "not JSON"),
+        ('"\\ud800"', "not JSON in UTF-8"),
+        ('"\udcff"', "not JSON in UTF-8"),
+    ],
+)
+def test_a_wrong_line_is_told_before_anything_is_sent(tmp_path: Path, line: str, told: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'"fine"\n\n' + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(BulkError, match=rf"in\.jsonl:3: .*{told}"):
+        go("http://127.0.0.1:9", source, tmp_path / "out.jsonl")
+
+
+def test_two_runs_do_not_share_a_file(server: LiveServer, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    source = write(tmp_path / "in.jsonl", "the")
+    with FileLock(tmp_path / "out.jsonl.lock"):
+        with pytest.raises(BulkError, match="another run is writing"):
+            go(server.url, source, tmp_path / "out.jsonl")
+
+
+# -- refusals and lost servers ---------------------------------------------------------------------
+
+Answer = tuple[int, dict[str, str], Any]
+GOOD = {"choices": [{"text": "ok", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+BUSY = {"error": {"message": "busy", "type": "x", "param": None, "code": "queue_full"}}
+
+
+@contextmanager
+def answering(answer: Callable[[int, Any], Answer | None]) -> Iterator[tuple[str, list[float]]]:
+    """A server that answers the i-th POST by `answer`; None hangs up. Yields its address and the
+    times of the POSTs."""
+    times: list[float] = []
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.reply((200, {}, {"id": "tiny"}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with lock:
+                i = len(times)
+                times.append(time.monotonic())
+            given = answer(i, body)
+            if given is None:
+                self.close_connection = True
+                self.connection.close()
+            else:
+                self.reply(given)
+
+        def reply(self, given: Answer) -> None:
+            status, headers, body = given
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", times
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_kept(tmp_path: Path, status: int) -> None:
+    source = write(tmp_path / "in.jsonl", "a", "b")
+
+    def answer(i: int, body: Any) -> Answer:
+        return (status, {"retry-after": "0.4"}, BUSY) if i == 0 else (200, {}, GOOD)
+
+    with answering(answer) as (url, times):
+        outcome = go(url, source, tmp_path / "out.jsonl", concurrency=1)
+    assert (outcome.num_answered, outcome.num_retries) == (2, 1)
+    assert times[1] - times[0] >= 0.4
+
+
+def test_a_lost_connection_is_tried_again(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", "a")
+    with answering(lambda i, body: (200, {}, GOOD) if i else None) as (url, times):
+        outcome = go(url, source, tmp_path / "out.jsonl")
+    assert (outcome.num_answered, outcome.num_retries, len(times)) == (1, 1, 2)
+
+
+def test_a_line_that_is_refused_for_ever_fails_alone(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", "a", "b", "c")
+
+    def answer(i: int, body: Any) -> Answer:
+        if body["prompt"] == "a":
+            return 503, {"retry-after": "0"}, BUSY
+        return (200, {}, GOOD) if body["prompt"] == "b" else (200, {}, b"<html>")
+
+    with answering(answer) as (url, times):
+        outcome = go(url, source, tmp_path / "out.jsonl", max_retries=2)
+    assert len(times) == 3 + 2
+    first, second, third = read(tmp_path / "out.jsonl")
+    assert first["error"]["code"] == "queue_full" and first["error"]["status"] == 503
+    assert second["text"] == "ok" and "something else" in third["error"]["message"]
+    assert outcome.num_failed == 2
+
+
+def test_a_server_that_is_gone_ends_the_run_and_costs_no_line(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", "a", "b", "c"), tmp_path / "out.jsonl"
+    with answering(lambda i, body: None if i else (200, {}, GOOD)) as (url, _):
+        with pytest.raises(CallFailedError, match="1 of 3 lines are done"):
+            go(url, source, target, max_retries=1, concurrency=1)
+    assert [record["line"] for record in read(target)] == [1]
+    with answering(lambda i, body: (200, {}, GOOD)) as (url, times):
+        outcome = go(url, source, target)
+    assert (outcome.num_before, outcome.num_answered, len(times)) == (1, 2, 2)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_sums_up_and_says_what_failed(
+    server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    words = ["run", "--task", "tiny", "--in", str(source), "--out", str(target), "--url"]
+    write(source, "the", "dog")
+    assert main([*words, server.url + "/v1", "--max-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert "2 answered, 0 failed" in told and "8 out" in told
+    assert "2.00 tokens/step; accepted: suffix 4 of 8" in told
+    write(source, "the", {"prompt": "dog", "request": {"n": -1}})
+    assert main([*words, server.url, "--max-tokens", "4"]) == 1
+    assert "an answer to another request" in capsys.readouterr().err
+    target.unlink()
+    assert main([*words, server.url, "--max-tokens", "4"]) == 1
+    assert "1 answered, 1 failed" in capsys.readouterr().err
+    assert main([*words[:2], "nobody", *words[3:], server.url, "--max-tokens", "4"]) == 1
+    target.unlink()
+    capsys.readouterr()
+    assert main([*words, "http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr().err
+    assert "cannot be reached" in told and "answered" not in told
+    assert main([*words, server.url, "--concurrency", "0"]) == 1
