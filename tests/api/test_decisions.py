@@ -248,6 +248,8 @@ def test_probabilities_far_apart_stay_finite() -> None:
 
 def test_probabilities_are_those_of_a_plain_forward() -> None:
     """Through API, engine, chunked prefill and prefix cache: transformers' own softmax, to 1e-5."""
+    from copy import deepcopy
+
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -264,7 +266,7 @@ def test_probabilities_are_those_of_a_plain_forward() -> None:
 
     def make() -> Engine:
         runner = TorchRunner(
-            module, name="tiny", device=torch.device("cpu"), num_blocks=256, block_size=16,
+            deepcopy(module), name="tiny", device=torch.device("cpu"), num_blocks=256, block_size=16,
             max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64,
         )  # fmt: skip
         settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, prefill_rows=48)

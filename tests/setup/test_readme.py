@@ -163,6 +163,13 @@ def test_commands_and_options_of_the_readme_exist() -> None:
         assert option in serve, option
 
 
+def test_commands_in_blocks_parse() -> None:
+    lines = re.findall(r"^(?:    )?tailor (.*)$", _text(), re.M)
+    assert len(lines) >= 4
+    for line in lines:
+        assert build_parser().parse_args(shlex.split(line)).command, line
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)|`make (\w+)`", _text(), re.M):

@@ -1,0 +1,87 @@
+"""LangChain's OpenAI, ChatOpenAI and decisions classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checks import BASE_URL, MODEL, check, finish
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+
+OPTIONS: dict[str, Any] = {
+    "model": MODEL,
+    "base_url": BASE_URL,
+    "api_key": "none",
+    "max_retries": 0,
+}
+
+
+class City(BaseModel):
+    """What the model is asked for."""
+
+    name: str
+    inhabitants: int
+
+
+@check("langchain OpenAI invoke")
+def _() -> None:
+    assert OpenAI(max_tokens=5, temperature=0, **OPTIONS).invoke("The capital of France is")
+
+
+@check("langchain OpenAI generate with logprobs, n and stop")
+def _() -> None:
+    model = OpenAI(max_tokens=5, n=2, best_of=2, logprobs=2, **OPTIONS)
+    result = model.generate(["a b", "c d"], stop=["zzz"])
+    assert [len(generations) for generations in result.generations] == [2, 2]
+    assert result.llm_output is not None
+    assert result.llm_output["token_usage"]["total_tokens"] > 0
+
+
+@check("langchain OpenAI stream")
+def _() -> None:
+    assert "".join(OpenAI(max_tokens=6, temperature=0, **OPTIONS).stream("One, two,"))
+
+
+@check("langchain OpenAI ainvoke")
+async def _() -> None:
+    assert await OpenAI(max_tokens=3, **OPTIONS).ainvoke("Hello")
+
+
+@check("langchain ChatOpenAI invoke", needs_chat=True)
+def _() -> None:
+    answer = ChatOpenAI(max_tokens=8, **OPTIONS).invoke("Say hello.")
+    assert answer.content and answer.usage_metadata is not None
+    assert answer.usage_metadata["output_tokens"] > 0
+
+
+@check("langchain ChatOpenAI stream", needs_chat=True)
+def _() -> None:
+    model = ChatOpenAI(max_tokens=8, stream_usage=True, **OPTIONS)
+    assert "".join(str(chunk.content) for chunk in model.stream("Say hello."))
+
+
+@check("langchain ChatOpenAI with_structured_output", needs_chat=True)
+def _() -> None:
+    model = ChatOpenAI(max_tokens=60, temperature=0, **OPTIONS)
+    city = model.with_structured_output(City, method="json_schema").invoke("Name a city.")
+    assert isinstance(city, City)
+
+
+@check("langchain OpenAIDecisions")
+def _() -> None:
+    from langchain_openai.decisions import Choice, OpenAIDecisions, Predicate
+
+    decisions = OpenAIDecisions(model=MODEL, base_url=BASE_URL, api_key="none")
+    answers = decisions.invoke(
+        {
+            "input": "The parcel came late.",
+            "questions": {
+                "complains": Predicate(instructions="The customer complains."),
+                "about": Choice(instructions="What about?", choices=["delivery", "price"]),
+            },
+        }
+    )
+    assert 0 <= answers.predicates["complains"].probability <= 1
+
+
+finish()
