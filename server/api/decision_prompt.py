@@ -9,8 +9,10 @@
     Answer with one option.
     Answer:
 
-The labels are what may come next. They are the options themselves where the first tokens of all
-of them differ; else the options are lettered ("A. happy") and the letters are the labels.
+The last line is the start of the assistant's answer where the model has a chat template; the rest
+is then what the user says. The labels are what may come next. They are the options themselves where
+the first tokens of all of them differ; else the options are lettered ("A. happy") and the letters
+are the labels.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ def _shown(option: str) -> str:
 
 
 def question_text(question: Question, labels: Labels, at: str) -> str:
-    """A question with its options and the tail, as it stands below the input."""
+    """A question with its options, as it stands below the input; the tail comes after it."""
     lines = [_content(question.instructions, ("input_text", "input_json"), f"{at}.instructions")]
     answer = "the letter of one {}" if labels.lettered else "one {}"
     if isinstance(question, PredicateQuestion):
@@ -160,7 +162,7 @@ def question_text(question: Question, labels: Labels, at: str) -> str:
         for shown, description in zip(labels.shown, told, strict=True):
             bullet = "" if labels.lettered else "- "
             lines.append(f"{bullet}{shown}{f': {description}' if description else ''}")
-    return "\n".join([*lines, f"Answer with {answer}."]) + labels.tail
+    return "\n".join([*lines, f"Answer with {answer}."])
 
 
 def input_text(given: Any) -> str:

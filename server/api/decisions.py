@@ -29,7 +29,12 @@ from server.api.decision_body import (
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
 from server.api.intake import Intake, ServedModel
 from server.api.usage import RequestAccount
-from server.errors import ContextLengthExceededError, EngineError, LimitExceededError
+from server.errors import (
+    ContextLengthExceededError,
+    EngineError,
+    InvalidRequestError,
+    LimitExceededError,
+)
 from server.types import Request, SamplingParams
 
 __all__ = ["DecisionIntake", "DecisionOrder", "DecisionRun", "probabilities_of"]
@@ -77,18 +82,18 @@ class DecisionIntake:
             num_shared = len(_encode(model, [shared])[0])
             self._check(num_shared, len(questions), room)
             labeller = self._labeller(model)
-            texts, labels = [], []
+            prompts = []
             for i, question in enumerate(questions):
                 at = f"questions[{i}]"
-                found = labeller.labels(options_of(question), at)
-                texts.append(f"{shared}\n\n{question_text(question, found, at)}")
-                labels.append(found.token_ids)
-            return list(zip(_encode(model, texts, add_special=True), labels, strict=True))
+                labels = labeller.labels(options_of(question), at)
+                text = f"{shared}\n\n{question_text(question, labels, at)}"
+                prompts.append((_prompt_ids(model, text, labels.tail), labels.token_ids))
+            return prompts
 
         num_chars = len(shared) * len(questions) + sum(
             len(question.model_dump_json()) for question in questions
         )
-        prompts = await intake.off_loop(encode, num_chars)
+        prompts = await intake.work(encode, num_chars)
         for i, (ids, _) in enumerate(prompts):
             if len(ids) > room:
                 raise ContextLengthExceededError(
@@ -136,11 +141,23 @@ class DecisionIntake:
             )
 
 
-def _encode(
-    model: ServedModel, texts: Sequence[str], *, add_special: bool = False
-) -> list[list[int]]:
+def _encode(model: ServedModel, texts: Sequence[str]) -> list[list[int]]:
     # Not encode_batch: its threads would take the cores that the engine computes on.
-    return [model.tokenizer.encode(text, add_special_tokens=add_special).ids for text in texts]
+    return [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def _prompt_ids(model: ServedModel, text: str, tail: str) -> list[int]:
+    """A question as the model was trained to be asked: by its chat template, if it has one, with
+    the tail as the start of the answer; else as plain text."""
+    if model.chat is None:
+        ids: list[int] = model.tokenizer.encode(text + tail, add_special_tokens=True).ids
+        return ids
+    try:
+        chat = model.chat.render([{"role": "user", "content": text}], opening=tail.lstrip("\n"))
+        return model.chat.encode(chat)
+    except InvalidRequestError as error:
+        message = error.message.removeprefix("messages: ")
+        raise InvalidRequestError(f"input: {message}", param="input") from None
 
 
 # --- the answers ----------------------------------------------------------------------------------

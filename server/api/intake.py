@@ -55,7 +55,6 @@ PREDICTING_DRAFTER = "auto"
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
 
-_T = TypeVar("_T")
 _ID = re.compile(r"[0-9]{1,10}")
 _MASK64 = (1 << 64) - 1
 _T = TypeVar("_T")
@@ -310,12 +309,6 @@ class Intake:
         """A lower bound of the tokens in a text, without tokenizing it: no token has more bytes
         than the longest one."""
         return len(text.encode()) // self._longest[model.name]
-
-    async def off_loop(self, work: Callable[[], _T], num_chars: int) -> _T:
-        """What `work` returns; done in a thread when it goes through a long text."""
-        if num_chars < LONG_TEXT_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def decode(self, model: ServedModel, ids: Sequence[int]) -> str:
         """The text of ids, special ones included, as vLLM's /detokenize gives it."""
