@@ -3,10 +3,13 @@
     python tests/conformance/openai_api_tests.py --base-url http://127.0.0.1:8000/v1
 
 Fetches the source package of `openai` from the package index at run time (pip download), builds a
-virtual environment with it beside it, takes its tests/api_resources/test_completions.py and
-test_models.py, puts the served model's name where they name one of OpenAI's, and runs them with
-pytest. Nothing of that package is kept in this repository. Prints what was left out and why, and
-ends in one JSON line; the exit status is pytest's.
+virtual environment with it beside it, takes its tests of completions, chat and models, puts the
+served model's name where they name one of OpenAI's, and runs them with pytest. Nothing of that
+package is kept in this repository. Prints what was left out and why, and ends in one JSON line; the
+exit status is pytest's.
+
+The chat tests say nothing about the length of an answer: on a slow machine let --model name a task
+with a small sampling.max_tokens.
 
 Needs the network for the package index, and the server to accept the key "My API Key" if it has
 keys. Not collected by `pytest tests/`: the name has no test_ prefix on purpose.
@@ -28,7 +31,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_VERSION = "3.52.0"
-TEST_FILES = ("tests/api_resources/test_completions.py", "tests/api_resources/test_models.py")
+TEST_FILES = (
+    "tests/api_resources/test_completions.py",
+    "tests/api_resources/chat/test_completions.py",
+    "tests/api_resources/chat/completions/test_messages.py",
+    "tests/api_resources/test_models.py",
+)
 MODEL_NAMES = re.compile(r'"(?:gpt|davinci|babbage|o\d)[A-Za-z0-9.-]*"')
 # What the package's own conftest and helpers import.
 TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "rich", "aiohttp")
@@ -36,13 +44,21 @@ TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "rich", "aiohttp")
 DESELECTED = {
     "with_all_params": (
         "sends every field at once with contradictory values (best_of=0 with n=1, echo with "
-        'suffix, logit_bias of "foo", stream=False with stream_options): made for a mock that '
-        "answers anything"
+        'suffix, logit_bias of "foo", stream=False with stream_options; audio, web search and old '
+        "functions in a chat): made for a mock that answers anything"
     ),
     "TestModels and delete and not path_params": (
         "DELETE /v1/models deletes a fine-tuned model; the server has none"
     ),
     "TestAsyncModels and delete and not path_params": "the same, async",
+    "TestCompletions and (retrieve or update or list or delete) and not path_params": (
+        "stored chat completions: this server stores none"
+    ),
+    "TestAsyncCompletions and (retrieve or update or list or delete) and not path_params": (
+        "the same, async"
+    ),
+    "TestMessages and list and not path_params": "messages of stored chat completions",
+    "TestAsyncMessages and list and not path_params": "the same, async",
 }
 
 
@@ -101,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base-url", required=True, help="with /v1")
-    parser.add_argument("--model", help="default: the first that GET /v1/models lists")
+    parser.add_argument("--model", help="or a task; default: the first that GET /v1/models lists")
     parser.add_argument("--openai-version", default=DEFAULT_VERSION)
     parser.add_argument("--work-dir", type=Path, help="keep the package and environment here")
     options = parser.parse_args(arguments)
