@@ -143,6 +143,56 @@ COMPLETION = _object(
     speculation=SPECULATION,
 )
 
+_TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": _list(COUNT)}
+CHAT_LOGPROBS = _object(
+    {
+        "content": _list(_object({**_TOKEN, "top_logprobs": _list(_object(_TOKEN))})),
+        "refusal": {"type": "null"},
+    }
+)
+TOOL_CALL = _object(
+    {
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": TEXT, "arguments": TEXT}),
+    }
+)
+
+CHAT = _object(
+    {
+        "id": TEXT,
+        "object": {"const": "chat.completion"},
+        "created": COUNT,
+        "model": TEXT,
+        "system_fingerprint": NAME_OR_NULL,
+        "choices": _list(
+            _object(
+                {
+                    "index": COUNT,
+                    "message": _object(
+                        {
+                            "role": {"const": "assistant"},
+                            "content": NAME_OR_NULL,
+                            "refusal": {"type": "null"},
+                            "annotations": _list({}),
+                        },
+                        tool_calls=_list(TOOL_CALL),
+                    ),
+                    "logprobs": _or_null(CHAT_LOGPROBS),
+                    "finish_reason": FINISH_REASONS,
+                },
+                stop_reason={"anyOf": [TEXT, ID]},
+                token_ids=_list(ID),
+                prompt_token_ids=_list(ID),
+                token_sources=TOKEN_SOURCES,
+            )
+        ),
+        "usage": USAGE,
+    },
+    service_tier={"const": "default"},
+    speculation=SPECULATION,
+)
+
 _CHOICE_VALUE = {"anyOf": [TEXT, BOOLEAN]}
 DECISION = _object(
     {
@@ -245,6 +295,7 @@ _ANSWERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("get", "/ready"): ("Whether requests are taken", READY),
     ("get", "/version"): ("The server's version", VERSION),
     ("post", "/v1/completions"): ("A text completion", COMPLETION),
+    ("post", "/v1/chat/completions"): ("A chat's next message", CHAT),
     ("post", "/v1/decisions"): ("Typed answers about an input", DECISION),
     ("post", "/tokenize"): ("Token ids of a text", TOKENS),
     ("post", "/detokenize"): ("Text of token ids", DETOKENIZED),
