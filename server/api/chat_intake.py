@@ -21,7 +21,15 @@ from server.api.chat_protocol import (
     template_messages,
 )
 from server.api.chat_template import ChatTemplate, RenderedChat
-from server.api.chat_tools import MARKERS, ForcedCall, ToolFormat, ToolReader, force_call, format_of
+from server.api.chat_tools import (
+    MARKERS,
+    ForcedCall,
+    ToolFormat,
+    ToolReader,
+    force_call,
+    format_of,
+    tell_tools,
+)
 from server.api.intake import CompletionOrder, Intake, ServedModel
 from server.api.protocol import INT31, CompletionBody, GenerationBody
 from server.api.structured import grammar_of_schema
@@ -80,10 +88,15 @@ class ChatOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Talker:
-    """A model with a chat template, and what is read off it once."""
+    """A model with a chat template, and what is read off it once.
+
+    style: how it writes calls, None for a way that is not read here. tells_tools: whether the
+    server tells it of tools, because its template does not.
+    """
 
     template: ChatTemplate
     style: ToolFormat | None
+    tells_tools: bool
     table: TokenBytes
     names: TokenNames
 
@@ -115,12 +128,7 @@ class ChatIntake:
         tools = chosen_tools(body)
         if tools.shown is not None and talker.style is None:
             raise UnsupportedFieldError(
-                "tools: this model's chat template "
-                + (
-                    "writes calls in a way that is not read here."
-                    if talker.template.has_tools
-                    else "has no tools."
-                ),
+                "tools: this model's chat template writes calls in a way that is not read here.",
                 param="tools",
             )
         forced, grammar = await self._forced(body, tools, talker)
@@ -192,14 +200,13 @@ class ChatIntake:
         self, body: ChatBody, tools: ChosenTools, talker: _Talker, opening: str
     ) -> RenderedChat:
         template = talker.template
-        with_tools = tools.shown is not None
+        with_tools = tools.shown is not None and not talker.tells_tools
         variables = _variables(body, template, with_tools)
         source = template.tool_source if with_tools else template.source
         messages = template_messages(
             body.messages,
             has_developer="developer" in source,
             has_reasoning="reasoning_content" in source,
-            has_tools=template.has_tools,
         )
         last = body.messages[-1]
         continues = bool(body.continue_final_message)
@@ -208,12 +215,15 @@ class ChatIntake:
                 "continue_final_message: the last message must be an assistant's text.",
                 param="continue_final_message",
             )
+        shown = tools.shown
+        if talker.tells_tools:
+            messages, shown = tell_tools(messages, shown), None
         adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         num_chars = sum(len(message["content"]) for message in messages)
         return await self._intake.work(
             lambda: template.render(
                 messages,
-                tools=tools.shown,
+                tools=shown,
                 add_generation_prompt=adds,
                 continue_final_message=continues,
                 variables=variables,
@@ -224,12 +234,15 @@ class ChatIntake:
 
 
 def _talker(model: ServedModel, template: ChatTemplate) -> _Talker:
-    style = format_of(template.tool_source) if template.has_tools else None
+    style: ToolFormat | None = "hermes"
+    if template.has_tools:
+        style = format_of(template.tool_source)
     table = model.table
     if style is not None:
         seen = {model.tokenizer.token_to_id(marker) for marker in MARKERS[style]}
         table = table.showing({token_id for token_id in seen if token_id is not None})
-    return _Talker(template, style, table, TokenNames(model.table, prefix=""))
+    tells_tools = not template.has_tools
+    return _Talker(template, style, tells_tools, table, TokenNames(model.table, prefix=""))
 
 
 def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:

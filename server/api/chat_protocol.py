@@ -235,12 +235,12 @@ _FIELDS_OF_ROLE: Mapping[str, frozenset[str]] = {
 
 
 def template_messages(
-    messages: Sequence[MessageBody], *, has_developer: bool, has_reasoning: bool, has_tools: bool
+    messages: Sequence[MessageBody], *, has_developer: bool, has_reasoning: bool
 ) -> list[dict[str, Any]]:
     """The messages as templates read them: content a string, arguments of calls as objects.
 
     has_developer: whether the template knows that role; else it is the system's. has_reasoning:
-    whether it reads reasoning_content. has_tools: whether it knows calls and their results.
+    whether it reads reasoning_content.
     Raises InvalidRequestError and UnsupportedFieldError, naming message and field.
     """
     rendered = []
@@ -258,11 +258,6 @@ def template_messages(
                     f"{at}.{name}: a message of the role {role} cannot have it.",
                     param=f"{at}.{name}",
                 )
-        if (message.tool_calls or role == "tool") and not has_tools:
-            param = f"{at}.tool_calls" if message.tool_calls else f"{at}.role"
-            raise UnsupportedFieldError(
-                f"{param}: this model's chat template has no tools.", param=param
-            )
         shown: dict[str, Any] = {
             "role": "system" if role == "developer" and not has_developer else role,
             "content": _content(message, at),

@@ -88,7 +88,11 @@ LLAMA = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{% endif %}
 """
 
-TEMPLATES = {"chatml": CHATML, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+CODER = "{% if tools %}{{ '<tool_call><function=' }}{% endif %}" + CHATML
+
+TEMPLATES = {
+    "chatml": CHATML, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, "coder": CODER,
+}  # fmt: skip
 CONSTANTS = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
 
 

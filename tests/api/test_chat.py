@@ -516,6 +516,30 @@ def test_tools_are_shown_and_calls_come_back(
     assert '{"city": "Paris"}' in text and text.index("20°") < text.index("21°")
 
 
+def test_a_model_whose_template_has_no_tools_is_told_of_them(
+    server: LiveServer, engine: ScriptedEngine
+) -> None:
+    engine.script = says(CALL)
+    system = {"role": "system", "content": "Be kind."}
+    for messages in (MESSAGES, [system, *MESSAGES]):
+        body = chat(server, messages=messages, tools=[weather()], max_completion_tokens=60).json()
+        [call] = body["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    texts = [decode(r.prompt_ids) for r in engine.submitted]
+    assert texts[0].startswith("<|im_start|>system\nYou can call functions.")
+    assert texts[1].startswith("<|im_start|>system\nBe kind.\n\nYou can call functions.")
+    assert all(json.dumps(weather()) in text and text.endswith(PROMPT) for text in texts)
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": content} for content in "ab"]
+    talk = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, *results]
+    assert chat(server, messages=talk).status_code == 200
+    text = decode(engine.submitted[-1].prompt_ids)
+    assert text == PROMPT.removesuffix("<|im_start|>assistant\n") + (
+        f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\na\n"
+        "</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
 @pytest.mark.parametrize("per_step", [1, 4])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_streamed_calls_are_the_deltas_openai_sends(
@@ -597,6 +621,7 @@ def test_an_unknown_tool_and_a_cut_call(
 
 
 FORCED = {
+    "chatml": '<tool_call>\n{"name": "get_weather", "arguments":',
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments":',
     "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments":',
     "llama": '{"name": "get_weather", "parameters":',
@@ -688,7 +713,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
     ({"chat_template": CHATML}, "chat_template"),
     ({"documents": [{"text": "x"}]}, "documents"),
-    ({"tools": [weather()]}, "tools"),
+    ({"model": "coder", "tools": [weather()]}, "tools"),
     ({"model": "hermes", "tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
     ({"model": "hermes", "tools": [weather(strict=True)]}, "tools[0].function.strict"),
     ({"model": "hermes", "tools": [weather()], "tool_choice": {"type": "custom"}}, "tool_choice"),
@@ -697,14 +722,11 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation"),
     (one(role="function"), "messages[0].role"),
-    (one(role="tool", tool_call_id="x"), "messages[0].role"),
     (one(tool_call_id="x"), "messages[0].tool_call_id"),
     (one(refusal="x"), "messages[0].refusal"),
     (one(role="assistant", audio={"id": "x"}), "messages[0].audio"),
     (one(role="assistant", function_call={}), "messages[0].function_call"),
     (one(role="assistant", reasoning_content="hm"), "messages[0].reasoning_content"),
-    (one(role="assistant", tool_calls=[{"id": "x", "function": {"name": "f", "arguments": ""}}]),
-     "messages[0].tool_calls"),
     (one(content=[{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}]),
      "messages[0].content[0]"),
     (one(content=[{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]),

@@ -57,7 +57,7 @@ def test_ids_are_those_of_transformers(name: str, tools: list[dict[str, Any]] | 
     reference.chat_template = TEMPLATES[name]
     ours = template(name)
     for messages in (USER, TALK):
-        if name == "chatml" and messages is TALK:
+        if name in ("chatml", "coder") and messages is TALK:
             continue
         for adds in (True, False):
             expected = reference.apply_chat_template(
