@@ -2,10 +2,13 @@
 
     tailor serve          run the server
     tailor tasks check    check task files
+    tailor tasks tune     a task's file from its data: corpus, drafter, budget
     tailor models list    the built-in models
     tailor models fetch   fetch and convert a model, so that `serve` needs no network
     tailor corpus build   a task's corpus from its training data, for drafting
     tailor corpus show    what a corpus holds
+    tailor corpus generate  a model's own outputs for a file of prompts
+    tailor corpus bigrams   a model's own bigrams, for the drafter grammys
     tailor run            answer a file of prompts through a running server
     tailor complete       one completion of a running server, drafts in colour
     tailor replay         recorded outputs fed through a drafter
@@ -88,7 +91,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _serve_options(serve)
 
-    tasks = _group(commands, "tasks", "work with task files", "tailor tasks check configs/tasks")
+    tasks = _group(
+        commands,
+        "tasks",
+        "work with task files",
+        "tailor tasks check configs/tasks",
+        aliases=("task",),
+    )
     check = _command(
         tasks,
         "check",
@@ -100,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--config", type=Path, metavar="FILE", help="server.yaml, to check the tasks' models too"
     )
+    _tune_command(tasks)
 
     models = _group(commands, "models", "work with models", "tailor models fetch gemma-3-270m")
     _command(models, "list", _list_models, "list the built-in models", "tailor models list")
@@ -248,6 +258,121 @@ def _corpus_commands(commands: Any) -> None:
     show.add_argument("--model", help="show n-grams as this model's text")
     show.add_argument("--top", type=int, default=10, metavar="N", help="commonest n-grams (10)")
 
+    generate = _command(
+        corpus,
+        "generate",
+        _generate_corpus,
+        "run a model over prompts and keep its outputs, for `corpus build`, `tasks tune` and "
+        "`replay`; an interrupted run goes on where it stopped",
+        "tailor corpus generate --model smollm2-135m-instruct --data prompts.jsonl -o own.jsonl",
+    )
+    _model_options(generate)
+    generate.add_argument(
+        "--url", help="ask this running Tailor server instead of loading the model here"
+    )
+    generate.add_argument(
+        "--task", metavar="NAME", help="with --url: the task or model to ask for (its first model)"
+    )
+    generate.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines with a prompt, or with prompt_ids",
+    )
+    generate.add_argument("--prompt-field", default="prompt", help="where the prompt is (prompt)")
+    generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    _sampling_options(generate, "the task's; without --url 256")
+    generate.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="prompts at once (16)"
+    )
+    generate.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    bigrams = _command(
+        corpus,
+        "bigrams",
+        _take_bigrams,
+        "take a model's own bigrams, for the drafter grammys (speculation.grammys.table)",
+        "tailor corpus bigrams --model smollm2-135m-instruct -o smollm2.bigrams",
+    )
+    _model_options(bigrams)
+    bigrams.add_argument(
+        "-k", type=int, default=10, metavar="N", help="next tokens kept for each token (10)"
+    )
+    bigrams.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the commands that run a model themselves."""
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"the model ({DEFAULT_MODEL})")
+    parser.add_argument("--adapter", metavar="DIR", help="a PEFT LoRA to merge into the model")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+
+
+def _sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"longest output ({max_tokens})"
+    )
+    parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends an output; up to four"
+    )
+    parser.add_argument("--seed", type=int, help="of the draws, with a temperature (0)")
+
+
+def _tune_command(tasks: Any) -> None:
+    tune = _command(
+        tasks,
+        "tune",
+        _tune_task,
+        "make a task's file from its data: build its corpus, replay every drafter and node budget "
+        "on a part that is held back, and choose by what this machine's steps cost",
+        "tailor tasks tune --model smollm2-135m-instruct --data train.jsonl --name slots",
+    )
+    _model_options(tune)
+    tune.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines with a prompt and a completion, or recordings",
+    )
+    tune.add_argument("--name", required=True, help="the task's name")
+    tune.add_argument("--description", default="", help="goes into the file")
+    tune.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="the task's model in server.yaml (the server's first)",
+    )
+    tune.add_argument("--field", default="completion", help="where the output is (completion)")
+    tune.add_argument("--prompt-field", default="prompt", help="where the prompt is (prompt)")
+    tune.add_argument(
+        "--outputs",
+        choices=("gold", "model"),
+        default="model",
+        help="judge drafts by the model's own outputs, recorded now, or by the data's (model)",
+    )
+    tune.add_argument(
+        "--num-prompts", type=int, default=200, metavar="N", help="most prompts to record (200)"
+    )
+    tune.add_argument(
+        "--record-seconds",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="record for so long at most; what is there then is used (180)",
+    )
+    _sampling_options(tune, "a quarter above the data's longest, else 256")
+    tune.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the task file ({DEFAULT_TASKS}/NAME.yaml); its corpus goes beside it",
+    )
+    tune.add_argument("--force", action="store_true", help="replace a file that is there")
+
 
 def _vocab_commands(commands: Any) -> None:
     vocab = _group(
@@ -304,9 +429,13 @@ def _vocab_commands(commands: Any) -> None:
     show.add_argument("profile", metavar="FILE")
 
 
-def _group(commands: Any, name: str, what: str, example: str) -> Any:
+def _group(commands: Any, name: str, what: str, example: str, aliases: tuple[str, ...] = ()) -> Any:
     parser = commands.add_parser(
-        name, help=what, description=_sentence(what), epilog=f"example: {example}"
+        name,
+        help=what,
+        description=_sentence(what),
+        epilog=f"example: {example}",
+        aliases=aliases,
     )
     parser.set_defaults(group=parser)
     return parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -469,6 +598,225 @@ def _show_corpus(args: argparse.Namespace) -> int:
     folder = None if args.model is None else model_folder(args.model)
     for line in show(args.file, folder, args.top):
         print(line)
+    return 0
+
+
+@contextlib.contextmanager
+def _own_engine(args: argparse.Namespace, bar: _Bar, drafters: tuple[str, ...]) -> Iterator[Any]:
+    """(the model as the API knows it, its Engine in this process) of a command's options."""
+    from dataclasses import replace
+
+    from server.compose import build_engine, plan_server
+    from server.config import EngineConfig, ModelConfig, ServerConfig, parse_device_list
+
+    try:
+        devices = parse_device_list(args.device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from None
+    try:
+        name = ModelConfig(name=_name_of(args.model), path=args.model).name
+    except ValueError:
+        name = "model"
+    model = ModelConfig(
+        name=name, path=args.model, adapter=args.adapter, devices=devices[:1], dtype=args.dtype
+    )
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError("--threads: must be at least 1")
+    config = ServerConfig(models=(model,), engine=EngineConfig(threads=args.threads))
+    folder = _ready_folder(model)
+    plan = plan_server(config, {}, {name: folder})
+    bar("loading the model (the first time here: compiling and measuring too)", 0, None)
+    order = replace(plan.orders[0], drafters=drafters, log_level="WARNING")
+    engine = build_engine(order)
+    try:
+        yield plan.models[name], engine
+    finally:
+        engine.close()
+
+
+def _generate_corpus(args: argparse.Namespace) -> int:
+    import functools
+    import json
+
+    from server.recorder import ServerAddress, ask_engine, ask_server, read_prompts, record
+
+    if args.concurrency < 1:
+        raise ConfigError("--concurrency: must be at least 1")
+    sampling = _sampling_of(args)
+    prompts = read_prompts(args.data, args.prompt_field)[: args.limit]
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(_Bar())
+        if args.url is not None:
+            given = {
+                "max_tokens": args.max_tokens,
+                "temperature": args.temperature,
+                "stop": args.stop or None,
+                "seed": args.seed,
+            }
+            fields = tuple((k, v) for k, v in given.items() if v is not None)
+            key = os.environ.get("TAILOR_API_KEY") or None
+            name = args.task or _first_model(args.url, key)
+            ask: Any = functools.partial(
+                ask_server,
+                ServerAddress(args.url, name, key, fields),
+                num_open=args.concurrency,
+            )
+            identity = json.dumps([args.url, name, fields])
+        else:
+            if args.task is not None:
+                raise ConfigError("--task needs --url")
+            from server.types import SpeculationParams
+
+            served, engine = stack.enter_context(_own_engine(args, bar, ("auto",)))
+            ask = functools.partial(
+                ask_engine,
+                engine,
+                served.tokenizer,
+                sampling=sampling,
+                speculation=SpeculationParams("auto", 8),
+                num_open=args.concurrency,
+            )
+            identity = json.dumps([engine.info.fingerprint, repr(sampling)])
+        num, num_resumed, failures = record(
+            prompts,
+            ask,
+            args.output,
+            identity=identity,
+            progress=lambda done, total: bar("recording", done, total),
+        )
+    for failure in failures[:10]:
+        print(f"tailor: {args.data}:{failure.prompt.line}: {failure.message}", file=sys.stderr)
+    if len(failures) > 10:
+        print(f"tailor: and {len(failures) - 10} more prompts without an answer", file=sys.stderr)
+    figures = {
+        "file": str(args.output),
+        "recordings": num,
+        "resumed": num_resumed,
+        "failed": len(failures),
+    }
+    print(json.dumps(figures))
+    return 0
+
+
+def _sampling_of(args: argparse.Namespace) -> Any:
+    """SamplingParams of a command's options; greedy where they do not say."""
+    from server.types import SamplingParams
+
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError("--max-tokens: must be at least 1")
+    if args.temperature is not None and not 0.0 <= args.temperature <= 2.0:
+        raise ConfigError("--temperature: must lie in 0..2")
+    if len(args.stop) > 4 or not all(args.stop):
+        raise ConfigError("--stop: at most four texts, none of them empty")
+    if args.seed is not None and not 0 <= args.seed < 1 << 62:
+        raise ConfigError("--seed: must be 0 or more")
+    return SamplingParams(
+        temperature=args.temperature or 0.0,
+        max_tokens=args.max_tokens or 256,
+        stop=tuple(text.encode() for text in args.stop),
+        seed=args.seed or 0,
+    )
+
+
+def _first_model(url: str, key: str | None) -> str:
+    """The name of a server's first model."""
+    import json
+    import urllib.error
+    import urllib.request
+
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{url}: {error}; is a Tailor server running there?") from None
+
+
+def _take_bigrams(args: argparse.Namespace) -> int:
+    import json
+
+    from server.engine.bigrams import take_bigrams
+
+    if not 1 <= args.k <= 20:
+        raise ConfigError("-k: must lie in 1..20")
+    with _Bar() as bar, _own_engine(args, bar, ()) as (served, engine):
+        table = take_bigrams(
+            engine,
+            args.k,
+            bos_token_id=_bos_of(served.tokenizer),
+            progress=lambda done, total: bar("bigrams", done, total),
+        )
+        try:
+            table.save(args.output)
+        except OSError as error:
+            raise ConfigError(f"{args.output}: {error.strerror}") from None
+    num, k = table.next_ids.shape
+    print(json.dumps({"file": str(args.output), "tokens": num, "next": k}))
+    return 0
+
+
+def _bos_of(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before every text, if it does."""
+    ids: list[int] = tokenizer.encode("", add_special_tokens=True).ids
+    return ids[0] if ids else None
+
+
+def _tune_task(args: argparse.Namespace) -> int:
+    import json
+
+    from server.compose import make_task_drafter
+    from server.config import TaskConfig
+    from server.tune_command import TuneSettings, tune
+
+    output = args.output or DEFAULT_TASKS / f"{args.name}.yaml"
+    if output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{output}: a task file ends in .yaml")
+    if output.exists() and not args.force:
+        raise ConfigError(f"{output}: is there already; --force replaces it")
+    try:
+        TaskConfig(name=args.name, description=args.description)
+    except ValueError:
+        raise ConfigError(f"--name: {args.name!r} cannot be a task's name") from None
+    if args.num_prompts < 1 or args.record_seconds <= 0:
+        raise ConfigError("--num-prompts and --record-seconds: must be above 0")
+    sampling = _sampling_of(args)
+    if not args.data.is_file():  # told before a model is loaded
+        raise ConfigError(f"{args.data}: no such file")
+    settings = TuneSettings(
+        name=args.name,
+        data=args.data,
+        output=output,
+        outputs=args.outputs,
+        description=args.description,
+        model=args.served_model_name,
+        field=args.field,
+        prompt_field=args.prompt_field,
+        num_prompts=args.num_prompts,
+        record_s=args.record_seconds,
+        temperature=sampling.temperature,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        seed=sampling.seed,
+    )
+    with _Bar() as bar, _own_engine(args, bar, ("auto",)) as (served, engine):
+        report = tune(
+            settings,
+            engine,
+            served.tokenizer,
+            served.table,
+            lambda name, task, speculation: make_task_drafter(
+                name,
+                served.table.fingerprint.hex(),
+                engine.info.eos_token_ids,
+                task,
+                speculation,
+            ),
+            engine.budget.cost,
+            bar,
+        )
+    print(output.read_text(encoding="utf-8"), end="")
+    print(json.dumps(report))
     return 0
 
 
@@ -754,10 +1102,12 @@ def _hello(url: str, model: str, key: str | None) -> None:
 
 
 class _Bar:
-    """A progress bar on a terminal; in a log, one line when a stage is done.
+    """A progress bar on a terminal; in a log, a line now and then and when a stage is done.
 
     Called with (stage, done, total or None).
     """
+
+    LOG_EVERY_S = 10.0
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -766,6 +1116,7 @@ class _Bar:
         self._console = Console(stderr=True, highlight=False)
         self._bars = Progress(console=self._console, transient=True)
         self._tasks: dict[str, Any] = {}
+        self._told_s = time.monotonic()
 
     def __enter__(self) -> _Bar:
         if self._console.is_terminal:
@@ -784,6 +1135,12 @@ class _Bar:
         elif total is not None and done >= total and (stage, total) not in self._tasks.items():
             self._tasks[stage] = total
             self._console.print(f"{stage} {done}", soft_wrap=True, markup=False)
+        elif total is None and stage not in self._tasks:
+            self._tasks[stage] = None
+            self._console.print(stage, soft_wrap=True, markup=False)
+        elif total and done < total and time.monotonic() - self._told_s >= self.LOG_EVERY_S:
+            self._told_s = time.monotonic()
+            self._console.print(f"{stage} {done} of {total}", soft_wrap=True, markup=False)
 
 
 class _Stages:

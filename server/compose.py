@@ -125,7 +125,13 @@ def build_engine(order: EngineOrder) -> Engine:
     )
     fingerprint = table.fingerprint.hex()
     drafters = {
-        name: functools.partial(make_task_drafter, name, fingerprint, runner.info.eos_token_ids)
+        name: functools.partial(
+            make_task_drafter,
+            name,
+            fingerprint,
+            runner.info.eos_token_ids,
+            model=runner.info.fingerprint,
+        )
         for name in DRAFTER_NAMES
         if name != "off"
     }
@@ -192,11 +198,14 @@ def make_task_drafter(
     eos_token_ids: tuple[int, ...],
     task: str,
     speculation: SpeculationParams,
+    *,
+    model: str | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
     fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
-    drafted, because what comes after them is cut off. Raises ValueError.
+    drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
+    another one are refused (None: not checked). Raises ValueError.
     """
     from drafters import make_drafter
 
@@ -214,6 +223,21 @@ def make_task_drafter(
             options["corpus"] = Corpus.load(speculation.corpus, fingerprint=fingerprint)
         except OSError as error:
             raise ValueError(f"corpus of task {task}: {error.strerror}") from None
+    if name == "grammys" and "table" in options:
+        from drafters.array_file import FingerprintError
+        from drafters.grammys import BigramTable
+        from server.engine.bigrams import model_fingerprint
+
+        expected = None if model is None else model_fingerprint(model)
+        try:
+            options["table"] = BigramTable.load(options["table"], fingerprint=expected)
+        except OSError as error:
+            raise ValueError(f"bigrams of task {task}: {error.strerror}") from None
+        except FingerprintError:
+            raise ValueError(
+                f"bigrams of task {task}: {options['table']} was taken from another model; make it "
+                "again with `tailor corpus bigrams`"
+            ) from None
     return make_drafter(name, **options)
 
 

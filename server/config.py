@@ -40,6 +40,7 @@ __all__ = [
     "ContextMarks",
     "CorsConfig",
     "EngineConfig",
+    "GrammysOptions",
     "KeyConfig",
     "LimitsConfig",
     "ListenConfig",
@@ -483,6 +484,26 @@ class MixOptions(_Section):
     )
 
 
+class GrammysOptions(_Section):
+    """N-Grammys' parameters (arXiv 2411.03786). None: the drafter's default, in parentheses."""
+
+    table: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="the model's bigrams, a file of `tailor corpus bigrams`",
+    )
+    strategy: Literal["bigram", "mixed"] | None = Field(
+        None, description="the table alone, or behind the request's own text (mixed)"
+    )
+
+    @model_validator(mode="after")
+    def _bigram_has_a_table(self) -> GrammysOptions:
+        if self.strategy == "bigram" and self.table is None:
+            raise ValueError("strategy bigram needs a table")
+        return self
+
+
 class ContextMarks(_Section):
     """Where the task's context lies in a prompt: after the first `after`, before the next `before`.
 
@@ -508,6 +529,7 @@ class SpeculationConfig(_Section):
     context: ContextMarks | None = Field(None)
     trie: TrieOptions = Field(default_factory=TrieOptions)
     mix: MixOptions = Field(default_factory=MixOptions)
+    grammys: GrammysOptions = Field(default_factory=GrammysOptions)
 
     @model_validator(mode="after")
     def _drafter_allowed(self) -> SpeculationConfig:
@@ -526,7 +548,11 @@ class SpeculationConfig(_Section):
         """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""
         pairs = [
             (f"{section}.{key}", value)
-            for section, options in (("mix", self.mix), ("trie", self.trie))
+            for section, options in (
+                ("grammys", self.grammys),
+                ("mix", self.mix),
+                ("trie", self.trie),
+            )
             for key, value in options.model_dump(by_alias=True, exclude_none=True).items()
         ]
         return tuple(sorted(pairs))
@@ -865,18 +891,23 @@ def with_overrides(config: ServerConfig, section: str, values: Mapping[str, Any]
 
 
 def load_task(path: Path) -> TaskConfig:
-    """Read one task file. Its corpus path counts from the file's folder. Raises ConfigError."""
+    """Read one task file. Paths in it count from the file's folder. Raises ConfigError."""
     document = read_yaml(path)
     if document.data is None:
         document = Document(document.source, {}, document.lines)
     if isinstance(document.data, dict):
         document.data.setdefault("name", path.stem)
     task = _validate(TaskConfig, document)
+    base = path.resolve().parent
+    update: dict[str, object] = {}
     if task.speculation.corpus is not None:
-        corpus = _from_folder(path.resolve().parent, task.speculation.corpus)
-        task = task.model_copy(
-            update={"speculation": task.speculation.model_copy(update={"corpus": corpus})}
-        )
+        update["corpus"] = _from_folder(base, task.speculation.corpus)
+    grammys = task.speculation.grammys
+    if grammys.table is not None:
+        table = _from_folder(base, grammys.table)
+        update["grammys"] = grammys.model_copy(update={"table": table})
+    if update:
+        task = task.model_copy(update={"speculation": task.speculation.model_copy(update=update)})
     return task
 
 
@@ -921,6 +952,10 @@ def load_tasks(
             corpus = task.speculation.corpus
             if corpus is not None and not Path(corpus).is_file():
                 raise ConfigError(document.error(("speculation", "corpus"), f"no file {corpus}"))
+            table = task.speculation.grammys.table
+            if table is not None and not Path(table).is_file():
+                at = ("speculation", "grammys", "table")
+                raise ConfigError(document.error(at, f"no file {table}"))
             if drafters:
                 _check_drafters(task, document, drafters)
         except ConfigError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from server.errors import ConfigError
 
-__all__ = ["build", "read_examples", "show"]
+__all__ = ["build", "example_of", "ids_of", "json_lines", "read_examples", "show"]
 
 Progress = Callable[[str, float], None]
 Example = tuple[list[int], list[int]]
@@ -37,6 +37,31 @@ def tokenize_in_place(tokenizer: Any, prompt: str, completion: str, eos_token_id
     return whole[:shared], [*whole[shared:], eos_token_id]
 
 
+def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line of a JSONL file that is not blank.
+
+    Raises ConfigError with file and line for what is no JSON object.
+    """
+    try:
+        file = data.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{data}: {error.strerror}") from None
+    with file:
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    entry = json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(f"{data}:{number}: no JSON: {str(error)[:100]}") from None
+                if not isinstance(entry, dict):
+                    raise ConfigError(f"{data}:{number}: a line must be an object")
+                yield number, entry
+        except UnicodeDecodeError:
+            raise ConfigError(f"{data}: not UTF-8") from None
+
+
 def read_examples(
     data: Path, field: str, prompt_field: str, tokenizer: Any, eos_token_id: int
 ) -> Iterator[Example]:
@@ -45,38 +70,37 @@ def read_examples(
     A line may instead hold `output_ids` (and `prompt_ids`), as recordings do. Raises ConfigError
     with file and line for anything else.
     """
-    try:
-        file = data.open(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{data}: {error.strerror}") from None
-    with file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{data}:{number}: no JSON: {str(error)[:100]}") from None
-            if not isinstance(entry, dict):
-                raise ConfigError(f"{data}:{number}: a line must be an object")
-            if "output_ids" in entry:
-                yield (
-                    _ids(entry.get("prompt_ids", []), data, number, "prompt_ids"),
-                    _ids(entry["output_ids"], data, number, "output_ids"),
-                )
-                continue
-            completion, prompt = entry.get(field), entry.get(prompt_field, "")
-            if not isinstance(completion, str):
-                raise ConfigError(f"{data}:{number}: {field}: must be a string")
-            if not isinstance(prompt, str):
-                raise ConfigError(f"{data}:{number}: {prompt_field}: must be a string")
-            yield tokenize_in_place(tokenizer, prompt, completion, eos_token_id)
+    for number, entry in json_lines(data):
+        yield example_of(entry, f"{data}:{number}", field, prompt_field, tokenizer, eos_token_id)
 
 
-def _ids(value: object, data: Path, number: int, key: str) -> list[int]:
+def example_of(
+    entry: dict[str, Any],
+    where: str,
+    field: str,
+    prompt_field: str,
+    tokenizer: Any,
+    eos_token_id: int,
+) -> Example:
+    """One line's example; see read_examples. where: file and line, for the ConfigError."""
+    if "output_ids" in entry:
+        return (
+            ids_of(entry.get("prompt_ids", []), where, "prompt_ids"),
+            ids_of(entry["output_ids"], where, "output_ids"),
+        )
+    completion, prompt = entry.get(field), entry.get(prompt_field, "")
+    if not isinstance(completion, str):
+        raise ConfigError(f"{where}: {field}: must be a string")
+    if not isinstance(prompt, str):
+        raise ConfigError(f"{where}: {prompt_field}: must be a string")
+    return tokenize_in_place(tokenizer, prompt, completion, eos_token_id)
+
+
+def ids_of(value: object, where: str, key: str) -> list[int]:
+    """`value` as token ids. Raises ConfigError that names `where` and `key`."""
     if isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value):
         return value
-    raise ConfigError(f"{data}:{number}: {key}: must be a list of token ids")
+    raise ConfigError(f"{where}: {key}: must be a list of token ids")
 
 
 def _tokenizer(folder: Path) -> tuple[Any, str, int]:

@@ -50,6 +50,24 @@ ALLOWED: dict[str, set[str] | None] = {
     },
     "server.compose": None,
     "server.corpus_command": {"server.errors", "server.token_bytes", "drafters"},
+    "server.recorder": {
+        "server.corpus_command",
+        "server.engine.engine",
+        "server.errors",
+        "server.types",
+    },
+    "server.tune_command": {
+        "server",
+        "server.config",
+        "server.corpus_command",
+        "server.engine",
+        "server.errors",
+        "server.recorder",
+        "server.token_bytes",
+        "server.types",
+        "drafters",
+        "vocab_store",
+    },
     "server.cli": None,
 }
 

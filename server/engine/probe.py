@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from server.engine.batch import Batch, DrawParams, Runner
 from server.engine.budget import CostTable, Prober
 from server.types import SamplingParams
 
-__all__ = ["load_or_measure", "make_prober"]
+__all__ = ["load_or_measure", "make_prober", "measure_head"]
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -65,17 +66,47 @@ def _probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
     )
 
 
-def make_prober(runner: Runner) -> Prober:
-    """(num_rows, kv_len) -> seconds of one such step on this runner."""
+def make_prober(runner: Runner, *, drawn: bool = True) -> Prober:
+    """(num_rows, kv_len) -> seconds of one such step on this runner.
+
+    drawn: whether the rows draw; without it the step is that of the body alone, no LM head.
+    """
 
     def probe(num_rows: int, kv_len: int) -> float:
         batch = _probe_batch(runner, num_rows, kv_len)
+        if not drawn:
+            none = np.empty(0, np.int32)
+            batch = replace(
+                batch,
+                draw_rows=none,
+                draw_params=none,
+                draw_parent=none,
+                draw_positions=none,
+                draw_mask=none,
+            )
         began = time.perf_counter()
         runner.launch(batch)
         runner.wait()
         return time.perf_counter() - began
 
     return probe
+
+
+def measure_head(runner: Runner, *, kv_len: int = 64, repeats: int = 7) -> tuple[float, float]:
+    """(seconds of the LM head and its draw for one row, for each further row), medians.
+
+    The difference between steps that draw from every row and steps that draw from none.
+    """
+    with_head, body = make_prober(runner), make_prober(runner, drawn=False)
+    many = max(2, min(8, runner.info.max_num_batched_tokens, runner.info.max_model_len // 2))
+    kv_len = max(1, min(kv_len, runner.info.max_model_len - many))
+    seconds = []
+    for num_rows in (1, many):
+        with_head(num_rows, kv_len), body(num_rows, kv_len)  # what is set up on first use
+        pairs = [(with_head(num_rows, kv_len), body(num_rows, kv_len)) for _ in range(repeats)]
+        drawn_s, body_s = (sorted(times)[repeats // 2] for times in zip(*pairs, strict=True))
+        seconds.append(max(drawn_s - body_s, 1e-9))
+    return seconds[0], max(0.0, (seconds[1] - seconds[0]) / (many - 1))
 
 
 def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int = 128) -> CostTable:

@@ -147,6 +147,23 @@ def test_corpus_counts_from_the_task_file(tmp_path: Path) -> None:
     assert task.speculation.corpus == str(tmp_path.resolve() / "../c.bin")
 
 
+def test_bigrams_count_from_the_task_file_and_must_be_there(tmp_path: Path) -> None:
+    text = "speculation: {drafter: grammys, grammys: {table: m.bigrams, strategy: bigram}}\n"
+    task = _task(tmp_path, text)
+    table = str(tmp_path.resolve() / "m.bigrams")
+    assert task.speculation.options() == (
+        ("grammys.strategy", "bigram"),
+        ("grammys.table", table),
+    )
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "t.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"t\.yaml:1: speculation\.grammys\.table: no file "):
+        load_tasks(folder)
+    with pytest.raises(ConfigError, match="strategy bigram needs a table"):
+        _task(tmp_path, "speculation: {grammys: {strategy: bigram}}\n")
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -137,8 +137,10 @@ def _commands(parser: argparse.ArgumentParser, path: str) -> Iterator[tuple[str,
     if not groups:
         yield path, parser
     for group in groups:
+        first = {id(child): name for name, child in reversed(group.choices.items())}
         for name, child in group.choices.items():
-            yield from _commands(child, f"{path} {name}")
+            if first[id(child)] == name:  # not an alias of one that was told
+                yield from _commands(child, f"{path} {name}")
 
 
 COMMANDS = dict(_commands(build_parser(), "tailor"))
@@ -158,9 +160,16 @@ def test_commands_and_options_of_the_readme_exist() -> None:
         assert found, line
         options = COMMANDS[max(found, key=len)]._option_string_actions
         assert all(w.split("=")[0] in options for w in words if w.startswith("--")), line
-    serve = COMMANDS["tailor serve"]._option_string_actions
     for option in re.findall(r"`(--[a-z-]+)[^`]*`", _text()):
-        assert option in serve, option
+        assert any(option in c._option_string_actions for c in COMMANDS.values()), option
+
+
+def test_commands_of_the_readme_parse() -> None:
+    blocks = re.findall(r"```sh\n(.*?)```", _text(), re.S)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("tailor ")]
+    assert len(lines) >= 7
+    for line in lines:
+        assert build_parser().parse_args(shlex.split(line)[1:]).command, line
 
 
 def test_commands_in_blocks_parse() -> None:

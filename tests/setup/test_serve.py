@@ -241,3 +241,26 @@ def test_options_reach_their_drafter_only() -> None:
 def test_missing_corpus_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="corpus of task t: No such file"):
         make_task_drafter("mix", "f", (2,), "t", SpeculationParams("mix", 8, (), "none.bin"))
+
+
+def test_bigrams_of_another_model_are_refused(tmp_path: Path) -> None:
+    import numpy as np
+
+    from drafters.grammys import BigramTable
+
+    file = str(tmp_path / "m.bigrams")
+    next_ids = np.asarray([[1], [2], [0]], np.int32)
+    BigramTable("model-a", next_ids, np.full((3, 1), 0.9, np.float32)).save(file)
+    options = (("grammys.strategy", "bigram"), ("grammys.table", file))
+
+    def make(model: str | None, options: tuple[tuple[str, str], ...]) -> Any:
+        speculation = SpeculationParams("grammys", 8, options)
+        return make_task_drafter("grammys", "f", (2,), "t", speculation, model=model)
+
+    for model in ("model-a:float32", "model-a:bfloat16", None):
+        tree = make(model, options).open([0]).propose(3, 3)
+        assert tree.token_ids.tolist() == [1, 2, 0]
+    with pytest.raises(ValueError, match="was taken from another model; make it again with"):
+        make("model-b:float32", options)
+    with pytest.raises(ValueError, match="bigrams of task t: No such file"):
+        make(None, (("grammys.table", file + ".none"),))

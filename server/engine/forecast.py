@@ -1,0 +1,261 @@
+"""What a drafter is expected to be worth on this machine: recorded outputs, replayed in steps.
+
+`forecast` runs recordings through a drafter as Engine.step would, but asks a CostTable instead of
+a model how long each step takes: the same budget (DraftBudget.choose), the same trust and
+cool-down of each sequence (DraftRecord), prompts in chunks, the first tree in the step that ends
+the prompt. What the drafter itself costs is measured while it runs, in CPU seconds of the thread,
+so that a busy machine does not make drafts look dear. The plain decode of the same
+recordings in the same seats, whose steps have no drafts, is the yardstick:
+
+    speedup = seconds without drafts / seconds with them
+
+Verification is exact, so nothing depends on luck: the tokens are the recorded ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drafters.base import Drafter, DraftSession
+from drafters.replay import Recording, follow
+from server.engine.budget import CostTable, DraftBudget, DraftRecord
+from server.engine.drafting import CheckedTree, check_tree
+
+__all__ = ["Forecast", "forecast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Expectations for one drafter on one set of recordings. Seconds are the cost table's.
+
+    num_streams: sequences at once. num_tokens: output tokens after each first one. num_steps:
+    decode steps of all sequences, the one that ends a prompt not counted (as in drafters.replay).
+    num_rows: draft rows. seconds, plain_s: the whole load with drafts and without. prefill_s: the
+    part of plain_s that would be left if every output ended at its first token.
+    """
+
+    num_streams: int
+    num_tokens: int
+    num_steps: int
+    num_rows: int
+    seconds: float
+    plain_s: float
+    prefill_s: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Per sequence, over all its decode steps; the number of tokens without any step."""
+        return self.num_tokens / max(1, self.num_steps)
+
+    @property
+    def speedup(self) -> float:
+        """Of whole requests, prompts included: above 1 is faster than without drafts."""
+        return self.plain_s / self.seconds
+
+    @property
+    def decode_speedup(self) -> float:
+        """Of what comes after the prompts alone."""
+        with_drafts = max(self.seconds - self.prefill_s, 1e-12)
+        return max(self.plain_s - self.prefill_s, 1e-12) / with_drafts
+
+
+class _Seat:
+    """One recording on its way: prompt rows computed, output tokens emitted."""
+
+    __slots__ = ("num_computed", "position", "record", "recording", "session")
+
+    def __init__(self, recording: Recording, session: DraftSession | None) -> None:
+        self.recording = recording
+        self.session = session
+        self.record = DraftRecord()
+        self.num_computed = 0
+        self.position = 0
+
+    @property
+    def length(self) -> int:
+        """Keys that its last row attends to."""
+        return self.num_computed + self.position
+
+
+def forecast(
+    drafter: Drafter | None,
+    recordings: Sequence[Recording],
+    cost: CostTable,
+    *,
+    max_draft_tokens: int = 16,
+    num_streams: int = 1,
+    vocab_size: int = 1 << 31,
+    max_rows: int = 512,
+) -> Forecast:
+    """Replay `recordings` in `num_streams` seats, in order, and price every step.
+
+    drafter: None is the plain path. vocab_size: what ids of trees are checked against. max_rows:
+    rows a step. Recordings without a prompt or without an output are left out. Raises ValueError
+    when none is left, and DraftError for a tree that an engine would refuse.
+    """
+    usable = [r for r in recordings if len(r.prompt_ids) and len(r.output_ids)]
+    if not usable:
+        raise ValueError("a forecast needs at least one recording with a prompt and an output")
+    budget = DraftBudget(cost)
+    plain = (
+        _Load(usable, None, budget, 0, num_streams, vocab_size, max_rows)
+        if drafter is not None
+        else None
+    )
+    load = _Load(usable, drafter, budget, max_draft_tokens, num_streams, vocab_size, max_rows)
+    load.run()
+    if plain is not None:
+        plain.run()
+    return Forecast(
+        num_streams,
+        sum(len(r.output_ids) - 1 for r in usable),
+        load.num_steps,
+        load.num_rows,
+        load.seconds,
+        load.seconds if plain is None else plain.seconds,
+        _prefill_s(usable, cost, max_rows),
+    )
+
+
+def _prefill_s(recordings: Sequence[Recording], cost: CostTable, max_rows: int) -> float:
+    seconds = 0.0
+    for recording in recordings:
+        left, done = len(recording.prompt_ids), 0
+        while left:
+            rows = min(left, max_rows)
+            seconds += cost.cost(rows, rows * (done + 0.5 * rows))
+            left, done = left - rows, done + rows
+    return seconds
+
+
+class _Load:
+    """One pass over the recordings. Written by `run` alone."""
+
+    def __init__(
+        self,
+        recordings: Sequence[Recording],
+        drafter: Drafter | None,
+        budget: DraftBudget,
+        max_draft_tokens: int,
+        num_streams: int,
+        vocab_size: int,
+        max_rows: int,
+    ) -> None:
+        self.seconds = 0.0
+        self.num_steps = 0
+        self.num_rows = 0
+        self._recordings = recordings
+        self._drafter = drafter if max_draft_tokens > 0 else None
+        self._budget = budget
+        self._max_draft_tokens = max_draft_tokens
+        self._num_streams = num_streams
+        self._vocab_size = vocab_size
+        self._max_rows = max(max_rows, num_streams)
+
+    def run(self) -> None:
+        """Seat, step and leave until every recording is done."""
+        waiting = iter(self._recordings)
+        seats: list[_Seat] = []
+        while True:
+            while len(seats) < self._num_streams:
+                recording = next(waiting, None)
+                if recording is None:
+                    break
+                session = None
+                if self._drafter is not None:
+                    session = self._drafter.open([int(i) for i in recording.prompt_ids])
+                seats.append(_Seat(recording, session))
+            if not seats:
+                return
+            self._step(seats)
+            for seat in [s for s in seats if s.position >= len(s.recording.output_ids)]:
+                seats.remove(seat)
+                if seat.session is not None:
+                    seat.session.close()
+
+    def _step(self, seats: list[_Seat]) -> None:
+        cost = self._budget.cost
+        assert cost is not None
+        num_rows, keys = 0, 0.0
+        drawing: list[_Seat] = []
+        room = self._max_rows - sum(seat.position > 0 for seat in seats)
+        for seat in seats:
+            if seat.position:
+                num_rows += 1
+                keys += seat.length
+                drawing.append(seat)
+                continue
+            left = len(seat.recording.prompt_ids) - seat.num_computed
+            rows = min(left, room)
+            room -= rows
+            num_rows += rows
+            keys += rows * (seat.num_computed + 0.5 * rows)
+            seat.num_computed += rows
+            if rows and rows == left:
+                drawing.append(seat)
+        began = time.thread_time()
+        trees = self._propose(drawing, num_rows)
+        spent_s = time.thread_time() - began
+        for seat in seats:  # while the device works: not on the step's path
+            if seat.session is not None:
+                seat.session.settle()
+        began = time.thread_time()
+        for seat, tree in zip(drawing, trees, strict=True):
+            if tree is not None:
+                num_rows += len(tree.token_ids)
+                keys += len(tree.token_ids) * seat.length
+                self.num_rows += len(tree.token_ids)
+            self._accept(seat, tree)
+        if self._drafter is not None:
+            spent_s += time.thread_time() - began
+        else:
+            spent_s = 0.0
+        self.seconds += cost.cost(num_rows, keys) + spent_s
+
+    def _propose(self, drawing: list[_Seat], num_rows: int) -> list[CheckedTree | None]:
+        trees: list[CheckedTree | None] = [None] * len(drawing)
+        if self._drafter is None or not drawing:
+            return trees
+        asked: list[tuple[int, int]] = []
+        for i, seat in enumerate(drawing):
+            nodes = min(seat.record.allowance(), self._max_draft_tokens)
+            if nodes:
+                asked.append((i, nodes))
+        fit = min(self._max_rows - num_rows, sum(nodes for _, nodes in asked))
+        mean_len = sum(seat.length for seat in drawing) / len(drawing)
+        most = self._budget.ceiling(len(drawing), num_rows, mean_len, fit)
+        proposed: list[tuple[int, CheckedTree]] = []
+        if most > 0:
+            for i, nodes in asked:
+                session = drawing[i].session
+                assert session is not None
+                nodes = min(nodes, most)
+                found = session.propose(nodes, nodes)
+                if len(found):
+                    proposed.append((i, check_tree(found, self._vocab_size, nodes).keep(nodes)))
+        if not proposed:
+            return trees
+        survivals = [tree.survival * drawing[i].record.trust for i, tree in proposed]
+        kept = self._budget.choose(survivals, len(drawing), num_rows, mean_len, fit)
+        for (i, tree), num in zip(proposed, kept, strict=True):
+            if num:
+                trees[i] = tree.keep(num)
+            else:
+                drawing[i].record.forgive()
+        return trees
+
+    def _accept(self, seat: _Seat, tree: CheckedTree | None) -> None:
+        output = seat.recording.output_ids
+        accepted: list[int] = []
+        if tree is not None:
+            accepted = follow(tree.tree, output, seat.position)
+            seat.record.observe(float(tree.survival.sum()), len(accepted))
+        num = min(len(accepted) + 1, len(output) - seat.position)
+        self.num_steps += seat.position > 0
+        if seat.session is not None:
+            if tree is not None:
+                seat.session.feedback(tree.tree, accepted)
+            seat.session.extend([int(i) for i in output[seat.position : seat.position + num]])
+        seat.position += num

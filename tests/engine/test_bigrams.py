@@ -1,0 +1,61 @@
+"""The target's own bigrams: what the model says after every single token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafters.array_file import FingerprintError
+from drafters.grammys import BigramTable
+from server.engine.bigrams import model_fingerprint, take_bigrams
+from server.engine.engine import Engine, EngineSettings
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+VOCAB = 40
+
+
+def _engine(fail: bool = False) -> Engine:
+    def broken(batch: object) -> None:
+        raise MemoryError("out of memory")
+
+    info = fake_info(vocab_size=VOCAB, max_num_seqs=8, max_num_batched_tokens=16)
+    runner = FakeRunner(FakeModel(VOCAB, seed=3), info, fail=broken if fail else None)
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=16, max_failures=4)
+    return Engine(runner, {}, settings)
+
+
+@pytest.mark.parametrize("bos", [None, 2])
+def test_the_table_holds_the_models_likeliest_next_tokens(bos: int | None, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    table = take_bigrams(
+        _engine(), 3, bos_token_id=bos, progress=lambda done, num: told.append((done, num))
+    )
+    model = FakeModel(VOCAB, seed=3)
+    for token in range(VOCAB):
+        text = [token] if bos is None else [bos, token]
+        logits = model.logits(int(model.hashes(text)[-1])).astype(np.float64)
+        order = np.argsort(-logits, kind="stable")[:3]
+        assert table.next_ids[token].tolist() == order.tolist()
+        chances = np.exp(logits - logits.max())
+        chances /= chances.sum()
+        assert table.chances[token] == pytest.approx(chances[order], rel=1e-4)
+    assert told[-1] == (VOCAB, VOCAB) and told == sorted(told)
+
+    table.save(tmp_path / "t.bigrams")
+    assert BigramTable.load(tmp_path / "t.bigrams", fingerprint="fake").next_ids.shape == (VOCAB, 3)
+    with pytest.raises(FingerprintError):
+        BigramTable.load(tmp_path / "t.bigrams", fingerprint="other")
+
+
+def test_a_small_vocabulary_and_wrong_numbers() -> None:
+    with pytest.raises(ValueError, match="num_next"):
+        take_bigrams(_engine(), 21)
+    with pytest.raises(RuntimeError, match="cannot be run"):
+        take_bigrams(_engine(fail=True))
+
+
+def test_the_dtype_is_no_part_of_the_model() -> None:
+    assert model_fingerprint("abc:float32") == model_fingerprint("abc:bfloat16") == "abc"
+    assert model_fingerprint("abc") == "abc"

@@ -1,0 +1,105 @@
+"""Forecasts: recorded outputs priced by a cost table, as the engine would step through them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from drafters.replay import Recording
+from server.engine.budget import CostTable, row_grid
+from server.engine.forecast import forecast
+from tests.fakes.fake_drafters import FakeDrafter, liar_drafter, oracle_drafter, random_drafter
+
+PROMPTS = [[3, 5, 7, i] for i in range(4)]
+OUTPUTS = [[(7 * i + j) % 13 + 2 for j in range(21)] + [1] for i in range(4)]
+RECORDINGS = [Recording(p, o) for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
+TEXTS = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
+
+
+def _cost(first: float, per_row: float, key_s: float = 0.0) -> CostTable:
+    rows = row_grid(512)
+    return CostTable(rows, [first + per_row * (r - 1) for r in rows], key_s)
+
+
+def test_without_a_drafter_every_token_is_a_step() -> None:
+    plain = forecast(None, RECORDINGS, _cost(100.0, 1.0))
+    assert plain.num_tokens == plain.num_steps == 4 * 21
+    assert plain.tokens_per_step == plain.speedup == plain.decode_speedup == 1.0
+    # 4 prompts of 4 rows, and 21 decode steps each.
+    assert plain.plain_s == pytest.approx(4 * 103.0 + 84 * 100.0)
+    assert plain.prefill_s == pytest.approx(4 * 103.0)
+
+
+def test_keys_are_paid_for() -> None:
+    free, paid = (forecast(None, RECORDINGS[:1], _cost(1.0, 0.0, key_s)) for key_s in (0.0, 1.0))
+    # The prompt's rows see 4 * 2 keys on average; decode step t has 4 + t.
+    assert paid.plain_s - free.plain_s == pytest.approx(4 * 2 + sum(4 + t for t in range(1, 22)))
+
+
+def test_an_oracle_saves_what_the_table_says() -> None:
+    found = forecast(oracle_drafter(TEXTS), RECORDINGS, _cost(100.0, 1.0), max_draft_tokens=4)
+    # The first tree hangs off the prompt: 5 of 22 tokens there, then 5 a step.
+    assert found.num_steps == 4 * 4
+    assert found.tokens_per_step == pytest.approx(21 / 4)
+    assert found.num_rows == 4 * 4 * 4 + 4 * 2  # the last step has two tokens left to draft
+    seconds = 4 * (107.0 + 3 * 104.0 + 101.0)
+    assert found.seconds == pytest.approx(seconds + 4 * 1.0, rel=0.01)
+    assert found.speedup == pytest.approx(found.plain_s / found.seconds)
+    assert found.decode_speedup > found.speedup > 3.5
+
+
+def test_rows_that_cost_as_much_as_steps_are_not_bought() -> None:
+    found = forecast(oracle_drafter(TEXTS), RECORDINGS, _cost(100.0, 100.0))
+    assert found.num_rows == 0 and found.speedup == pytest.approx(1.0, rel=1e-3)
+
+
+def test_drafts_that_miss_cost_little() -> None:
+    wrong = liar_drafter(1, [], 16)
+    assert forecast(wrong, RECORDINGS, _cost(100.0, 1.0)).speedup == pytest.approx(1.0, rel=1e-3)
+    guesses = forecast(random_drafter(1, 1 << 14), RECORDINGS, _cost(100.0, 20.0))
+    assert 0.8 < guesses.speedup <= 1.0
+    assert guesses.num_steps == guesses.num_tokens
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 3, 8])
+def test_streams_share_steps_and_keep_every_token(num_streams: int) -> None:
+    cost = _cost(100.0, 1.0)
+    drafter = oracle_drafter(TEXTS)
+    found = forecast(drafter, RECORDINGS, cost, max_draft_tokens=4, num_streams=num_streams)
+    assert found.num_tokens == 84 and found.num_steps == 16
+    assert drafter.num_open == 0, "every session is closed"
+    alone = forecast(None, RECORDINGS, cost)
+    rounds = -(-4 // num_streams)
+    assert found.plain_s == pytest.approx(alone.plain_s * rounds / 4, rel=0.1)
+    assert found.speedup > 1.5
+
+
+def test_long_prompts_come_in_chunks() -> None:
+    long = Recording(list(range(2, 12)), [4, 5, 6])
+    one = forecast(None, [long], _cost(10.0, 1.0), max_rows=64)
+    four = forecast(None, [long], _cost(10.0, 1.0), max_rows=4)
+    assert one.plain_s == pytest.approx(19.0 + 2 * 10.0)
+    assert four.plain_s == pytest.approx(13.0 + 13.0 + 11.0 + 2 * 10.0)
+    # While one decodes, the other's prompt has the rows that are left.
+    both = forecast(None, [RECORDINGS[0], long], _cost(10.0, 1.0), max_rows=4, num_streams=2)
+    assert both.num_steps == 21 + 2
+
+
+def test_recordings_that_say_nothing_are_left_out() -> None:
+    empty = [Recording([], [2, 3]), Recording([2], [])]
+    assert forecast(None, [*empty, RECORDINGS[0]], _cost(1.0, 0.1)).num_tokens == 21
+    with pytest.raises(ValueError, match="at least one recording"):
+        forecast(None, empty, _cost(1.0, 0.1))
+
+
+def test_what_the_drafter_costs_is_counted() -> None:
+    def slow(tokens: list[int], budget: int, depth: int):  # type: ignore[no-untyped-def]
+        end_s = time.thread_time() + 0.002
+        while time.thread_time() < end_s:
+            pass
+        return oracle_drafter(TEXTS)._propose_from(tokens, budget, depth)
+
+    quick = forecast(oracle_drafter(TEXTS), RECORDINGS[:1], _cost(1e-4, 1e-6))
+    found = forecast(FakeDrafter(slow), RECORDINGS[:1], _cost(1e-4, 1e-6))
+    assert found.seconds > quick.seconds and found.seconds > 0.002
