@@ -30,6 +30,7 @@ from server.types import (
     SpeculationParams,
     StepCounts,
     TokenLogprob,
+    VocabularyCounts,
     VocabularyParams,
 )
 
@@ -109,12 +110,14 @@ def _ids(data: bytes) -> tuple[int, ...]:
 # Compiled once: these run for every choice of every step, on the engine's critical path.
 _delta_values = attrgetter(*(f.name for f in fields(Delta)))
 _counts_values = attrgetter(*(f.name for f in fields(StepCounts)))
+_vocabulary_values = attrgetter(*(f.name for f in fields(VocabularyCounts)))
 _logprob_values = attrgetter(*(f.name for f in fields(TokenLogprob)))
 _stats_values = attrgetter(*(f.name for f in fields(EngineStats)))
 _DELTA_NAMES = [f.name for f in fields(Delta)]
 _LOGPROBS = _DELTA_NAMES.index("logprobs")
 _PROMPT_LOGPROBS = _DELTA_NAMES.index("prompt_logprobs")
 _COUNTS = _DELTA_NAMES.index("counts")
+_VOCABULARY = _DELTA_NAMES.index("vocabulary")
 
 
 def pack_delta(delta: Delta) -> tuple[Any, ...]:
@@ -125,6 +128,8 @@ def pack_delta(delta: Delta) -> tuple[Any, ...]:
         None if lp is None else _logprob_values(lp) for lp in delta.prompt_logprobs
     )
     plain[_COUNTS] = _counts_values(delta.counts)
+    if delta.vocabulary is not None:
+        plain[_VOCABULARY] = _vocabulary_values(delta.vocabulary)
     return tuple(plain)
 
 
@@ -136,6 +141,8 @@ def unpack_delta(plain: tuple[Any, ...]) -> Delta:
         None if lp is None else TokenLogprob(*lp) for lp in values[_PROMPT_LOGPROBS]
     )
     values[_COUNTS] = StepCounts(*values[_COUNTS])
+    if values[_VOCABULARY] is not None:
+        values[_VOCABULARY] = VocabularyCounts(*values[_VOCABULARY])
     return Delta(*values)
 
 

@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from server.api.intake import ServedModel
     from server.engine.engine import Engine
     from server.model.runner import RunnerSpec
-    from server.types import SpeculationParams
+    from server.token_bytes import TokenBytes
+    from server.types import SpeculationParams, VocabularyMode
+    from vocab_store.profile import VocabProfile
+    from vocab_store.slice import RequiredIds
 
 __all__ = [
     "EngineOrder",
+    "ProfileFiles",
     "ServerPlan",
     "build_engine",
     "listen",
@@ -59,7 +63,8 @@ class EngineOrder:
     """All that an engine process needs, as plain values that can be pickled.
 
     name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: those
-    that tasks name, to be compiled before the engine is ready.
+    that tasks name, to be compiled before the engine is ready. vocabularies: (mode, profile) of
+    those tasks that cut the LM head, to be copied before the engine is ready.
     """
 
     name: str
@@ -75,6 +80,7 @@ class EngineOrder:
     max_waiting_tokens: int
     drafters: tuple[str, ...]
     log_level: str = "INFO"
+    vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
 
 
 def _runner_spec(order: EngineOrder) -> RunnerSpec:
@@ -121,6 +127,7 @@ def build_engine(order: EngineOrder) -> Engine:
         max_waiting_requests=order.max_waiting_requests,
         max_waiting_tokens=order.max_waiting_tokens,
         prefix_cache=order.engine.prefix_cache,
+        slice_rows=order.engine.slice_cache_rows,
         target_step_s=_TARGET_STEP_S[order.device.partition(":")[0]],
     )
     fingerprint = table.fingerprint.hex()
@@ -140,9 +147,41 @@ def build_engine(order: EngineOrder) -> Engine:
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, about a minute")
     cost = load_or_measure(runner, cost_file)
-    engine = Engine(runner, drafters, settings, stop_table=stops, cost=cost)
-    _warm_up(engine, order.drafters)
+    profiles = ProfileFiles(table, runner.info.eos_token_ids)
+    engine = Engine(runner, drafters, settings, stop_table=stops, cost=cost, profiles=profiles)
+    _warm_up(engine, order.drafters, order.vocabularies)
     return engine
+
+
+class ProfileFiles:
+    """Vocabulary profiles by file. A file that is replaced is read again; who has the old one
+    keeps it."""
+
+    def __init__(self, table: TokenBytes, eos_token_ids: Sequence[int]) -> None:
+        """table: of the model's tokenizer. Every profile must hold the EOS ids, the special ids
+        and the byte tokens."""
+        self._table = table
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._required: RequiredIds | None = None
+        self._loaded: dict[str, tuple[tuple[int, int], VocabProfile]] = {}
+
+    def __call__(self, name: str) -> VocabProfile:
+        """The profile in a file. Raises VocabStoreError (a ValueError) or OSError."""
+        from vocab_store.profile import VocabProfile
+        from vocab_store.slice import RequiredIds
+
+        found = os.stat(name)
+        stamp = (found.st_mtime_ns, found.st_size)
+        known = self._loaded.get(name)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        if self._required is None:
+            self._required = RequiredIds.from_tokens(self._table, self._eos_token_ids)
+        profile = VocabProfile.load(
+            name, fingerprint=self._table.fingerprint, required=self._required
+        )
+        self._loaded[name] = (stamp, profile)
+        return profile
 
 
 def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
@@ -166,21 +205,29 @@ def _device_name(device: str) -> str:
     return f"{platform.node()} {platform.processor() or platform.machine()}"
 
 
-def _warm_up(engine: Engine, drafters: Sequence[str]) -> None:
-    """Run a short request with each drafter, so that what is compiled on first use is compiled
-    before the engine says it is ready. Nothing of it stays in the prefix cache."""
-    from server.types import Request, SamplingParams, SpeculationParams
+def _warm_up(
+    engine: Engine,
+    drafters: Sequence[str],
+    vocabularies: Sequence[tuple[VocabularyMode, str]] = (),
+) -> None:
+    """Run a short request with each drafter and each profile, so that what is compiled or copied
+    on first use is there before the engine says it is ready. Nothing of it stays in the prefix
+    cache."""
+    from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 
     usual = [i for i in range(3, 64) if i not in engine.info.eos_token_ids][:3]
-    for name in dict.fromkeys(("off", *drafters)):
+    runs = [(name, VocabularyParams()) for name in dict.fromkeys(("off", *drafters))]
+    runs += [("off", VocabularyParams(mode, profile)) for mode, profile in vocabularies]
+    for i, (name, vocabulary) in enumerate(runs):
         engine.submit(
             Request(
-                request_id=f"warm-up-{name}",
+                request_id=f"warm-up-{i}",
                 task="warm-up",
                 model=engine.info.name,
                 prompt_ids=tuple(usual * 4),
                 sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
                 speculation=SpeculationParams(name, 0 if name == "off" else 4),
+                vocabulary=vocabulary,
             )
         )
         deltas = engine.take_deltas()
@@ -323,6 +370,8 @@ def plan_server(
         folder = folders[model.name]
         max_model_len = model.max_model_len or config.engine.max_model_len
         models[model.name] = served_model(model, folder, max_model_len)
+        own = [t for t in tasks.values() if (t.model or config.models[0].name) == model.name]
+        _check_profiles(own, model, folder, models[model.name])
         for i, device in enumerate(model.devices):
             orders.append(
                 EngineOrder(
@@ -339,9 +388,51 @@ def plan_server(
                     max_waiting_tokens=config.limits.max_queued_tokens,
                     drafters=tuple(dict.fromkeys(t.speculation.drafter for t in tasks.values())),
                     log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
+                    vocabularies=tuple(
+                        dict.fromkeys(
+                            (mode, t.vocabulary.profile)
+                            for t in own
+                            for mode in (t.vocabulary.mode, "exact")
+                            if t.vocabulary.profile is not None
+                            and mode != "full"
+                            and mode in t.vocabulary.modes
+                            and device == "cpu"
+                        )
+                    ),
                 )
             )
     return ServerPlan(config, dict(tasks), models, tuple(orders))
+
+
+def _check_profiles(
+    tasks: Sequence[TaskConfig], model: ModelConfig, folder: Path, served: ServedModel
+) -> None:
+    """Every profile of a model's tasks can be read and holds what the model needs.
+
+    Raises ConfigError that names the task.
+    """
+    from vocab_store.command import model_facts
+
+    cut = [t for t in tasks if t.vocabulary.profile is not None]
+    if not cut:
+        return
+    if any(device != "cpu" for device in model.devices):
+        for task in cut:
+            if task.vocabulary.mode != "full":
+                raise ConfigError(
+                    f"task {task.name}: vocabulary mode {task.vocabulary.mode} runs on cpu only, "
+                    f"and the model {model.name} is on {', '.join(model.devices)}"
+                )
+    for task in cut:
+        assert task.vocabulary.profile is not None
+        try:
+            ProfileFiles(served.table, model_facts(folder)[2])(task.vocabulary.profile)
+        except OSError as error:
+            raise ConfigError(
+                f"task {task.name}: vocabulary.profile: {task.vocabulary.profile}: {error.strerror}"
+            ) from None
+        except ValueError as error:  # VocabStoreError
+            raise ConfigError(f"task {task.name}: vocabulary.profile: {error}") from None
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -349,6 +349,9 @@ class EngineConfig(_Section):
         'amount such as "2GiB"',
     )
     prefix_cache: bool = Field(True, description="whether prompts share KV blocks by content")
+    slice_cache_rows: int = Field(
+        4096, ge=0, le=1 << 20, description="LM-head rows of prompts kept beside the profiles' own"
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
     )
@@ -558,26 +561,55 @@ class SpeculationConfig(_Section):
         return tuple(sorted(pairs))
 
 
+VocabularyModeName = Literal["full", "slice", "exact"]
+
+
 class VocabularyConfig(_Section):
-    """What part of the LM head the task computes. Only `full` is there until slices land."""
+    """What part of the LM head the task computes. Only `slice` may change the text."""
 
-    mode: Literal["full", "slice", "exact"] = Field("full")
-    profile: str | None = Field(None, min_length=1, max_length=4096)
-    verify_every: int | None = Field(None, ge=1, le=1024)
-
-    @field_validator("mode")
-    @classmethod
-    def _full_only(cls, value: str) -> str:
-        if value != "full":
-            raise ValueError(f"mode {value} is not available in this version; use full")
-        return value
+    mode: VocabularyModeName = Field(
+        "full",
+        description="slice: draw only from the profile's ids and the request's own; exact: propose "
+        "from them, verify with the full head, the text of full",
+    )
+    profile: str | None = Field(
+        None, min_length=1, max_length=4096, description="a file of `tailor vocab profile`"
+    )
+    verify_every: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="tokens that exact verifies at once; default adapted to the measured misses",
+    )
+    allowed_modes: tuple[VocabularyModeName, ...] | None = Field(
+        None,
+        description="modes that a request may choose; default the task's own, full and, with a "
+        "profile, exact",
+    )
 
     @model_validator(mode="after")
-    def _nothing_ignored(self) -> VocabularyConfig:
-        for key in ("profile", "verify_every"):
-            if self.mode == "full" and getattr(self, key) is not None:
-                raise ValueError(f"{key} means nothing with mode full; take it out")
+    def _fits_together(self) -> VocabularyConfig:
+        if self.mode != "full" and self.profile is None:
+            raise ValueError(f"mode {self.mode} needs a profile; see tailor vocab profile")
+        if self.allowed_modes is not None:
+            if self.mode not in self.allowed_modes:
+                raise ValueError("allowed_modes does not hold the task's own mode")
+            if self.profile is None and set(self.allowed_modes) != {"full"}:
+                raise ValueError("allowed_modes other than full need a profile")
+        if self.profile is not None and self.modes == ("full",):
+            raise ValueError("profile means nothing where only full is allowed; take it out")
+        if self.verify_every is not None and "exact" not in self.modes:
+            raise ValueError("verify_every means nothing where exact is not allowed; take it out")
         return self
+
+    @property
+    def modes(self) -> tuple[VocabularyModeName, ...]:
+        """The modes that a request may choose."""
+        if self.allowed_modes is not None:
+            return tuple(dict.fromkeys(self.allowed_modes))
+        if self.profile is None:
+            return ("full",)
+        return ("full", "exact") if self.mode != "slice" else ("full", "slice", "exact")
 
 
 class TaskConfig(_Section):
@@ -908,6 +940,11 @@ def load_task(path: Path) -> TaskConfig:
         update["grammys"] = grammys.model_copy(update={"table": table})
     if update:
         task = task.model_copy(update={"speculation": task.speculation.model_copy(update=update)})
+    if task.vocabulary.profile is not None:
+        profile = _from_folder(base, task.vocabulary.profile)
+        task = task.model_copy(
+            update={"vocabulary": task.vocabulary.model_copy(update={"profile": profile})}
+        )
     return task
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from server.types import EngineStats, ModelInfo, StepCounts
+from server.types import EngineStats, ModelInfo, StepCounts, VocabularyCounts
 
 __all__ = ["CONTENT_TYPE_LATEST", "LATENCY_BUCKETS_S", "EngineSeries", "Metrics", "TaskSeries"]
 
@@ -42,6 +42,7 @@ ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 
 _TASK = ("task",)
 _SPEC = ("task", "drafter")
+_MODE = ("task", "mode")
 _ENGINE = ("engine", "model")
 
 
@@ -76,6 +77,12 @@ class EngineSeries:
     kv_usage: Gauge
     cached_blocks: Gauge
     draft_budget: Gauge
+    slice_rows: Gauge
+    slice_bytes: Gauge
+    verify_window: Gauge
+    slice_hits: Counter
+    slice_loads: Counter
+    slice_evictions: Counter
     up: Gauge
     steps: Counter
     step: Histogram
@@ -151,6 +158,26 @@ class Metrics:
             "spec_decode_num_no_draft", "Steps without a draft, by reason", (*_SPEC, "reason")
         )
 
+        # LM-head slices, by task and mode.
+        self._slice_steps = counter(
+            "vocab_slice_steps", "Decode steps drawn from a slice of the LM head", _MODE
+        )
+        self._full_steps = counter(
+            "vocab_full_steps", "Decode steps of sliced requests drawn from the full head", _MODE
+        )
+        self._head_rows = counter(
+            "vocab_head_rows", "LM-head rows computed for sliced requests", _MODE
+        )
+        self._row_loads = counter("vocab_row_loads", "LM-head rows copied for requests", _MODE)
+        self._slice_ids = gauge("vocab_slice_ids", "Ids of the last slice", _MODE)
+        self._windows = counter("vocab_verify_windows", "Verified windows", _MODE)
+        self._checked = counter("vocab_verified_tokens", "Tokens that were verified", _MODE)
+        self._missed = counter("vocab_slice_misses", "Tokens the full head replaced", _MODE)
+        self._dropped = counter("vocab_dropped_tokens", "Tokens taken back, never sent", _MODE)
+        self._verify = seconds(
+            "vocab_verify_time", "Verification time of a choice's windows", _MODE, SHORT_BUCKETS_S
+        )
+
         # Requests, by task.
         self._ttft = seconds("time_to_first_token", "Arrival to first token", _TASK)
         self._inter_token = seconds("inter_token_latency", "Time between tokens", _TASK)
@@ -183,6 +210,18 @@ class Metrics:
             "prefix_cache_blocks", "Blocks that hold a reusable prefix", _ENGINE
         )
         self._draft_budget = gauge("draft_budget", "Draft rows the last step could carry", _ENGINE)
+        self._slice_rows = gauge("slice_cache_rows", "LM-head rows copied beside the head", _ENGINE)
+        self._slice_bytes = gauge("slice_cache_bytes", "Their bytes", _ENGINE)
+        self._verify_window = gauge(
+            "vocab_verify_every", "Tokens in an exact window, as adapted last", _ENGINE
+        )
+        self._slice_hits = counter(
+            "slice_cache_hits", "Prompt rows found in the slice cache", _ENGINE
+        )
+        self._slice_loads = counter("slice_cache_loads", "LM-head rows copied", _ENGINE)
+        self._slice_evictions = counter(
+            "slice_cache_evictions", "Rows that the slice cache forgot", _ENGINE
+        )
         self._up = gauge("engine_up", "1 while the engine serves", _ENGINE)
         self._engine_steps = counter("engine_steps", "Steps", _ENGINE)
         self._step = seconds("step_time", "Wall time of a step", _ENGINE)
@@ -249,6 +288,25 @@ class Metrics:
             self._source_drafted.labels(task, drafter, source).inc(drafted)
             self._source_accepted.labels(task, drafter, source).inc(accepted)
 
+    def count_vocabulary(self, task: str, mode: str, counts: VocabularyCounts) -> None:
+        """What an LM-head slice did for one Delta."""
+        both = (task, mode)
+        for series, number in (
+            (self._slice_steps, counts.num_slice_steps),
+            (self._full_steps, counts.num_full_steps),
+            (self._head_rows, counts.head_rows),
+            (self._row_loads, counts.num_loaded),
+            (self._windows, counts.num_windows),
+            (self._checked, counts.num_checked),
+            (self._missed, counts.num_missed),
+            (self._dropped, counts.num_dropped),
+        ):
+            if number:
+                series.labels(*both).inc(number)
+        self._slice_ids.labels(*both).set(counts.num_ids)
+        if counts.num_windows:
+            self._verify.labels(*both).observe(counts.verify_s)
+
     def count_choice(self, task: str, finish_reason: str) -> None:
         """A choice ended."""
         self._success.labels(task, finish_reason).inc()
@@ -273,6 +331,12 @@ class Metrics:
                 kv_usage=self._kv_usage.labels(*both),
                 cached_blocks=self._cached_blocks.labels(*both),
                 draft_budget=self._draft_budget.labels(*both),
+                slice_rows=self._slice_rows.labels(*both),
+                slice_bytes=self._slice_bytes.labels(*both),
+                verify_window=self._verify_window.labels(*both),
+                slice_hits=self._slice_hits.labels(*both),
+                slice_loads=self._slice_loads.labels(*both),
+                slice_evictions=self._slice_evictions.labels(*both),
                 up=self._up.labels(*both),
                 steps=self._engine_steps.labels(*both),
                 step=self._step.labels(*both),
@@ -305,6 +369,9 @@ class Metrics:
             series.kv_usage,
             series.cached_blocks,
             series.draft_budget,
+            series.slice_rows,
+            series.slice_bytes,
+            series.verify_window,
         ):
             gauge.set(0)
         if restarted:
@@ -333,6 +400,15 @@ class Metrics:
             s.propose.observe(stats.propose_s)
             s.host.observe(stats.host_s)
             s.rows.observe(stats.num_rows)
+        s.slice_rows.set(stats.slice_rows)
+        s.slice_bytes.set(stats.slice_bytes)
+        s.verify_window.set(stats.verify_window)
+        if stats.slice_hits > last.slice_hits:
+            s.slice_hits.inc(stats.slice_hits - last.slice_hits)
+        if stats.slice_loads > last.slice_loads:
+            s.slice_loads.inc(stats.slice_loads - last.slice_loads)
+        if stats.slice_evictions > last.slice_evictions:
+            s.slice_evictions.inc(stats.slice_evictions - last.slice_evictions)
         if stats.num_preemptions > last.num_preemptions:
             s.preemptions.inc(stats.num_preemptions - last.num_preemptions)
         if stats.prefix_queries > last.prefix_queries:

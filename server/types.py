@@ -87,7 +87,12 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyParams:
-    """What part of the LM head a request uses (DESIGN.md section 6)."""
+    """What part of the LM head a request uses (DESIGN.md section 6).
+
+    mode: "full"; "slice": the profile's ids and the request's own, which may change the text;
+    "exact": the slice proposes, the full head verifies, and the text is that of "full".
+    profile: the task's profile file. verify_every: tokens in a verification window, 0 = adapted.
+    """
 
     mode: VocabularyMode = "full"
     profile: str | None = None
@@ -173,6 +178,7 @@ class StepCounts:
         EOS/stop/max_tokens. accepted_by_depth[d]: accepted at depth d; offered_by_depth[d]: whether
         the tree had a node at depth d (counted per draft).
     by_source: (source name, drafted, accepted) triples.
+    In vocabulary mode "exact" tokens are counted before they are verified.
     no_draft_reason: "" or why no node was carried ("off", "no_match", "budget", "cooldown",
         "length", "prefill").
     """
@@ -187,6 +193,31 @@ class StepCounts:
     no_draft_reason: str = ""
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyCounts:
+    """What an LM-head slice did for one choice in the steps a Delta covers; sums unless said.
+
+    num_ids: ids of its slice now (no sum). num_loaded: head rows copied for it. num_slice_steps,
+    num_full_steps: decode steps drawn from the slice, from the full head. head_rows: head rows
+    computed for its draws, its share of verifications included. num_windows: verifications.
+    num_checked: tokens they looked at. num_missed: windows that were cut at a wrong token.
+    num_dropped: emitted tokens that were taken back, never released. window: tokens in a window
+    now (no sum). verify_s: seconds of verifications this choice waited for.
+    """
+
+    num_ids: int = 0
+    num_loaded: int = 0
+    num_slice_steps: int = 0
+    num_full_steps: int = 0
+    head_rows: int = 0
+    num_windows: int = 0
+    num_checked: int = 0
+    num_missed: int = 0
+    num_dropped: int = 0
+    window: int = 0
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +237,7 @@ class Delta:
         after the prompt.
     sources: when the request asked for them, one name per token: the drafter's source whose draft
         of this token was accepted, "" for a token that nothing drafted.
+    vocabulary: None in mode "full".
     """
 
     request_id: str
@@ -222,11 +254,17 @@ class Delta:
     counts: StepCounts = field(default_factory=StepCounts)
     sources: tuple[str, ...] = ()
     label_logprobs: tuple[float, ...] = ()
+    vocabulary: VocabularyCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of one engine, sent with the Deltas of a step and when idle."""
+    """A snapshot of one engine, sent with the Deltas of a step and when idle.
+
+    slice_rows, slice_bytes: LM-head rows copied beside the head, now. slice_hits, slice_loads,
+    slice_evictions: dynamic rows found, copied and forgotten since the start. verify_window:
+    tokens in an exact window, as adapted last.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -245,6 +283,12 @@ class EngineStats:
     num_prefill_rows: int = 0
     num_draft_rows: int = 0
     draft_budget: int = 0
+    slice_rows: int = 0
+    slice_bytes: int = 0
+    slice_hits: int = 0
+    slice_loads: int = 0
+    slice_evictions: int = 0
+    verify_window: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,7 @@ class Intake:
             grammar = await self.grammars.of(body.structured_outputs, body.response_format)
         check_with_sampling(grammar, sampling)
         speculation = self._speculation(body, task)
+        vocabulary = _vocabulary_of(body, task)
         prediction_ids: tuple[int, ...] = ()
         if body.prediction is not None:
             prediction_ids = await self._prediction_ids(body.prediction, model, room)
@@ -249,11 +250,7 @@ class Intake:
                         prediction_ids,
                         span,
                     ),
-                    vocabulary=VocabularyParams(
-                        task.vocabulary.mode,
-                        task.vocabulary.profile,
-                        task.vocabulary.verify_every or 0,
-                    ),
+                    vocabulary=vocabulary,
                     num_choices=best_of,
                     echo_logprobs=echo_logprobs,
                     cache_salt=body.cache_salt or "",
@@ -555,6 +552,30 @@ def _too_long(at: str, num_prompt: str, max_tokens: int | None, room: int) -> Ex
         param="max_tokens" if max_tokens and num_prompt.isdigit() and int(num_prompt) < room
         else "prompt",
     )  # fmt: skip
+
+
+def _vocabulary_of(body: CompletionBody, task: TaskConfig) -> VocabularyParams:
+    """The request's mode and window within what the task allows. Raises InvalidRequestError."""
+    own, asked = task.vocabulary, body.vocabulary
+    mode, verify_every = own.mode, own.verify_every
+    if asked is not None and asked.mode is not None:
+        if asked.mode not in own.modes:
+            raise InvalidRequestError(
+                f"vocabulary.mode: the task {task.name} allows {', '.join(own.modes)}; got "
+                f"{asked.mode}.",
+                param="vocabulary.mode",
+            )
+        mode = asked.mode
+    if asked is not None and asked.verify_every is not None:
+        if mode != "exact":
+            raise InvalidRequestError(
+                f"vocabulary.verify_every is for mode exact; this request's mode is {mode}.",
+                param="vocabulary.verify_every",
+            )
+        verify_every = asked.verify_every
+    if mode == "full":
+        return VocabularyParams()
+    return VocabularyParams(mode, own.profile, (verify_every or 0) if mode == "exact" else 0)
 
 
 def _prompts_of(prompt: Any) -> list[str | list[int]]:

@@ -35,6 +35,7 @@ __all__ = [
     "SpeculationBody",
     "StreamOptions",
     "TokenizeBody",
+    "VocabularyBody",
     "joined_texts",
     "model_object",
     "validate",
@@ -120,6 +121,15 @@ class SpeculationBody(BodyPart):
     max_draft_tokens: int | None = Field(None, ge=0, le=256)
 
 
+class VocabularyBody(BodyPart):
+    """What part of the LM head this request computes, within the task's allowed modes."""
+
+    mode: Literal["full", "slice", "exact"] | None = None
+    verify_every: int | None = Field(
+        None, ge=1, le=1024, description="tokens that exact verifies at once"
+    )
+
+
 class ContextMarksBody(BodyPart):
     """Where the prompt's context lies: after the first `after`, before the next `before`."""
 
@@ -175,6 +185,7 @@ class GenerationBody(BodyPart):
 
     # Ours.
     speculation: SpeculationBody | None = None
+    vocabulary: VocabularyBody | None = None
     include_speculation: bool | None = None
     include_token_sources: bool | None = None
     context: ContextMarksBody | None = None

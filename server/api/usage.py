@@ -7,12 +7,13 @@ the usage that clients see.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from server.metrics import Metrics
-from server.types import Delta, Request
+from server.types import Delta, Request, VocabularyCounts
 
-__all__ = ["RequestAccount", "speculation_report", "usage_report"]
+__all__ = ["RequestAccount", "speculation_report", "usage_report", "vocabulary_report"]
 
 
 class RequestAccount:
@@ -32,6 +33,9 @@ class RequestAccount:
         self.accepted_by_depth: list[int] = []
         self.offered_by_depth: list[int] = []
         self.by_source: dict[str, list[int]] = {}
+        self.vocabulary: dict[str, float] = dict.fromkeys(_VOCABULARY_SUMS, 0)
+        self.num_slice_ids = 0
+        self.window = 0
         self.started = False
         self._metrics = metrics
         self._drafter = request.speculation.drafter
@@ -78,6 +82,12 @@ class RequestAccount:
                 sums = self.by_source.setdefault(source, [0, 0])
                 sums[0] += drafted
                 sums[1] += accepted
+        if delta.vocabulary is not None:
+            self._metrics.count_vocabulary(request.task, request.vocabulary.mode, delta.vocabulary)
+            for name in _VOCABULARY_SUMS:
+                self.vocabulary[name] += getattr(delta.vocabulary, name)
+            self.num_slice_ids = max(self.num_slice_ids, delta.vocabulary.num_ids)
+            self.window = delta.vocabulary.window or self.window
         if delta.finish_reason is not None:
             self._metrics.count_choice(request.task, delta.finish_reason)
             total = self._tokens.get(choice, 0)
@@ -91,6 +101,11 @@ class RequestAccount:
     def close(self, outcome: str) -> None:
         """The request is over: "ok", "abort" or "error". Called once."""
         self._metrics.count_outcome(self.request.task, outcome)
+
+
+_VOCABULARY_SUMS = tuple(
+    f.name for f in fields(VocabularyCounts) if f.name not in ("num_ids", "window")
+)
 
 
 def _add(sums: list[int], more: tuple[int, ...]) -> None:
@@ -127,7 +142,9 @@ def speculation_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
     """The `speculation` object (include_speculation): sums over all prompts and choices.
 
     mean_tokens_per_step counts every decode step, drafted or not; it is null when no step was made.
+    `vocabulary` is there unless the mode is "full".
     """
+    accounts = list(accounts)
     steps = drafts = drafted = accepted = tokens = 0
     by_depth: list[int] = []
     offered: list[int] = []
@@ -159,4 +176,38 @@ def speculation_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
             source: {"drafted_tokens": d, "accepted_tokens": a}
             for source, (d, a) in sorted(sources.items())
         },
+        **vocabulary_report(accounts),
     }
+
+
+def vocabulary_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
+    """{"vocabulary": what LM-head slices did}, or {} in mode "full".
+
+    slice_size: ids of the largest slice. steps_from_slice, steps_from_full_head: decode steps by
+    what they were drawn from; head_rows: head rows computed, verification included. loaded_rows:
+    rows copied for these requests. misses: proposed tokens that the full head replaced (`exact`);
+    dropped_tokens: tokens taken back with them, never sent. verify_every: tokens in a window now.
+    """
+    sliced = [a for a in accounts if a.request.vocabulary.mode != "full"]
+    if not sliced:
+        return {}
+    sums = {name: sum(a.vocabulary[name] for a in sliced) for name in _VOCABULARY_SUMS}
+    mode = sliced[0].request.vocabulary.mode
+    report: dict[str, Any] = {
+        "mode": mode,
+        "slice_size": max(a.num_slice_ids for a in sliced),
+        "loaded_rows": sums["num_loaded"],
+        "steps_from_slice": sums["num_slice_steps"],
+        "steps_from_full_head": sums["num_full_steps"],
+        "head_rows": sums["head_rows"],
+    }
+    if mode == "exact":
+        report |= {
+            "verify_every": max(a.window for a in sliced),
+            "windows": sums["num_windows"],
+            "verified_tokens": sums["num_checked"],
+            "misses": sums["num_missed"],
+            "dropped_tokens": sums["num_dropped"],
+            "verify_seconds": round(sums["verify_s"], 6),
+        }
+    return {"vocabulary": report}

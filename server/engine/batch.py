@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,22 @@ class DrawParams:
     num_generated: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSlice:
+    """The part of the LM head that some draws see: a VocabSlice and where its rows lie.
+
+    ids: int32 [n], ascending: the only ids that can be drawn (but see Batch.draw_slice). columns:
+    int32 [n]: where each id's row lies in [rows of `table` | dynamic rows]. table: a number the
+    runner was given with `load_table`, or -1: the rows are not cached, the full head is computed
+    and looked at in `ids` alone, with the same logits. num_static: rows of the table.
+    """
+
+    ids: Int32
+    columns: Int32
+    table: int
+    num_static: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """All rows of one step. Frozen flat arrays; R rows, S sequences, D draws, C scores.
@@ -76,6 +92,10 @@ class Batch:
     draw_mask: int32 [D], -1 or a row of `masks`; masks: uint32 [G, ceil(V / 32)], bit set = id
       allowed (grammar).
     params: DrawParams of the sequences that draw.
+    draw_slice: None, or int32 [D], -1 (the full head) or an index into slices. Where a draw's
+      constraints exclude every id of its slice, it is drawn from the full head.
+    draw_keep: None, or int32 [D], -1 or the place where the runner keeps the hidden state that the
+      draw is made from, for `verify`; such a draw gives no logprobs.
 
     Scores, for prompt logprobs: score_rows, score_targets int32 [C]: the logprob of `target` under
       the logits of `row`, with score_top[c] most likely ids beside it.
@@ -105,6 +125,9 @@ class Batch:
     score_top: Int32
     num_prefill_rows: int
     num_draft_rows: int
+    draw_slice: Int32 | None = None
+    slices: tuple[HeadSlice, ...] = ()
+    draw_keep: Int32 | None = None
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +146,8 @@ class Drawn:
     for logprobs (else NaN / rank 0 / empty): logprobs float32 [D] = log-softmax of the *raw* logits
     (fp32) at the drawn id; ranks int32 [D], 1 = most likely; top[d] = tuple of (id, logprob),
     (logprob descending, id ascending).
-    score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws.
+    score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws;
+    head_s: those of them that the LM head's product took, 0.0 where they are not known.
     """
 
     token_ids: Int32
@@ -134,6 +158,7 @@ class Drawn:
     score_ranks: Int32
     score_top: Sequence[tuple[tuple[int, float], ...]]
     model_s: float = 0.0
+    head_s: float = 0.0
 
 
 class Runner(Protocol):
@@ -158,6 +183,36 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Idempotent."""
+
+
+@runtime_checkable
+class SlicingRunner(Runner, Protocol):
+    """A Runner that can cut its LM head to slices and verify what was drawn from one.
+
+    It holds tables (one T each, in id order, under the engine's number) and one pool of dynamic
+    rows. All calls are ordered after the last launched step and before the next one; none may be
+    made while a step is in flight.
+    """
+
+    head_row_bytes: int
+    """Bytes of one row of the LM head."""
+
+    def load_table(self, table: int, token_ids: Int32) -> None:
+        """Make the head rows of ascending ids resident under a number that is free."""
+
+    def drop_table(self, table: int) -> None:
+        """Forget a table; unknown numbers are fine."""
+
+    def load_rows(self, token_ids: Int32, places: Int32) -> None:
+        """Copy head rows into places of the dynamic pool, which grows as needed."""
+
+    def verify(self, batch: Batch, kept: Int32) -> Drawn:
+        """Draw again from kept hidden states with the full head.
+
+        batch: no forward pass; row r's hidden state is the one kept at place kept[r]. token_ids,
+        the draws, params and masks are read: draw r of row r, its parent the draw before it where
+        that belongs to the same window. Raises DrawError as wait() does.
+        """
 
 
 class DrawError(ValueError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from drafters.base import Drafter
 from drafters.tree import DraftTree
@@ -99,6 +100,25 @@ class CheckedTree:
             return self
         order = np.argsort(-self.survival, kind="stable")[:num_nodes]
         order.sort()
+        return self._only(order)
+
+    def within(
+        self, allowed: Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
+    ) -> CheckedTree | None:
+        """Only the nodes whose whole path has allowed tokens; None when no node is left.
+
+        allowed: token ids -> whether each is one.
+        """
+        stays = allowed(np.asarray(self.token_ids, np.int32)).tolist()
+        if all(stays):
+            return self
+        for i, parent in enumerate(self.parents):  # parents come first
+            stays[i] = stays[i] and (parent < 0 or stays[parent])
+        kept = np.flatnonzero(stays)
+        return self._only(kept) if kept.size else None
+
+    def _only(self, order: npt.NDArray[np.intp]) -> CheckedTree:
+        """The nodes `order`, ascending and closed under parents."""
         kept: list[int] = order.tolist()
         renumber = {old: new for new, old in enumerate(kept)}
         renumber[-1] = -1

@@ -26,13 +26,19 @@ from server.engine.build import Built, Span, build_batch
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry, check_tree
 from server.engine.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence, SequenceMark, Status
+from server.engine.slices import ProfileSource, SliceBook
 from server.engine.stops import StopTable
+from server.engine.windows import WindowControl
 from server.types import Delta, EngineStats, FinishReason, Request, StepCounts, TokenLogprob
 
 __all__ = ["Engine", "EngineSettings", "RunnerBrokenError", "Verdict", "Verifier"]
 
 _log = logging.getLogger(__name__)
 _NO_COUNTS = StepCounts()
+_NO_TOKEN = (
+    "no token could be drawn: the request's constraints exclude every token, or the model "
+    "produced NaN"
+)
 
 
 class RunnerBrokenError(RuntimeError):
@@ -47,7 +53,9 @@ class EngineSettings:
     while others decode. target_step_s: when above 0 and a cost table is there, prefill_rows
     follows it (never below min_prefill_rows). max_waiting_requests, max_waiting_tokens: bound of
     the queue. prefix_cache: on or off. max_draft_rows: tree nodes a step, over all sequences; 0 is
-    off. max_failures: failed steps in a row after which the runner counts as broken.
+    off. max_failures: failed steps in a row after which the runner counts as broken. slice_rows:
+    dynamic LM-head rows beside the profiles' own. max_window: most unverified tokens of an `exact`
+    sequence; adapts_windows: whether the full head takes over where it is cheaper.
     """
 
     max_num_seqs: int = 32
@@ -60,6 +68,9 @@ class EngineSettings:
     prefix_cache: bool = True
     max_draft_rows: int = 512
     max_failures: int = 8
+    slice_rows: int = 4096
+    max_window: int = 64
+    adapts_windows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +113,11 @@ class Engine:
         cost: CostTable | None = None,
         verifier: Verifier | None = None,
         controls: Mapping[str, Callable[[Any], Any]] | None = None,
+        profiles: ProfileSource | None = None,
     ) -> None:
         """stop_table: id -> bytes, for stop strings. cost: the draft budget's (None: no pruning).
 
+        profiles: vocabulary profiles by the name that requests give (None: no slices).
         controls: what ("control", ...) messages may call, by name, with plain values.
         """
         self.runner = runner
@@ -126,6 +139,17 @@ class Engine:
             prefill_rows=settings.prefill_rows,
         )
         self.budget = DraftBudget(cost)
+        self.slices = SliceBook(
+            runner,
+            profiles,
+            WindowControl(
+                self.info.vocab_size,
+                max_window=settings.max_window,
+                first_window=min(8, settings.max_window),
+                adapts=settings.adapts_windows,
+            ),
+            capacity=settings.slice_rows,
+        )
         self.num_drafter_errors = 0
         self.num_failed_steps = 0
         self._cost = cost
@@ -136,6 +160,7 @@ class Engine:
         self._num_arrived = 0
         self._deltas: list[Delta] = []
         self._moves: tuple[list[int], list[int]] = ([], [])
+        self._unchecked: list[tuple[Sequence, Cut, bool]] = []  # in the step: end, due now
         self._suspects: list[Sequence] = []
         self._num_failures = 0
         self._logged: set[str] = set()
@@ -155,20 +180,25 @@ class Engine:
             return self.take_deltas()
         trees, propose_s = self._propose(plan)
         built = build_batch(plan.items, trees, num_prefill_rows=plan.num_prefill_rows)
+        batch = self._cut_heads(plan, built)
         try:
             launched = time.perf_counter()
-            self._launch(plan, built.batch)
+            self._launch(plan, batch)
             if meanwhile is not None:
                 meanwhile()
             self._settle(plan)
             drawn = self._wait()
             model_s = time.perf_counter() - launched
             self._accept(plan, trees, built, drawn)
+            self._check_windows()
             self._move()
         except _StepFailed as failure:
             self._recover(plan, failure.error)
             return self.take_deltas()
         self._observe(plan, built, began, propose_s, drawn.model_s or model_s)
+        self.slices.observe(
+            batch, drawn.model_s - drawn.head_s, drawn.head_s, plan.num_prefill_rows > 0
+        )
         return self.take_deltas()
 
     @property
@@ -188,9 +218,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; the figures of a step are those of the last one."""
-        scheduler = self.scheduler
+        scheduler, slices = self.scheduler, self.slices
         return replace(
             self._stats,
+            slice_rows=slices.num_rows,
+            slice_bytes=slices.num_bytes,
+            slice_hits=slices.index.num_hits,
+            slice_loads=slices.index.num_loads,
+            slice_evictions=slices.index.num_evictions,
+            verify_window=slices.last_window,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -225,6 +261,8 @@ class Engine:
             )
             for choice_id in range(request.num_choices)
         ]
+        for sequence in sequences:
+            sequence.head = self.slices.open(request)
         leader = sequences[0]
         leader.siblings = sequences[1:]
         self._open[request.request_id] = sequences
@@ -290,7 +328,9 @@ class Engine:
         for item in plan.items:
             if item.sequence.first_step_s == 0.0:
                 item.sequence.first_step_s = now
+                self.slices.seat(item.sequence)
                 self._open_session(item.sequence)
+        self.slices.decide(plan.items)
         return plan
 
     def _propose(self, plan: Plan) -> tuple[list[CheckedTree | None], float]:
@@ -422,24 +462,28 @@ class Engine:
             path = follow(drawn_ids[draw], tree.token_ids, tree.parents, nodes)
         draws = [draw, *(draw + 1 + node for node in path)]
         run = [drawn_ids[d] for d in draws]
-        if min(run) < 0:
-            self._fail(
-                sequence,
-                "no token could be drawn: the request's constraints exclude every token, or the "
-                "model produced NaN",
-                "no_token",
-            )
+        head = sequence.head
+        is_kept = head is not None and head.mode == "exact" and head.proposes
+        is_short = min(run) < 0
+        if is_short and is_kept and (run[0] >= 0 or sequence.num_output > sequence.num_verified):
+            # The failed draw stands behind tokens that may be wrong: those are checked first.
+            run = run[: next(i for i, token in enumerate(run) if token < 0)]
+            path = path[: max(0, len(run) - 1)]  # the last token's row is fed again
+            if not run:
+                sequence.num_computed -= 1
+                self._unchecked.append((sequence, Cut(0), True))
+                return
+        elif is_short:
+            self._fail(sequence, _NO_TOKEN, "no_token")
             return
         end = cut(run, sequence.num_output, sequence.rules, sequence.matcher)
         kept = run[: end.num_kept]
         accepted = path[: end.num_kept]
-        if sequence.request.sampling.num_logprobs is not None:
-            for d, token in zip(draws, kept, strict=False):
-                sequence.logprobs.append(
-                    TokenLogprob(
-                        token, float(drawn.logprobs[d]), int(drawn.ranks[d]), tuple(drawn.top[d])
-                    )
-                )
+        if is_kept:
+            self.slices.keep(sequence, draws, len(kept))
+        elif sequence.request.sampling.num_logprobs is not None:
+            for d in draws[: len(kept)]:
+                sequence.logprobs.append(_logprob_of(drawn, d))
         source = tree.tree.source.tolist() if tree is not None else []
         if sequence.request.report_sources:
             sequence.token_sources += sources_of(accepted, len(kept), source, sequence.sources)
@@ -451,11 +495,20 @@ class Engine:
             sequence.no_draft_reason,
         )
         sequence.counts = merge_counts(sequence.counts, counts)
+        self.slices.count_step(sequence)
         self._plan_moves(sequence, accepted)
         sequence.num_computed += len(accepted)
         sequence.append(kept)
         self._teach(sequence, tree, accepted, kept)
-        finish = self._verify(sequence, end)
+        if is_kept:
+            self._unchecked.append((sequence, end, is_short))
+            return
+        if head is not None and head.mode == "exact":
+            self.slices.learn(sequence, kept)
+        self._conclude(sequence, self._verify(sequence, end))
+
+    def _conclude(self, sequence: Sequence, finish: Cut) -> None:
+        """After the verified mark has moved: publish, finish or release."""
         self.scheduler.publish(sequence)
         if finish.finish_reason is not None:
             self._finish(sequence, finish.finish_reason, finish.stop_reason)
@@ -474,6 +527,7 @@ class Engine:
             child.num_cached_tokens = leader.num_cached_tokens
             child.first_step_s = leader.first_step_s
             child.no_draft_reason = "prefill"
+            self.slices.seat(child)
             self._open_session(child)
         for i, child in enumerate(children):
             self._accept_run(child, None, span.draw + 1 + i, drawn, drawn_ids)
@@ -517,6 +571,69 @@ class Engine:
         if end.finish_reason is not None and sequence.num_verified != sequence.num_output:
             raise RuntimeError("a choice ended with tokens that were never verified")
         return end
+
+    def _cut_heads(self, plan: Plan, built: Built) -> Batch:
+        return self.slices.cut(plan.items, built.spans, built.batch, self.scheduler.running)
+
+    def _check_windows(self) -> None:
+        """Draw unverified tokens again with the full head: when a window is full or its sequence
+        would end, all windows at once, since reading the head is what costs."""
+        unchecked, self._unchecked = self._unchecked, []
+        unchecked = [u for u in unchecked if u[0].status is Status.RUNNING]
+        if not any(
+            due or end.finish_reason is not None or self.slices.is_due(sequence)
+            for sequence, end, due in unchecked
+        ):
+            for sequence, _, _ in unchecked:
+                self.scheduler.trim(sequence)
+            return
+        sequences = [sequence for sequence, _, _ in unchecked]
+        began = time.perf_counter()
+        try:
+            drawn = self.slices.verify(sequences)
+        except DrawError as error:
+            drawn = error.drawn
+        except Exception as error:
+            raise _StepFailed(error) from error
+        seconds = time.perf_counter() - began
+        first = 0
+        for (sequence, end, _), num in zip(
+            unchecked, self.slices.observe_verify(sequences, seconds), strict=True
+        ):
+            if sequence.status is Status.RUNNING:  # no other choice has failed
+                self._apply_check(sequence, end, drawn, range(first, first + num))
+            first += num
+
+    def _apply_check(self, sequence: Sequence, end: Cut, drawn: Drawn, draws: range) -> None:
+        """The tokens before the first wrong one stand; that one is replaced by the right one."""
+        base, num = sequence.num_verified, len(draws)
+        emitted = sequence.output_ids(base)
+        right: list[int] = drawn.token_ids[draws.start : draws.stop].tolist()
+        stands = next((i for i in range(num) if right[i] != emitted[i]), num)
+        num_computed = sequence.num_computed
+        if stands < num:
+            self._cut_back(sequence, base + stands)
+        self.slices.settle(sequence, stands, num)
+        wants = sequence.request.sampling.num_logprobs is not None
+        for i in range(min(stands + 1, num) if wants else 0):
+            if right[i] >= 0:
+                sequence.logprobs.append(_logprob_of(drawn, draws[i]))
+        sequence.verify(sequence.num_output)
+        if stands < num:
+            token = right[stands]
+            if token < 0:
+                self._fail(sequence, _NO_TOKEN, "no_token")
+                return
+            end = cut([token], sequence.num_output, sequence.rules, sequence.matcher)
+            if sequence.request.report_sources:
+                sequence.token_sources.append("")
+            sequence.append([token])
+            # The rows before the right token are those of tokens that stand.
+            sequence.num_computed = min(num_computed, sequence.num_tokens - 1)
+            self._teach(sequence, None, [], [token])
+            sequence.verify(sequence.num_output)
+            self.slices.extend(sequence, token)
+        self._conclude(sequence, end)
 
     def _cut_back(self, sequence: Sequence, num_output: int) -> None:
         try:
@@ -582,7 +699,11 @@ class Engine:
             tree = session.propose(nodes, depth)
             if len(tree) == 0:
                 return None
-            return check_tree(tree, self.info.vocab_size, depth).keep(nodes)
+            checked = check_tree(tree, self.info.vocab_size, depth).keep(nodes)
+            head = sequence.head
+            if head is None or not head.proposes:
+                return checked
+            return checked.within(lambda ids: head.slice.positions(ids) >= 0)
         except Exception as error:
             self._disable_drafts(sequence, error)
             return None
@@ -656,8 +777,9 @@ class Engine:
             return "stop strings are not available", "unsupported_parameter"
         if request.grammar is not None:
             return "structured outputs are not available", "unsupported_parameter"
-        if request.vocabulary.mode != "full":
-            return "vocabulary slices are not available", "unsupported_parameter"
+        refusal = self.slices.refusal(request)
+        if refusal is not None:
+            return refusal
         try:
             self.drafters.resolve(request.task, request.speculation)
         except ValueError as error:
@@ -694,6 +816,8 @@ class Engine:
         token_ids, logprobs = sequence.release()
         sources = tuple(sequence.token_sources[start : start + len(token_ids)])
         counts, sequence.counts = sequence.counts, _NO_COUNTS
+        head = sequence.head
+        vocabulary = None if head is None else head.take_counts(self.slices.window_of(head))
         if not is_first:
             return Delta(
                 request.request_id,
@@ -707,6 +831,7 @@ class Engine:
                 error_code,
                 counts=counts,
                 sources=sources,
+                vocabulary=vocabulary,
             )
         sequence.has_spoken = True
         queue_s = 0.0
@@ -727,6 +852,7 @@ class Engine:
             counts=counts,
             sources=sources,
             label_logprobs=sequence.label_logprobs,
+            vocabulary=vocabulary,
         )
 
     def _finish(
@@ -741,6 +867,7 @@ class Engine:
         self._deltas.append(self._delta(sequence, finish_reason, stop_reason, error, error_code))
         self.scheduler.remove(sequence)
         self._close_session(sequence)
+        self.slices.leave(sequence)
         request_id = sequence.request.request_id
         sequences = self._open[request_id]
         sequences.remove(sequence)
@@ -761,6 +888,7 @@ class Engine:
         self._num_failures += 1
         self.num_failed_steps += 1
         self._moves = ([], [])
+        self._unchecked = []
         self.pool.drop_cache()
         text = f"{type(error).__name__}: {error}"[:300]
         _log.error("a step failed: %s", text, exc_info=error)
@@ -775,6 +903,12 @@ class Engine:
             )
         if self._num_failures >= self.settings.max_failures:
             raise RunnerBrokenError(text) from error
+
+
+def _logprob_of(drawn: Drawn, d: int) -> TokenLogprob:
+    return TokenLogprob(
+        int(drawn.token_ids[d]), float(drawn.logprobs[d]), int(drawn.ranks[d]), tuple(drawn.top[d])
+    )
 
 
 def _take_scores(sequence: Sequence, batch: Batch, drawn: Drawn, span: Span) -> None:

@@ -19,6 +19,7 @@ from drafters.base import DraftSession
 from server.engine.accept import StopRules
 from server.engine.batch import DrawParams, Int32
 from server.engine.budget import DraftRecord
+from server.engine.slices import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.types import Request, StepCounts, TokenLogprob
 
@@ -64,6 +65,7 @@ class Sequence:
         "drafter_name",
         "first_step_s",
         "has_spoken",
+        "head",
         "ids",
         "keys",
         "label_logprobs",
@@ -167,6 +169,9 @@ class Sequence:
         self.has_spoken = False  # its first Delta went out
         self.first_step_s = 0.0
 
+        # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
+        self.head: SequenceHead | None = None
+
         # Speculation: written by the engine's propose and accept.
         self.session: DraftSession | None = None
         self.drafter_name = "off"
@@ -250,6 +255,8 @@ class Sequence:
         self.num_computed = min(self.num_computed, self.num_tokens - 1)
         del self.logprobs[num_output:]
         del self.token_sources[num_output:]
+        if self.head is not None:
+            self.head.cut(num_output - self.num_verified)
         del self.keys[self.num_tokens // self.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())

@@ -19,10 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int32
+from server.engine.batch import Batch, DrawError, Drawn, DrawParams, HeadSlice, Int32
 from server.engine.sampling import noise_key
 from server.model import cpu_forward, cpu_sampler
 from server.model.cpu_kernels import LANES, PANEL, pack_panels
+from server.model.cpu_slices import SlicedHead, gather, padded
 from server.model.shape import ModelShape
 from server.types import ModelInfo
 
@@ -31,6 +32,11 @@ Float32 = npt.NDArray[np.float32]
 BLOCK_SIZE = LANES
 """Slots per block: one vector of keys."""
 
+VERIFY_ROWS = 48
+"""Rows of one product of `verify`: bounds the memory of its logits (1 MB a row at 262,144 ids)."""
+
+_ALL_IDS = np.empty(0, np.int32)  # the ids of the full head, for cpu_sampler
+_EMPTY_ROW = np.empty(0, np.float32)
 _EMPTY_IDS = np.empty(0, np.int64)
 _EMPTY_MASK = np.empty(0, np.uint32)
 _EMPTY_BIAS = np.empty(0, np.float64)
@@ -78,6 +84,7 @@ class PackedWeights:
 
     Peak memory while packing is the arena and one tensor. num_bytes: arena and norms; head_bytes:
     the LM head's panels, a second copy of a tied embedding table (which stays in its file).
+    head: those panels, [panels, hidden_size, PANEL].
     """
 
     def __init__(
@@ -168,6 +175,7 @@ class PackedWeights:
             if progress is not None:
                 progress(layer + 1, s.num_layers + 1)
         head = arena[at : at + head_size].reshape(self.head_panels, s.hidden_size, PANEL)
+        self.head = head
         self.head_address = head.ctypes.data
         head_name = "lm_head.weight" if "lm_head.weight" in names else "model.embed_tokens.weight"
         table = weights.get(head_name)
@@ -241,6 +249,10 @@ class CpuRunner:
         self._top_ids = np.zeros(32, np.int64)
         self._top_logprobs = np.zeros(32, np.float32)
         self._last_ids = np.zeros(0, np.int32)
+        self._kept = np.zeros((0, s.hidden_size), np.float32)
+        self._compact = np.zeros(LANES, np.float32)
+        self._slices = SlicedHead(weights.head, t, self._counter)
+        self.head_row_bytes = s.hidden_size * weights.head.itemsize
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
         self._in_flight: Future[Drawn] | None = None
         self.body_s = 0.0
@@ -275,6 +287,32 @@ class CpuRunner:
         """Copy KV of blocks src[i] to dst[i]. No step may be in flight."""
         cpu_forward.copy_blocks(src, dst, self._keys, self._values)
 
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of head rows that were copied for slices."""
+        return self._slices.num_bytes
+
+    def load_table(self, table: int, token_ids: Int32) -> None:
+        """Pack the head rows of ascending ids. No step may be in flight."""
+        self._slices.load_table(table, token_ids)
+
+    def drop_table(self, table: int) -> None:
+        """Forget a table. No step may be in flight."""
+        self._slices.drop_table(table)
+
+    def load_rows(self, token_ids: Int32, places: Int32) -> None:
+        """Copy head rows into the dynamic pool. No step may be in flight."""
+        self._slices.load_rows(token_ids, places)
+
+    def verify(self, batch: Batch, kept: Int32) -> Drawn:
+        """Draw again from kept hidden states with the full head; see SlicingRunner.
+
+        Runs on the worker thread, so that the products' threads are the same ones.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight")
+        return self._worker.submit(self._verify, batch, kept).result()
+
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
         self._worker.shutdown(wait=True)
@@ -283,10 +321,14 @@ class CpuRunner:
         started = time.perf_counter()
         self._forward(batch)
         after_body = time.perf_counter()
-        places = self._head(batch)
+        if batch.draw_keep is not None:
+            self._keep(batch, batch.draw_keep)
+        rows = np.concatenate((_full_rows(batch), batch.score_rows))
+        places = self._head(rows, self._hidden)
+        sliced = self._sliced_head(batch)
         after_head = time.perf_counter()
         try:
-            drawn = self._draw(batch, places, started)
+            drawn = self._draw(batch, places, started, after_head - after_body, sliced)
         except DrawError as error:
             self._last_ids = error.drawn.token_ids
             raise
@@ -319,16 +361,28 @@ class CpuRunner:
             self._scratch, self._scores, self._acc, self._hidden, self._counter, self._threads,
         )  # fmt: skip
 
-    def _head(self, batch: Batch) -> dict[int, int]:
-        """Logits of the rows that draw or score, each once; row -> place in _logits."""
-        rows = np.unique(np.concatenate((batch.draw_rows, batch.score_rows)))
+    def _keep(self, batch: Batch, draw_keep: Int32) -> None:
+        """Copy the hidden states of kept draws to their places."""
+        draws = np.flatnonzero(draw_keep >= 0)
+        if not draws.size:
+            return
+        most = int(draw_keep.max()) + 1
+        if most > self._kept.shape[0]:
+            grown = np.zeros((max(most, 2 * self._kept.shape[0]), self._kept.shape[1]), np.float32)
+            grown[: self._kept.shape[0]] = self._kept
+            self._kept = grown
+        self._kept[draw_keep[draws]] = self._hidden[batch.draw_rows[draws]]
+
+    def _head(self, rows: npt.NDArray[Any], states: Float32) -> dict[int, int]:
+        """Full logits of states[rows], each row once; row -> place in _logits."""
+        rows = np.unique(rows)
         num = rows.shape[0]
         if num > self._head_rows.shape[0]:
             room = max(num, 2 * self._head_rows.shape[0])
             self._head_rows = np.zeros((room, self._shape.hidden_size), np.float32)
             self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
         if num:
-            self._head_rows[:num] = self._hidden[rows]
+            self._head_rows[:num] = states[rows]
             cpu_forward.product(
                 self._head_rows, num, self._weights.head_address, self._weights.head_panels,
                 self._logits, self._weights.bf16, self._counter, self._threads,
@@ -336,67 +390,184 @@ class CpuRunner:
             self._logits[:num, self._shape.vocab_size :] = -np.inf
         return {int(row): i for i, row in enumerate(rows)}
 
-    def _draw(self, batch: Batch, places: dict[int, int], started: float) -> Drawn:
+    def _sliced_head(self, batch: Batch) -> dict[int, tuple[Float32, Float32]]:
+        """Per draw from a cached slice: its row's logits over the table and the dynamic rows.
+
+        One product for each table and one over the dynamic rows, whatever the number of slices.
+        """
+        if batch.draw_slice is None:
+            return {}
+        by_table: dict[int, list[int]] = {}
+        num_pool = 0
+        for d, i in enumerate(batch.draw_slice.tolist()):
+            if i >= 0 and batch.slices[i].table >= 0:
+                by_table.setdefault(batch.slices[i].table, []).append(d)
+        for slice_ in batch.slices:
+            if slice_.columns.shape[0]:
+                num_pool = max(num_pool, int(slice_.columns.max()) + 1 - slice_.num_static)
+        views: dict[int, tuple[Float32, Float32]] = {}
+        for table, draws in by_table.items():
+            rows, where = np.unique(batch.draw_rows[draws], return_inverse=True)
+            num = rows.shape[0]
+            states = self._hidden[rows]
+            static = self._slices.static_logits(table, states, num)
+            pool = None
+            if num_pool > 0:
+                pool = self._slices.pool_logits(num_pool, states, num)
+                if len(by_table) > 1:  # the next table's rows overwrite it
+                    pool = pool[:num].copy()
+            for d, place in zip(draws, where.tolist(), strict=True):
+                views[d] = static[place], _EMPTY_ROW if pool is None else pool[place]
+        return views
+
+    def _verify(self, batch: Batch, kept: Int32) -> Drawn:
+        started = time.perf_counter()
         num = batch.num_draws
-        token_ids = np.empty(num, np.int32)
-        logprobs = np.full(num, np.nan, np.float32)
-        ranks = np.zeros(num, np.int32)
-        top: list[tuple[tuple[int, float], ...]] = [()] * num
-        rows = np.array([places[r] for r in batch.draw_rows.tolist()], np.int64)
-        plain = [
-            _is_plain_greedy(batch.params[p], batch.draw_mask[d])
-            for d, p in enumerate(batch.draw_params.tolist())
-        ]
-        if all(plain):
-            cpu_sampler.greedy(rows, self._logits, self._head_rows, token_ids)
+        result = _Answers(num)
+        head_s = 0.0
+        for first in range(0, num, VERIFY_ROWS):
+            draws = range(first, min(first + VERIFY_ROWS, num))
+            began = time.perf_counter()
+            wanted = kept[batch.draw_rows[draws.start : draws.stop]]
+            places = self._head(wanted, self._kept)
+            head_s += time.perf_counter() - began
+            rows = [places[int(k)] for k in wanted]
+            self._draw_full(batch, draws, rows, result, keeps=False)
+        return result.drawn(None, time.perf_counter() - started, head_s)
+
+    def _draw(
+        self,
+        batch: Batch,
+        places: dict[int, int],
+        started: float,
+        head_s: float,
+        sliced: dict[int, tuple[Float32, Float32]],
+    ) -> Drawn:
+        num = batch.num_draws
+        result = _Answers(num)
+        empty: list[int] = []
+        if batch.draw_slice is None:
+            rows = [places[r] for r in batch.draw_rows.tolist()]
+            self._draw_full(batch, range(num), rows, result)
         else:
+            chosen = batch.draw_slice.tolist()
+            full = [d for d in range(num) if chosen[d] < 0]
+            self._draw_full(batch, full, [places[int(batch.draw_rows[d])] for d in full], result)
             for d in range(num):
-                token_ids[d] = self._draw_one(batch, d, int(rows[d]), plain[d])
-        for d, p in enumerate(batch.draw_params.tolist()):
-            wanted = batch.params[p].sampling.num_logprobs
-            if wanted is not None and token_ids[d] >= 0:
-                logprobs[d], ranks[d], top[d] = self._logprob(
-                    int(rows[d]), int(token_ids[d]), wanted
-                )
+                if chosen[d] >= 0:
+                    slice_ = batch.slices[chosen[d]]
+                    if not self._draw_sliced(batch, d, slice_, sliced.get(d), places, result):
+                        empty.append(d)
         scored = [
-            self._logprob(places[int(r)], int(t), int(k))
+            self._logprob(self._logits[places[int(r)]], self._shape.vocab_size, int(t), int(k))
             for r, t, k in zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
         ]
-        result = Drawn(
-            token_ids,
-            logprobs,
-            ranks,
-            top,
-            np.array([x[0] for x in scored], np.float32),
-            np.array([x[1] for x in scored], np.int32),
-            [x[2] for x in scored],
-            time.perf_counter() - started,
-        )
-        if (token_ids == cpu_sampler.FAILED).any():
-            failed = [
-                (int(d), self._reason(int(rows[d])))
-                for d in np.flatnonzero(token_ids == cpu_sampler.FAILED)
-            ]
-            raise DrawError(tuple(failed), result)
-        return result
+        if empty:  # last, because it takes the place of the other rows' logits
+            places = self._head(batch.draw_rows[empty], self._hidden)
+            self._draw_full(batch, empty, [places[int(batch.draw_rows[d])] for d in empty], result)
+        return result.drawn(scored, time.perf_counter() - started, head_s)
 
-    def _reason(self, row: int) -> str:
-        """Why no id could be drawn from a head row."""
-        if cpu_sampler.is_finite_row(self._head_rows[row]):
-            return "no token is left to draw: the request's constraints exclude all ids"
-        return "the model produced values that are not finite"
+    def _draw_full(
+        self,
+        batch: Batch,
+        draws: Sequence[int],
+        rows: list[int],
+        result: _Answers,
+        *,
+        keeps: bool = True,
+    ) -> None:
+        """Draws from the full head; rows[i]: the place in _logits of draws[i].
 
-    def _draw_one(self, batch: Batch, d: int, row: int, plain: bool) -> int:
-        if not cpu_sampler.is_finite_row(self._head_rows[row]):
+        keeps: whether draws that Batch.draw_keep names go without logprobs.
+        """
+        params = [batch.params[p] for p in batch.draw_params[list(draws)].tolist()]
+        plain = [
+            _is_plain_greedy(p, batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)
+        ]
+        if all(plain):
+            ids = np.empty(len(rows), np.int32)
+            cpu_sampler.greedy(np.array(rows, np.int64), self._logits, self._head_rows, ids)
+            result.token_ids[list(draws)] = ids
+        else:
+            for d, row, is_plain in zip(draws, rows, plain, strict=True):
+                result.token_ids[d] = self._draw_one(
+                    batch, d, self._logits[row], self._shape.vocab_size, _ALL_IDS,
+                    self._head_rows[row], is_plain,
+                )  # fmt: skip
+        for d, row, own in zip(draws, rows, params, strict=True):
+            token = int(result.token_ids[d])
+            if token == cpu_sampler.FAILED:
+                result.failed.append((d, _reason(self._head_rows[row])))
+            elif own.sampling.num_logprobs is not None and not (keeps and _is_kept(batch, d)):
+                result.logprobs[d], result.ranks[d], result.top[d] = self._logprob(
+                    self._logits[row], self._shape.vocab_size, token, own.sampling.num_logprobs
+                )
+
+    def _draw_sliced(
+        self,
+        batch: Batch,
+        d: int,
+        slice_: HeadSlice,
+        view: tuple[Float32, Float32] | None,
+        places: dict[int, int],
+        result: _Answers,
+    ) -> bool:
+        """A draw from a slice; False when the request's constraints leave nothing of it.
+
+        The sampler works on the slice's columns; the result is a vocabulary id. view: from
+        _sliced_head, or None: the slice is not cached and its row has full logits. Logprobs are
+        over the slice: log-softmax of its raw logits alone.
+        """
+        num = slice_.ids.shape[0]
+        size = padded(num)
+        if size > self._compact.shape[0]:
+            self._compact = np.zeros(2 * size, np.float32)
+        logits = self._compact[:size]
+        row = int(batch.draw_rows[d])
+        hidden = self._hidden[row]
+        if view is None:
+            logits[:num] = self._logits[places[row]][slice_.ids]
+            logits[num:] = -np.inf
+        else:
+            gather(view[0], view[1], slice_, self._compact)
+        own = batch.params[batch.draw_params[d]]
+        plain = _is_plain_greedy(own, batch.draw_mask[d])
+        column = self._draw_one(batch, d, logits, num, slice_.ids, hidden, plain)
+        if column == cpu_sampler.FAILED:
+            if cpu_sampler.is_finite_row(hidden):
+                return False
+            result.token_ids[d] = column
+            result.failed.append((d, _reason(hidden)))
+            return True
+        result.token_ids[d] = slice_.ids[column]
+        if own.sampling.num_logprobs is not None and not _is_kept(batch, d):
+            value, rank, top = self._logprob(logits, num, column, own.sampling.num_logprobs)
+            ids = slice_.ids
+            result.logprobs[d], result.ranks[d] = value, rank
+            result.top[d] = tuple((int(ids[i]), lp) for i, lp in top)
+        return True
+
+    def _draw_one(
+        self,
+        batch: Batch,
+        d: int,
+        logits: Float32,
+        num: int,
+        ids: Int32,
+        hidden: Float32,
+        plain: bool,
+    ) -> int:
+        """The column drawn from `num` logits; ids: empty, or the ids of the columns (a slice)."""
+        if not cpu_sampler.is_finite_row(hidden):
             return cpu_sampler.FAILED
         if plain:
-            return int(cpu_sampler.argmax(self._logits[row]))
+            return int(cpu_sampler.argmax(logits))
         params = batch.params[batch.draw_params[d]]
         s = params.sampling
         path = _path_tokens(batch, d)
-        ids, out, prompt = _EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS
+        counted, out, prompt = _EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS
         if s.has_penalties:
-            ids, out, prompt = _counts(params, path)
+            counted, out, prompt = _counts(params, path)
         banned = _EMPTY_IDS
         if params.num_generated + len(path) < s.min_tokens:
             banned = params.banned_until.astype(np.int64)
@@ -409,32 +580,102 @@ class CpuRunner:
             allowed = np.array(s.allowed_token_ids, np.int64)
         mask_id = int(batch.draw_mask[d])
         mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
+        if ids.shape[0]:  # from ids to columns; what is not in the slice cannot be drawn anyway
+            bias_ids, found = _columns(ids, bias_ids)
+            biases = biases[found]
+            allowed, _ = _columns(ids, allowed)
+            banned, _ = _columns(ids, banned)
+            counted, found = _columns(ids, counted)
+            out, prompt = out[found], prompt[found]
         key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
         return int(
             cpu_sampler.draw(
-                self._logits[row], self._shape.vocab_size, float(s.temperature), int(s.top_k),
+                logits, num, float(s.temperature), int(s.top_k),
                 float(s.top_p), float(s.min_p), np.uint32(key[0]), np.uint32(key[1]), bias_ids,
-                biases, allowed, s.allowed_token_ids is not None, mask, banned, ids, out, prompt,
-                float(s.repetition_penalty), float(s.frequency_penalty),
-                float(s.presence_penalty), self._wide,
+                biases, allowed, s.allowed_token_ids is not None, mask, banned, counted, out,
+                prompt, float(s.repetition_penalty), float(s.frequency_penalty),
+                float(s.presence_penalty), self._wide[:num], ids,
             )
         )  # fmt: skip
 
     def _logprob(
-        self, row: int, token_id: int, num_top: int
+        self, logits: Float32, num: int, column: int, num_top: int
     ) -> tuple[float, int, tuple[tuple[int, float], ...]]:
-        num_top = min(num_top, self._shape.vocab_size)
+        """(logprob, rank, top) of a column of `num` logits that end in -inf pads."""
+        num_top = min(num_top, num)
         if num_top > self._top_ids.shape[0]:
             self._top_ids = np.zeros(num_top, np.int64)
             self._top_logprobs = np.zeros(num_top, np.float32)
         value, rank = cpu_sampler.logprob(
-            self._logits[row], self._shape.vocab_size, token_id, num_top, self._top_ids,
-            self._top_logprobs,
-        )  # fmt: skip
+            logits, num, column, num_top, self._top_ids, self._top_logprobs
+        )
         top = zip(
             self._top_ids[:num_top].tolist(), self._top_logprobs[:num_top].tolist(), strict=True
         )
         return float(value), int(rank), tuple(top)
+
+
+class _Answers:
+    """The parts of a Drawn while it is made."""
+
+    def __init__(self, num: int) -> None:
+        self.token_ids = np.empty(num, np.int32)
+        self.logprobs = np.full(num, np.nan, np.float32)
+        self.ranks = np.zeros(num, np.int32)
+        self.top: list[tuple[tuple[int, float], ...]] = [()] * num
+        self.failed: list[tuple[int, str]] = []
+
+    def drawn(
+        self,
+        scored: Sequence[tuple[float, int, tuple[tuple[int, float], ...]]] | None,
+        model_s: float,
+        head_s: float,
+    ) -> Drawn:
+        """The whole. Raises DrawError when some draws failed."""
+        scored = scored or ()
+        result = Drawn(
+            self.token_ids,
+            self.logprobs,
+            self.ranks,
+            self.top,
+            np.array([x[0] for x in scored], np.float32),
+            np.array([x[1] for x in scored], np.int32),
+            [x[2] for x in scored],
+            model_s,
+            head_s,
+        )
+        if self.failed:
+            raise DrawError(tuple(sorted(self.failed)), result)
+        return result
+
+
+def _reason(hidden: Float32) -> str:
+    """Why no id could be drawn from a hidden state."""
+    if cpu_sampler.is_finite_row(hidden):
+        return "no token is left to draw: the request's constraints exclude all ids"
+    return "the model produced values that are not finite"
+
+
+def _full_rows(batch: Batch) -> Int32:
+    """Rows whose draws need the full head's logits."""
+    if batch.draw_slice is None:
+        return batch.draw_rows
+    uncached = np.array([s.table < 0 for s in batch.slices] + [True])  # -1 is the full head
+    return batch.draw_rows[uncached[batch.draw_slice]]
+
+
+def _is_kept(batch: Batch, d: int) -> bool:
+    return batch.draw_keep is not None and bool(batch.draw_keep[d] >= 0)
+
+
+def _columns(
+    ids: Int32, wanted: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """(columns of the wanted ids that a slice has, which ones those are)."""
+    at = np.searchsorted(ids, wanted)
+    found = at < ids.shape[0]
+    found[found] = ids[at[found]] == wanted[found]
+    return at[found].astype(np.int64), found
 
 
 def _is_plain_greedy(params: DrawParams, mask_id: int) -> bool:

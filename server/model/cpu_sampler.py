@@ -80,19 +80,25 @@ def _gumbel(h):
 
 
 @_serial
-def _draw_all(x, top_id, key0, key1):
+def _id_at(columns, i):
+    """The vocabulary id of column i of a slice; i itself where there are none (the full head)."""
+    return columns[i] if columns.shape[0] > 0 else i
+
+
+@_serial
+def _draw_all(x, top_id, key0, key1, columns):
     """Gumbel-max over all finite x. The likeliest id sets the bar; most ids fail it by bits.
 
     An id that lies d >= 0 below the best score so far wins only if -log(-log u) > d, which needs
     1 - u < exp(-d) <= 2^-b with b = floor(d * log2 e): its hash must start with b one bits.
     """
-    best = x[top_id] + _gumbel(_hash(top_id, key0, key1))
+    best = x[top_id] + _gumbel(_hash(_id_at(columns, top_id), key0, key1))
     best_id = top_id
     for i in range(x.shape[0]):
         d = best - x[i]
         if d > 23.0:  # the largest Gumbel of a 33-bit u is 22.9
             continue
-        h = _hash(i, key0, key1)
+        h = _hash(_id_at(columns, i), key0, key1)
         if d > 1.0:
             b = np.uint32(d * 1.4426950408889634)
             if b > np.uint32(31):
@@ -139,11 +145,13 @@ def _ordered(x, top, num_wanted, reach):
 @_serial
 def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_ids, biases,
          allowed_ids, has_allowed, mask, banned_ids, count_ids, count_out, count_prompt,
-         repetition, frequency, presence, x):
+         repetition, frequency, presence, x, columns):
     # fmt: on
     """One draw with everything; see sampling.process_logits for the order. Returns the id.
 
-    logits: float32 [>= vocab_size]; x: float64 scratch [vocab_size].
+    logits: float32 [>= vocab_size]; x: float64 scratch [vocab_size]. columns: empty, or the
+    ascending ids of a slice of vocab_size columns: then bias_ids, allowed_ids, banned_ids,
+    count_ids and the result are places in it, while noise and mask go by id.
     """
     for i in range(vocab_size):
         x[i] = logits[i]
@@ -161,7 +169,8 @@ def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_
                 x[i] = -np.inf
     if mask.shape[0] > 0:
         for i in range(vocab_size):
-            if (mask[i >> 5] >> np.uint32(i & 31)) & np.uint32(1) == np.uint32(0):
+            token = _id_at(columns, i)
+            if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
                 x[i] = -np.inf
     for j in range(banned_ids.shape[0]):
         x[banned_ids[j]] = -np.inf
@@ -195,7 +204,7 @@ def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_
             for i in range(vocab_size):
                 if x[i] < floor:
                     x[i] = -np.inf
-        return _draw_all(x, top_id, key0, key1)
+        return _draw_all(x, top_id, key0, key1, columns)
     # The nucleus: sorted only as deep as it reaches.
     limited = 0 < top_k < vocab_size
     total = 0.0
@@ -234,7 +243,7 @@ def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_
         i = ids[j]
         if x[i] < floor:
             break
-        score = x[i] + _gumbel(_hash(i, key0, key1))
+        score = x[i] + _gumbel(_hash(_id_at(columns, i), key0, key1))
         if score > best or (score == best and i < best_id):
             best = score
             best_id = i

@@ -51,8 +51,12 @@ def one_token_loop(
     eos: tuple[int, ...],
     max_model_len: int,
     token_bytes: list[bytes],
+    slice_ids: set[int] | None = None,
 ) -> Outcome:
-    """Run one choice of a request to its end."""
+    """Run one choice of a request to its end.
+
+    slice_ids: the only ids that can be drawn, unless the request's constraints leave none of them.
+    """
     s = request.sampling
     out = Outcome()
     tokens: list[int] = []
@@ -91,15 +95,23 @@ def one_token_loop(
             np.asarray([i in prompt for i in seen], np.int32),
             len(out.ids),
         )
-        logits = model.logits(row, tokens)
+        logits = seen = model.logits(row, tokens)
+        if slice_ids is not None:
+            inside = sorted(slice_ids)
+            seen = np.full_like(logits, -np.inf)
+            seen[inside] = logits[inside]
         try:
-            token = draw(logits, params, len(tokens), [])
+            try:
+                token = draw(seen, params, len(tokens), [])
+            except ValueError:
+                token = draw(logits, params, len(tokens), [])
+                seen = logits
         except ValueError:
             out.finish_reason = "error"
             return out
         out.ids.append(token)
         if s.num_logprobs is not None:
-            out.logprobs.append(_as_sent(token_logprob(logits, token, s.num_logprobs)))
+            out.logprobs.append(_as_sent(token_logprob(seen, token, s.num_logprobs)))
         if not s.ignore_eos and token in eos:
             out.finish_reason = "stop"
             return out

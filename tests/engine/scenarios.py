@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+import numpy as np
+
 from server.engine.budget import CostTable
 from server.engine.engine import Engine, EngineSettings, Verdict, Verifier
 from server.engine.sequence import Sequence
@@ -17,6 +19,9 @@ from server.types import (
     SpeculationParams,
     StepCounts,
     TokenLogprob,
+    VocabularyCounts,
+    VocabularyMode,
+    VocabularyParams,
 )
 from tests.engine.one_token_loop import Outcome, one_token_loop
 from tests.fakes.fake_drafters import (
@@ -27,6 +32,8 @@ from tests.fakes.fake_drafters import (
     random_drafter,
 )
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
 
 EOS = (1,)
 
@@ -42,6 +49,7 @@ class Result:
     stop_reason: int | bytes | None = None
     error_code: str | None = None
     counts: list[StepCounts] = field(default_factory=list)
+    vocabulary: list[VocabularyCounts] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     num_deltas: int = 0
 
@@ -70,6 +78,8 @@ class Collector:
             result.stop_reason = delta.stop_reason
             result.error_code = delta.error_code
             result.counts.append(delta.counts)
+            if delta.vocabulary is not None:
+                result.vocabulary.append(delta.vocabulary)
             result.sources.extend(delta.sources)
             assert len(delta.sources) in (0, len(delta.token_ids))
 
@@ -110,6 +120,17 @@ class Workload:
     cost: CostTable | None
     window: int
     rng: Random
+    profiles: dict[str, VocabProfile] = field(default_factory=dict)
+
+    def slice_ids(self, request: Request) -> set[int] | None:
+        """What a request in mode "slice" can draw, written down a second time."""
+        if request.vocabulary.mode != "slice":
+            return None
+        s = request.sampling
+        assert request.vocabulary.profile is not None
+        ids = set(self.profiles[request.vocabulary.profile].slice.ids.tolist())
+        ids |= set(request.prompt_ids) | set(s.allowed_token_ids or ()) | set(s.stop_token_ids)
+        return ids | {i for i, bias in s.logit_bias if bias > -100}
 
     def expected(self) -> dict[tuple[str, int], Outcome]:
         skipped = [b"" if i in self.special_ids else t for i, t in enumerate(self.token_bytes)]
@@ -121,6 +142,7 @@ class Workload:
                 eos=EOS,
                 max_model_len=self.max_model_len,
                 token_bytes=skipped if request.sampling.skip_special_tokens else self.token_bytes,
+                slice_ids=self.slice_ids(request),
             )
             for _, request, _ in self.requests
             for choice in range(request.num_choices)
@@ -226,6 +248,34 @@ def random_workload(rng: Random, *, window: int = 0) -> Workload:
     )
 
 
+def with_slices(work: Workload, rng: Random, modes: tuple[VocabularyMode, ...]) -> Workload:
+    """The workload with random profiles, and a random mode and window for every request."""
+    vocab = work.model.vocab_size
+    required = RequiredIds.of(vocab, eos_ids=EOS)
+    for name in ("a", "b"):
+        ids = {*EOS, *(i for i in range(vocab) if rng.random() < rng.choice((0.2, 0.6, 0.9)))}
+        made = VocabSlice.make(sorted(ids), required)
+        fill = np.asarray(sorted(set(range(vocab)) - ids), np.int32)
+        work.profiles[name] = VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
+    work.requests = [
+        (
+            at,
+            replace(
+                request,
+                vocabulary=VocabularyParams(
+                    rng.choice(modes), rng.choice("ab"), rng.choice((0, 1, 2, 3, 5, 9))
+                ),
+            ),
+            abort,
+        )
+        for at, request, abort in work.requests
+    ]
+    work.settings = replace(
+        work.settings, slice_rows=rng.choice((0, 2, 5, 100)), max_window=rng.choice((1, 4, 64))
+    )
+    return work
+
+
 def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> FakeDrafter:
     """The drafter the workload names; oracle and liar know every text."""
     vocab = work.model.vocab_size
@@ -275,6 +325,7 @@ def make_engine(
         stop_table=StopTable.from_list(work.token_bytes, work.special_ids),
         cost=work.cost,
         verifier=verifier,
+        profiles=work.profiles.__getitem__ if work.profiles else None,
     )
     return engine, runner
 

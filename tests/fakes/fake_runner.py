@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawError, Drawn, Float32, Int32
+from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32
 from server.engine.sampling import draw, token_logprob
 from server.types import ModelInfo
 
@@ -141,6 +141,51 @@ class FakeRunner:
         self._kv: UInt64 = rng.integers(0, 1 << 63, size, np.uint64)
         self._token_at = np.full(size, -1, np.int64)
         self._batch: Batch | None = None
+        self.head_row_bytes = 4
+        self.num_verifies = 0
+        self._tables: dict[int, list[int]] = {}
+        self._pool: dict[int, int] = {}  # place -> id
+        self._kept: dict[int, tuple[int, list[int]]] = {}  # place -> hash, recent tokens
+
+    def load_table(self, table: int, token_ids: Int32) -> None:
+        """Make T resident."""
+        assert self._batch is None and table not in self._tables
+        assert (np.diff(token_ids) > 0).all()
+        self._tables[table] = token_ids.tolist()
+
+    def drop_table(self, table: int) -> None:
+        """Forget T."""
+        assert self._batch is None
+        self._tables.pop(table, None)
+
+    def load_rows(self, token_ids: Int32, places: Int32) -> None:
+        """Dynamic rows."""
+        assert self._batch is None
+        self._pool.update(zip(places.tolist(), token_ids.tolist(), strict=True))
+
+    def verify(self, batch: Batch, kept: Int32) -> Drawn:
+        """Draw again from kept states."""
+        assert self._batch is None
+        assert batch.draw_slice is None and batch.draw_keep is None
+        if self.fail is not None:
+            self.fail(batch)
+        self.num_verifies += 1
+        states = [self._kept[int(place)] for place in kept]
+        return self._draw(batch, [h for h, _ in states], [r for _, r in states])
+
+    def _sliced(self, logits: Float32, slice_: HeadSlice) -> Float32:
+        """-inf outside the slice; checks that the slice's rows lie where it says."""
+        if slice_.table >= 0:
+            table = self._tables[slice_.table]
+            assert slice_.num_static == len(table)
+            rows = [
+                table[c] if c < len(table) else self._pool[c - len(table)]
+                for c in slice_.columns.tolist()
+            ]
+            assert rows == slice_.ids.tolist()
+        out: Float32 = np.full_like(logits, -np.inf)
+        out[slice_.ids] = logits[slice_.ids]
+        return out
 
     def launch(self, batch: Batch) -> None:
         """Take a step; it runs in wait()."""
@@ -229,14 +274,26 @@ class FakeRunner:
             logits = self.model.logits(hashes[row], recents[row])
             position = int(batch.draw_positions[d])
             assert position == int(batch.positions[row]) + 1
+            keep = -1 if batch.draw_keep is None else int(batch.draw_keep[d])
+            if keep >= 0:
+                self._kept[keep] = hashes[row], recents[row]
+            seen = logits
+            if batch.draw_slice is not None and batch.draw_slice[d] >= 0:
+                seen = self._sliced(logits, batch.slices[int(batch.draw_slice[d])])
             try:
-                ids[d] = draw(logits, params, position, path)
+                try:
+                    ids[d] = draw(seen, params, position, path)
+                except ValueError:
+                    if seen is logits:
+                        raise
+                    seen = logits
+                    ids[d] = draw(logits, params, position, path)
             except (ValueError, FloatingPointError) as error:
                 ids[d] = -1
                 failed.append((d, str(error)))
                 continue
-            if params.sampling.num_logprobs is not None:
-                lp = token_logprob(logits, int(ids[d]), params.sampling.num_logprobs)
+            if params.sampling.num_logprobs is not None and keep < 0:
+                lp = token_logprob(seen, int(ids[d]), params.sampling.num_logprobs)
                 logprobs[d], ranks[d], top[d] = lp.logprob, lp.rank, lp.top
         score_logprobs = np.empty(scored, np.float32)
         score_ranks = np.empty(scored, np.int32)

@@ -45,7 +45,7 @@ def _fast(logits: np.ndarray, params: DrawParams, position: int, path: list[int]
             np.array(s.allowed_token_ids or (), np.int64), s.allowed_token_ids is not None,
             np.empty(0, np.uint32) if mask is None else mask, banned, ids, out, prompt,
             s.repetition_penalty, s.frequency_penalty, s.presence_penalty,
-            np.empty(VOCAB, np.float64),
+            np.empty(VOCAB, np.float64), np.empty(0, np.int32),
         )
     )  # fmt: skip
 

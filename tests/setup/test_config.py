@@ -59,9 +59,20 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
             "speculation:\n  trie:\n    n: 3\n    prefix_length: 3\n",
             "mine.yaml:2: speculation.trie: prefix_length must be below n",
         ),
-        ("vocabulary:\n  mode: slice\n", "mine.yaml:2: vocabulary.mode: mode slice is not avail"),
-        ("vocabulary:\n  mode: exact\n", "mine.yaml:2: vocabulary.mode: mode exact is not avail"),
-        ("vocabulary:\n  profile: p.bin\n", "mine.yaml:1: vocabulary: profile means nothing"),
+        ("vocabulary:\n  mode: slice\n", "mine.yaml:1: vocabulary: mode slice needs a profile"),
+        ("vocabulary:\n  verify_every: 4\n", "mine.yaml:1: vocabulary: verify_every means noth"),
+        (
+            "vocabulary:\n  profile: p.vocab\n  allowed_modes: [full]\n",
+            "mine.yaml:1: vocabulary: profile means nothing",
+        ),
+        (
+            "vocabulary:\n  mode: exact\n  profile: p.vocab\n  allowed_modes: [full]\n",
+            "mine.yaml:1: vocabulary: allowed_modes does not hold the task's own mode",
+        ),
+        (
+            "vocabulary:\n  allowed_modes: [full, slice]\n",
+            "mine.yaml:1: vocabulary: allowed_modes other than full need a profile",
+        ),
         ("speculation:\n  learn: true\n", "mine.yaml:2: speculation.learn: "),
         ("name: a b\n", "mine.yaml:1: name: a name has"),
         ("a: 1\nb: 2\na: 3\n", "mine.yaml:3: a: is there twice (first in line 1)"),

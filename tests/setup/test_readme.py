@@ -122,8 +122,7 @@ def test_every_key_says_what_it_is() -> None:
     known = {  # told by their names and by the sections' docstrings
         "description", "limits.max_tokens", "limits.max_prompt_tokens", "limits.max_prompts",
         "limits.max_choices", "limits.max_logprobs", "speculation.context.after",
-        "speculation.context.before", "vocabulary.mode", "vocabulary.profile",
-        "vocabulary.verify_every",
+        "speculation.context.before",
     }  # fmt: skip
     assert set(bare(ServerConfig, "")) == set()
     assert set(bare(TaskConfig, "")) <= known

@@ -1,0 +1,495 @@
+"""Vocabulary slices in the engine: who sees which rows of the LM head (DESIGN.md section 6).
+
+    open    a request's slice is frozen at admission, from the request and its pinned profile alone
+    seat    its rows beyond the profile's T are pinned and copied, when the sequence gets its seat
+    cut     the draws of a step are told their slice, and which hidden states the runner keeps
+    keep    emitted tokens of `exact` wait in the sequence's window
+    verify  all windows are drawn again with the full head; settle: one window is empty again
+    leave   the rows are unpinned; they stay cached until their places are needed
+
+A sequence in mode "full" has no SequenceHead and costs nothing here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from server.engine.batch import (
+    Batch,
+    Drawn,
+    DrawParams,
+    HeadSlice,
+    Int32,
+    Runner,
+    SlicingRunner,
+    UInt32,
+)
+from server.engine.windows import WindowControl
+from server.types import Request, VocabularyCounts, VocabularyParams
+from vocab_store.errors import SliceCapacityError
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import Placement, SliceCacheIndex, VocabSlice
+
+if TYPE_CHECKING:
+    from server.engine.build import Span
+    from server.engine.scheduler import Scheduled
+    from server.engine.sequence import Sequence
+
+__all__ = ["Kept", "ProfileSource", "SequenceHead", "SliceBook"]
+
+_log = logging.getLogger(__name__)
+
+ProfileSource = Callable[[str], VocabProfile]
+"""A profile by the name a request gives (its file). Raises ValueError or OSError."""
+
+_MAX_LEARNED = 256  # missed ids of a profile that later `exact` sequences begin with
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """One emitted, unverified token: where its hidden state is kept, and its grammar mask."""
+
+    place: int
+    mask: UInt32 | None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceHead:
+    """What part of the LM head one sequence sees. Written by SliceBook and the engine's accept.
+
+    profile: key of the profile version it was opened with. static: T as that profile's table has
+    it. slice: all ids it may draw; `exact` adds missed ones. miss_rate: what the profile expects,
+    if it says. where: for the Batch, None until it is seated. proposes: whether this step's draws
+    come from the slice. window: emitted, unverified tokens; params: DrawParams before the first.
+    """
+
+    mode: str
+    profile: str
+    static: VocabSlice
+    slice: VocabSlice
+    verify_every: int
+    miss_rate: float | None = None
+    where: HeadSlice | None = None
+    proposes: bool = False
+    window: list[Kept] = field(default_factory=list)
+    params: DrawParams | None = None
+    counts: VocabularyCounts = field(default_factory=VocabularyCounts)
+
+    def cut(self, num_kept: int) -> None:
+        """Only the first num_kept tokens of the window stand."""
+        del self.window[num_kept:]
+
+    def add(self, **more: float) -> None:
+        """Add to the counts."""
+        values = {name: getattr(self.counts, name) + value for name, value in more.items()}
+        self.counts = replace(self.counts, **values)
+
+    def take_counts(self, window: int) -> VocabularyCounts:
+        """The counts since the last call, with the slice's size and the window now."""
+        counts = replace(self.counts, num_ids=self.slice.num_ids, window=window)
+        self.counts = VocabularyCounts()
+        return counts
+
+
+class SliceBook:
+    """All slices of one engine. Not thread safe: the engine's loop owns it."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        profiles: ProfileSource | None,
+        control: WindowControl,
+        *,
+        capacity: int,
+    ) -> None:
+        """capacity: dynamic rows. A runner that is no SlicingRunner refuses every slice."""
+        self.control = control
+        self._runner = runner if isinstance(runner, SlicingRunner) else None
+        self._vocab_size = runner.info.vocab_size
+        self._profiles = profiles
+        self._index = SliceCacheIndex(capacity)
+        self._tables: dict[str, int] = {}  # profile key -> the runner's number
+        self._next_table = 0
+        self._newest: dict[str, str] = {}  # mode and profile name -> key
+        self._fills: dict[str, int] = {}
+        self._learned: dict[str, OrderedDict[int, None]] = {}
+        self._draw_keep: Int32 | None = None
+        self._batch: Batch | None = None
+        self.last_window = 0
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def refusal(self, request: Request) -> tuple[str, str] | None:
+        """(message, code) for a request whose slice cannot be had, or None."""
+        asked = request.vocabulary
+        if asked.mode == "full":
+            return None
+        if self._runner is None:
+            return "vocabulary slices are not available on this device", "unsupported_parameter"
+        try:
+            self._profile(asked)
+        except (ValueError, OSError) as error:
+            return f"vocabulary profile: {str(error)[:200]}", "invalid_value"
+        return None
+
+    def open(self, request: Request) -> SequenceHead | None:
+        """The slice of one choice, frozen now; None in mode "full". After `refusal` said None.
+
+        `slice`: T, the prompt and the ids that the request names, and nothing else. `exact` may
+        begin with more: frequent ids, while they lower the expected cost, and ids missed before.
+        """
+        asked = request.vocabulary
+        if asked.mode == "full":
+            return None
+        profile, key, static = self._profile(asked)
+        self._newest[f"{asked.mode}:{asked.profile}"] = key
+        sampling, num = request.sampling, self._vocab_size
+        slice_ = static.for_request(
+            np.asarray(request.prompt_ids, np.int32),
+            logit_bias_ids=[i for i, bias in sampling.logit_bias if bias > -100.0 and i < num],
+            allowed_ids=[i for i in sampling.allowed_token_ids or () if i < num],
+            stop_ids=[i for i in sampling.stop_token_ids if i < num],
+        )
+        if asked.mode == "exact":
+            slice_ = slice_.union(list(self._learned.get(key, ())))
+        return SequenceHead(asked.mode, key, static, slice_, asked.verify_every, profile.miss_rate)
+
+    def _profile(self, asked: VocabularyParams) -> tuple[VocabProfile, str, VocabSlice]:
+        """(profile, key of T, T). The key names the version, so running requests keep theirs."""
+        if self._profiles is None or asked.profile is None:
+            raise ValueError("the task has none")
+        profile = self._profiles(asked.profile)
+        if profile.slice.num_ids and int(profile.slice.ids[-1]) >= self._vocab_size:
+            raise ValueError("it holds ids that the model never draws")
+        if asked.mode == "slice":
+            return profile, profile.version, profile.slice
+        if profile.version not in self._fills:
+            fill = self.control.fill(profile)
+            if fill is None:  # nothing measured yet: ask again
+                return profile, f"{profile.version}+0", profile.slice
+            self._fills[profile.version] = fill.num_fill
+        num_fill = self._fills[profile.version]
+        return profile, f"{profile.version}+{num_fill}", profile.filled(num_fill)
+
+    # -- seats ------------------------------------------------------------------------------
+
+    def seat(self, sequence: Sequence) -> None:
+        """Pin and copy a sequence's rows. Where they do not fit, the full head is computed and
+        looked at in the slice's ids: the same draws, only slower. No step may be in flight."""
+        head = sequence.head
+        if head is None or head.where is not None:
+            return
+        assert self._runner is not None
+        if head.mode == "exact":
+            self.control.add(head.profile, head.slice.num_ids, head.miss_rate)
+        try:
+            self._load_table(head)
+            placement = self._index.acquire(sequence, head.profile, head.slice)
+        except (SliceCapacityError, MemoryError) as error:
+            _log.warning("a slice is not cached, the full head stands in for it: %s", error)
+            ids = head.slice.ids.copy()
+            head.where = HeadSlice(ids, np.empty(0, np.int32), -1, 0)
+            return
+        self._load_rows(head, placement)
+        self._find(sequence, head)
+        self._drop_old()
+
+    def extend(self, sequence: Sequence, token_id: int) -> None:
+        """Add a missed id to a slice (`exact` only) and to those that begin later."""
+        head = sequence.head
+        assert head is not None and head.mode == "exact" and self._runner is not None
+        learned = self._learned.setdefault(head.profile, OrderedDict())
+        learned[token_id] = None
+        learned.move_to_end(token_id)
+        if len(learned) > _MAX_LEARNED:
+            learned.popitem(last=False)
+        if token_id in head.slice:
+            return
+        if head.where is not None and head.where.table >= 0:
+            try:
+                placement = self._index.extend(sequence, [token_id])
+            except SliceCapacityError:
+                return  # it will be missed again
+            head.slice = head.slice.union([token_id])
+            self._load_rows(head, placement)
+            self._find(sequence, head)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Unpin a sequence's rows. Idempotent."""
+        head = sequence.head
+        if head is None or head.where is None:
+            return
+        if head.where.table >= 0:
+            self._index.release(sequence)
+            head.where = None
+            self._drop_old()
+
+    def _load_table(self, head: SequenceHead) -> None:
+        assert self._runner is not None
+        if head.profile not in self._tables:
+            self._runner.load_table(self._next_table, head.static.ids.copy())
+            self._tables[head.profile] = self._next_table
+            self._next_table += 1
+        self._index.add_profile(head.profile, head.static)
+
+    def _drop_old(self) -> None:
+        """Forget tables that no name means any more, once no sequence uses them."""
+        if len(self._tables) <= len(self._newest):
+            return
+        assert self._runner is not None
+        wanted = set(self._newest.values())
+        for key in [k for k in self._tables if k not in wanted]:
+            if not self._index.has_profile(key) or self._index.drop_profile(key):
+                self._runner.drop_table(self._tables.pop(key))
+                self.control.forget(key)
+                self._learned.pop(key, None)
+
+    def _load_rows(self, head: SequenceHead, placement: Placement) -> None:
+        assert self._runner is not None
+        if placement.num_loads:
+            self._runner.load_rows(placement.load_ids, placement.load_positions)
+            head.add(num_loaded=placement.num_loads)
+
+    def _find(self, sequence: Sequence, head: SequenceHead) -> None:
+        found = self._index.columns(sequence)
+        table = self._tables[head.profile]
+        head.where = HeadSlice(found.ids, found.columns, table, found.num_static)
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def decide(self, items: Iterable[Scheduled]) -> None:
+        """Which sequences draw from their slice in this step.
+
+        `exact` draws its first token from the full head, and every token while that is cheaper.
+        """
+        for item in items:
+            head = item.sequence.head
+            if head is None:
+                continue
+            if head.mode == "slice":
+                head.proposes = True
+            elif item.sequence.num_output == 0 or head.where is None or head.where.table < 0:
+                head.proposes = False
+            else:
+                head.proposes = bool(head.window) or self.control.plan(head.profile).uses_slice
+
+    def cut(
+        self,
+        items: SequenceOf[Scheduled],
+        spans: SequenceOf[Span],
+        batch: Batch,
+        running: Iterable[Sequence],
+    ) -> Batch:
+        """The Batch with the slices of its draws. spans: of each item, its root's draw.
+
+        running: sequences whose windows hold hidden states that must stay.
+        """
+        self._draw_keep = None
+        self._batch = None
+        if not any(item.sequence.head is not None for item in items):
+            return batch
+        num = batch.num_draws
+        draw_slice = np.full(num, -1, np.int32)
+        draw_keep = np.full(num, -1, np.int32)
+        slices: list[HeadSlice] = []
+        used = {kept.place for s in running if s.head is not None for kept in s.head.window}
+        place = 0
+        for i, item in enumerate(items):
+            head = item.sequence.head
+            if head is None or not item.draws or not head.proposes:
+                continue
+            first = spans[i].draw
+            last = spans[i + 1].draw if i + 1 < len(items) else num
+            assert head.where is not None
+            draw_slice[first:last] = len(slices)
+            slices.append(head.where)
+            if head.mode != "exact":
+                continue
+            for d in range(first, last):
+                while place in used:
+                    place += 1
+                draw_keep[d] = place
+                place += 1
+        if not slices:
+            return batch
+        keeps = draw_keep if (draw_keep >= 0).any() else None
+        self._draw_keep = keeps
+        self._batch = replace(batch, draw_slice=draw_slice, slices=tuple(slices), draw_keep=keeps)
+        return self._batch
+
+    def keep(self, sequence: Sequence, draws: SequenceOf[int], num_kept: int) -> None:
+        """The first num_kept of the step's draws were emitted: they wait in the window."""
+        head, batch, places = sequence.head, self._batch, self._draw_keep
+        assert head is not None and batch is not None and places is not None
+        if not head.window:
+            head.params = batch.params[int(batch.draw_params[draws[0]])]
+        for d in draws[:num_kept]:
+            mask = int(batch.draw_mask[d])
+            head.window.append(Kept(int(places[d]), batch.masks[mask] if mask >= 0 else None))
+
+        self.control.observe_tokens(num_kept)
+
+    def is_due(self, sequence: Sequence) -> bool:
+        """Whether a sequence's window has its N tokens."""
+        head = sequence.head
+        assert head is not None
+        return len(head.window) >= self.window_of(head)
+
+    def window_of(self, head: SequenceHead) -> int:
+        """N of a sequence: what the request fixed, else what costs least now."""
+        if head.mode != "exact" or head.where is None or head.where.table < 0:
+            return 0
+        self.last_window = head.verify_every or self.control.plan(head.profile).window
+        return self.last_window
+
+    def count_step(self, sequence: Sequence) -> None:
+        """One decode step of a sequence, for its counts."""
+        head = sequence.head
+        if head is None:
+            return
+        if head.proposes:
+            head.add(num_slice_steps=1, head_rows=head.slice.num_ids)
+        else:
+            head.add(num_full_steps=1, head_rows=self._vocab_size)
+
+    def observe(self, batch: Batch, body_s: float, head_s: float, has_prompt_rows: bool) -> None:
+        """The times of a step, for the control."""
+        if has_prompt_rows:
+            if batch.draw_slice is None:
+                self.control.observe_first(head_s)
+            return
+        if batch.draw_slice is None:
+            self.control.observe_step(body_s, head_s, batch.num_draws, 0, 0.0)
+            return
+        sliced = int((batch.draw_slice >= 0).sum())
+        if any(s.table < 0 for s in batch.slices):
+            return
+        mean = sum(s.ids.shape[0] for s in batch.slices) / len(batch.slices)
+        self.control.observe_step(body_s, head_s, batch.num_draws - sliced, sliced, mean)
+
+    # -- verification -----------------------------------------------------------------------
+
+    def learn(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
+        """Tokens that an `exact` sequence drew from the full head: those outside are misses."""
+        head = sequence.head
+        assert head is not None
+        for token in token_ids:
+            missed = token not in head.slice
+            self.control.observe_checked(head.profile, 1, missed)
+            if missed:
+                self.extend(sequence, token)
+
+    def verify(self, sequences: SequenceOf[Sequence]) -> Drawn:
+        """Every window of these sequences, drawn again with the full head, one after the other.
+
+        Raises DrawError and what the runner raises.
+        """
+        assert self._runner is not None
+        return self._runner.verify(*self._check_batch(sequences))
+
+    def observe_verify(self, sequences: SequenceOf[Sequence], seconds: float) -> list[int]:
+        """Count a verification; the lengths of the windows it looked at, in order."""
+        heads = [s.head for s in sequences if s.head is not None]
+        lengths = [len(head.window) for head in heads]
+        self.control.observe_verify(seconds, sum(lengths), len(heads))
+        for head in heads:
+            head.add(
+                num_windows=1, verify_s=seconds, head_rows=self._vocab_size // max(1, len(heads))
+            )
+        return lengths
+
+    def settle(self, sequence: Sequence, num_right: int, num_window: int) -> None:
+        """A window is empty again: its first num_right tokens stand, the rest is dropped."""
+        head = sequence.head
+        assert head is not None
+        missed = num_right < num_window
+        head.window.clear()
+        head.params = None
+        head.add(
+            num_checked=num_right + missed, num_missed=missed, num_dropped=num_window - num_right
+        )
+        self.control.observe_checked(head.profile, num_right + missed, missed)
+
+    def _check_batch(self, sequences: SequenceOf[Sequence]) -> tuple[Batch, Int32]:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        parents: list[int] = []
+        params: list[DrawParams] = []
+        draw_params: list[int] = []
+        kept: list[int] = []
+        draw_mask: list[int] = []
+        masks: list[UInt32] = []
+        for sequence in sequences:
+            head = sequence.head
+            assert head is not None and head.params is not None
+            start = sequence.prompt_len + sequence.num_verified
+            for i, waiting in enumerate(head.window):
+                token_ids.append(int(sequence.ids[start + i - 1]))
+                positions.append(start + i)
+                parents.append(len(parents) - 1 if i else -1)
+                draw_params.append(len(params))
+                kept.append(waiting.place)
+                if waiting.mask is None:
+                    draw_mask.append(-1)
+                else:
+                    draw_mask.append(len(masks))
+                    masks.append(waiting.mask)
+            params.append(head.params)
+        num = len(kept)
+        rows = np.arange(num, dtype=np.int32)
+        none = np.empty(0, np.int32)
+        zeros = np.zeros(num, np.int32)
+        batch = Batch(
+            token_ids=np.array(token_ids, np.int32),
+            token_from=zeros - 1,
+            positions=np.array(positions, np.int32) - 1,
+            seq_ids=zeros,
+            slots=zeros,
+            prefix_len=zeros,
+            path_start=zeros,
+            path_len=zeros,
+            path_slots=none,
+            block_tables=np.zeros((1, 1), np.int32),
+            draw_rows=rows,
+            draw_params=np.array(draw_params, np.int32),
+            draw_parent=np.array(parents, np.int32),
+            draw_positions=np.array(positions, np.int32),
+            draw_mask=np.array(draw_mask, np.int32),
+            masks=np.stack(masks) if masks else np.empty((0, 0), np.uint32),
+            params=tuple(params),
+            score_rows=none,
+            score_targets=none,
+            score_top=none,
+            num_prefill_rows=0,
+            num_draft_rows=0,
+        )
+        return batch, np.array(kept, np.int32)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """LM-head rows that are copied beside the head."""
+        return self._index.num_static_rows + self._index.num_cached_rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Their bytes."""
+        return self.num_rows * (self._runner.head_row_bytes if self._runner is not None else 0)
+
+    @property
+    def index(self) -> SliceCacheIndex:
+        """Bookkeeping of the rows, for figures and tests."""
+        return self._index
+
+    @property
+    def num_tables(self) -> int:
+        """Tables resident now."""
+        return len(self._tables)

@@ -1,0 +1,190 @@
+"""WindowControl: how many tokens an `exact` slice runs ahead, and when it does not pay.
+
+What: measured seconds of the body, of the full head, of slices and of verifications, and measured
+misses, put into the cost model of vocab_store.cost. What not: which tokens are verified (the
+engine), which rows a slice has (slices.py). Numbers in, numbers out: no clock is read here, and
+nothing here can change a text.
+
+Times are of steps of the batches that run now. With trees a step yields several tokens: costs are
+taken per token of a sequence, so that a window of N tokens is N / tokens-per-step steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vocab_store.cost import Fill, HeadCosts, best_fill, exact_cost_s, full_cost_s
+from vocab_store.profile import VocabProfile
+
+__all__ = ["WindowControl", "WindowPlan"]
+
+_RATE = 0.1  # weight of a new measurement
+_PRIOR_TOKENS = 32.0  # how many tokens the profile's own miss rate counts for
+_MEMORY_TOKENS = 4096.0  # older misses count half from here on
+_REFRESH_TOKENS = 32  # a plan is priced again after so many tokens
+_STEPS_TO_FILL = 16  # the size of T is chosen once: not by the first steps
+_GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from the full head
+
+
+@dataclass(slots=True)
+class WindowPlan:
+    """What one profile's sequences do now: tokens in a window, and whether the slice proposes."""
+
+    window: int
+    uses_slice: bool = True
+
+
+@dataclass(slots=True)
+class _Record:
+    num_ids: int
+    tokens: float
+    misses: float
+    plan: WindowPlan
+    since: int = 0
+
+
+def _moved(old: float, new: float) -> float:
+    """A running mean that follows falling times fast and is not carried off by one slow step:
+    the first steps load compiled code, and any step may be disturbed."""
+    if old == 0.0:
+        return new
+    return old + (3 * _RATE if new < old else _RATE) * (min(new, 3 * old) - old)
+
+
+class WindowControl:
+    """Plans per profile. One writer, one thread.
+
+    max_window: most tokens held back. first_window: N until costs are measured. adapts: whether
+    the full head may take over where it is cheaper (off in tests of the windows themselves).
+    """
+
+    def __init__(
+        self, vocab_size: int, *, max_window: int = 64, first_window: int = 8, adapts: bool = True
+    ) -> None:
+        if not 1 <= first_window <= max_window:
+            raise ValueError("1 <= first_window <= max_window must hold")
+        self.max_window = max_window
+        self._vocab_size = vocab_size
+        self._first_window = first_window
+        self._adapts = adapts
+        self._num_steps = 0
+        self._body_s = 0.0
+        self._full_s = 0.0
+        self._slice_s = 0.0
+        self._slice_ids = 0.0
+        self._row_s = 0.0
+        self._num_windows = 1.0
+        self._tokens_per_step = 1.0
+        self._records: dict[object, _Record] = {}
+
+    def add(self, profile: object, num_ids: int, miss_rate: float | None) -> None:
+        """Begin to plan for a profile with slices of about num_ids; a known one is kept."""
+        if profile not in self._records:
+            miss = 0.02 if miss_rate is None else min(1.0, max(0.0, miss_rate))
+            plan = WindowPlan(self._first_window)
+            self._records[profile] = _Record(num_ids, _PRIOR_TOKENS, _PRIOR_TOKENS * miss, plan)
+            self._refresh(self._records[profile])
+
+    def forget(self, profile: object) -> None:
+        """Forget a profile; unknown ones are fine."""
+        self._records.pop(profile, None)
+
+    def plan(self, profile: object) -> WindowPlan:
+        """What the sequences of a profile do now. Raises KeyError for one that was not added."""
+        return self._records[profile].plan
+
+    def miss_rate(self, profile: object) -> float:
+        """The measured chance that a proposed token is wrong."""
+        record = self._records[profile]
+        return record.misses / record.tokens
+
+    # -- measurements -----------------------------------------------------------------------
+
+    def observe_step(
+        self, body_s: float, head_s: float, num_full: int, num_sliced: int, num_ids: float
+    ) -> None:
+        """One step without prompt rows. num_full, num_sliced: draws; num_ids: mean slice."""
+        if head_s <= 0.0 or body_s <= 0.0:
+            return
+        self._num_steps += 1
+        self._body_s = _moved(self._body_s, body_s)
+        if num_sliced == 0 and num_full > 0:
+            self._full_s = _moved(self._full_s, head_s)
+        elif num_full == 0 and num_sliced > 0:
+            self._slice_s = _moved(self._slice_s, head_s)
+            self._slice_ids = _moved(self._slice_ids, num_ids)
+
+    def observe_first(self, head_s: float) -> None:
+        """The full head of a step in which prompts ended: a measurement before any other."""
+        if head_s > 0.0 and self._full_s == 0.0:
+            self._full_s = head_s
+
+    def observe_tokens(self, num_tokens: int) -> None:
+        """Tokens that one sequence gained in one step from its slice."""
+        self._tokens_per_step = _moved(self._tokens_per_step, float(max(1, num_tokens)))
+
+    def observe_verify(self, seconds: float, num_rows: int, num_windows: int) -> None:
+        """One verification of several sequences' windows."""
+        self._num_windows = _moved(self._num_windows, float(num_windows))
+        if self._full_s > 0.0 and num_rows > 1:
+            self._row_s = _moved(self._row_s, max(0.0, seconds - self._full_s) / num_rows)
+
+    def observe_checked(self, profile: object, num_tokens: int, missed: bool) -> None:
+        """So many tokens of a profile were looked at, the last of them wrong or not."""
+        record = self._records.get(profile)
+        if record is None:
+            return
+        record.tokens += num_tokens
+        record.misses += missed
+        if record.tokens > _MEMORY_TOKENS:
+            record.tokens *= 0.5
+            record.misses *= 0.5
+        record.since += num_tokens
+        if record.since >= _REFRESH_TOKENS:
+            self._refresh(record)
+
+    # -- plans ------------------------------------------------------------------------------
+
+    def costs(self) -> HeadCosts | None:
+        """The measured costs, per token of a sequence; None until body and full head are known."""
+        if self._body_s <= 0.0 or self._full_s <= 0.0:
+            return None
+        fixed_s = 0.0
+        if self._slice_s > 0.0:
+            share = self._slice_ids / self._vocab_size
+            fixed_s = max(0.0, self._slice_s - self._full_s * share)
+        per_token = 1.0 / self._tokens_per_step
+        return HeadCosts(
+            body_s=self._body_s * per_token,
+            full_s=self._full_s * per_token,
+            vocab_size=self._vocab_size,
+            slice_fixed_s=fixed_s * per_token,
+            verify_s=self._full_s,
+            verify_row_s=self._row_s * self._num_windows,
+        )
+
+    def fill(self, profile: VocabProfile) -> Fill | None:
+        """How much of the fill order an `exact` T should take; None while costs are not known."""
+        costs = self.costs()
+        if costs is None or profile.miss_rate is None or self._num_steps < _STEPS_TO_FILL:
+            return None
+        return best_fill(
+            costs,
+            profile.slice.num_ids,
+            profile.miss_rate,
+            profile.fill_gains,
+            max_window=self.max_window,
+        )
+
+    def _refresh(self, record: _Record) -> None:
+        record.since = 0
+        costs = self.costs()
+        if costs is None:
+            return
+        miss = min(1.0, record.misses / record.tokens)
+        cost_s, window = min(
+            (exact_cost_s(costs, record.num_ids, miss, n), n) for n in range(1, self.max_window + 1)
+        )
+        full_s = full_cost_s(costs)
+        limit = full_s if record.plan.uses_slice else full_s * _GAIN_TO_RETURN
+        record.plan = WindowPlan(window, not self._adapts or cost_s < limit)

@@ -1,0 +1,428 @@
+"""Slices in the engine: `slice` is the full head restricted, `exact` is the full head, whatever
+drafts, neighbours, windows, preemption and aborts do. Hypothesis draws a seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from server.engine.batch import Batch
+from server.engine.engine import Engine, EngineSettings
+from server.engine.stops import StopTable
+from server.engine.windows import WindowControl
+from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
+from tests.engine.one_token_loop import one_token_loop
+from tests.engine.scenarios import (
+    EOS,
+    Collector,
+    Workload,
+    compare,
+    drive,
+    make_drafter,
+    make_engine,
+    random_workload,
+    with_slices,
+)
+from tests.fakes.fake_drafters import oracle_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
+
+SEEDS = st.integers(0, 2**48)
+
+
+def _run(work: Workload) -> None:
+    note(f"{work}")
+    expected = work.expected()
+    drafter = make_drafter(work, expected)
+    engine, _ = make_engine(work, drafter)
+    results = drive(work, engine)
+    compare(work, expected, results)
+    assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
+    assert engine.num_open == 0
+    assert engine.pool.num_free == work.num_blocks, "a block was lost"
+    assert drafter.num_open == 0, "a draft session was never closed"
+    assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
+    if work.drafter != "broken":
+        assert engine.num_drafter_errors == 0
+    for result in results.values():
+        for v in result.vocabulary:
+            assert v.num_missed <= v.num_windows <= v.num_checked
+            assert v.num_dropped >= v.num_missed
+
+
+@settings(max_examples=120, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_slices_beside_full_heads_give_the_restricted_loop(seed: int) -> None:
+    rng = Random(seed)
+    _run(with_slices(random_workload(rng), rng, ("slice", "slice", "full")))
+
+
+@settings(max_examples=250, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_exact_is_full(seed: int) -> None:
+    rng = Random(seed)
+    _run(with_slices(random_workload(rng), rng, ("exact",)))
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_all_modes_in_one_batch(seed: int) -> None:
+    rng = Random(seed)
+    _run(with_slices(random_workload(rng), rng, ("exact", "slice", "full")))
+
+
+# -- one sequence, looked at closely -------------------------------------------------------------
+
+
+def _profile(ids: set[int], vocab: int) -> VocabProfile:
+    made = VocabSlice.make(sorted(ids | set(EOS)), RequiredIds.of(vocab, eos_ids=EOS))
+    none = np.empty(0, np.int32)
+    return VocabProfile(made, none, none.astype(np.float32))
+
+
+def _engine(
+    model: FakeModel, profile: VocabProfile, *, oracle: list[list[int]] | None = None
+) -> tuple[Engine, FakeRunner]:
+    runner = FakeRunner(model, fake_info(vocab_size=model.vocab_size, max_model_len=256))
+    engine = Engine(
+        runner,
+        {} if oracle is None else {"oracle": oracle_drafter(oracle)},
+        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        stop_table=StopTable.from_list([b"t%d," % i for i in range(model.vocab_size)], ()),
+        profiles=lambda name: profile,
+    )
+    return engine, runner
+
+
+def _request(
+    prompt: tuple[int, ...],
+    mode: str,
+    verify_every: int,
+    *,
+    request_id: str = "r",
+    drafts: int = 0,
+    **sampling: object,
+) -> Request:
+    values = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **sampling}
+    return Request(
+        request_id,
+        "task",
+        "fake",
+        prompt,
+        SamplingParams(**values),  # type: ignore[arg-type]
+        SpeculationParams("oracle", drafts) if drafts else SpeculationParams(),
+        VocabularyParams(mode, "p", verify_every),  # type: ignore[arg-type]
+    )
+
+
+def _drain(engine: Engine) -> list[Delta]:
+    deltas = engine.take_deltas()
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+    return deltas
+
+
+def _truth(model: FakeModel, request: Request) -> list[int]:
+    names = [b"t%d," % i for i in range(model.vocab_size)]
+    return one_token_loop(model, request, 0, eos=EOS, max_model_len=256, token_bytes=names).ids
+
+
+@pytest.mark.parametrize("drafts", [0, 6])
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
+def test_misses_at_every_offset_of_a_window(window: int, drafts: int) -> None:
+    """T lacks some ids: wrong tokens at each place of a window, the text is the full head's."""
+    offsets: Counter[int] = Counter()
+    for seed in range(12):
+        model = FakeModel(24, seed=seed)
+        request = _request((3, 5), "exact", window, drafts=drafts)
+        want = _truth(model, request)
+        absent = set(Random(seed).sample(range(2, 24), 6))
+        oracle = [[3, 5, *want]] if drafts else None
+        engine, runner = _engine(model, _profile(set(range(24)) - absent, 24), oracle=oracle)
+        engine.submit(request)
+        got: list[int] = []
+        while engine.has_work:
+            before = sum(d.vocabulary.num_missed for d in engine.take_deltas() if d.vocabulary)
+            assert before == 0
+            for delta in engine.step():
+                assert delta.vocabulary is not None
+                if delta.vocabulary.num_missed:
+                    offsets[len(delta.token_ids) - 1] += 1
+                got += delta.token_ids
+                assert got == want[: len(got)], "an unverified token was released"
+        assert got == want
+        assert runner.num_verifies > 0
+    if not drafts:
+        assert set(offsets) == set(range(window))
+
+
+def test_a_missed_id_joins_the_slice_and_is_not_missed_again() -> None:
+    model = FakeModel(24, seed=4, alphabet=3)  # ids 0, 1, 2 come again and again
+    request = _request((3, 5), "exact", 4)
+    engine, _ = _engine(model, _profile(set(range(6, 24)), 24))
+    engine.submit(request)
+    deltas = _drain(engine)
+    assert [t for d in deltas for t in d.token_ids] == _truth(model, request)
+    counts = [d.vocabulary for d in deltas if d.vocabulary]
+    missed = {t for d in deltas for t in d.token_ids} - set(range(6, 24)) - {1, 3, 5}
+    assert sum(v.num_missed for v in counts) <= len(missed)
+    assert counts[-1].num_ids == 19 + 2 + len(missed)
+    # The next request of the profile begins with them.
+    engine.submit(replace(request, request_id="again"))
+    assert sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary) == 0
+
+
+def test_one_verification_takes_every_window() -> None:
+    model = FakeModel(24, seed=2)
+    engine, runner = _engine(model, _profile(set(range(24)), 24))
+    sizes: list[int] = []
+
+    def note_size(batch: Batch) -> None:
+        if batch.draw_slice is None and batch.block_tables.shape == (1, 1):
+            sizes.append(batch.num_draws)
+
+    runner.fail = note_size
+    for i in range(3):
+        engine.submit(_request((3 + i, 5), "exact", 4, request_id=f"r{i}", max_tokens=13))
+    _drain(engine)
+    assert sizes == [12, 12, 12]
+
+
+def test_text_is_released_at_verification_only() -> None:
+    """The first token at once, then whole windows, then what is left at the end."""
+    model = FakeModel(24, seed=2)
+    engine, _ = _engine(model, _profile(set(range(24)), 24))
+    engine.submit(_request((3, 5), "exact", 5, max_tokens=14))
+    assert [len(d.token_ids) for d in _drain(engine)] == [1, 5, 5, 3]
+
+
+@pytest.mark.parametrize("window", [2, 7])
+def test_an_end_inside_a_window(window: int) -> None:
+    """EOS, a stop id, a stop string, max_tokens: right ones end it, wrong ones are taken back."""
+    for seed in range(40):
+        model = FakeModel(12, seed=seed)
+        sampling: dict[str, object] = {"temperature": 1.0, "seed": seed, "max_tokens": 11}
+        sampling |= (
+            {"ignore_eos": False},
+            {"stop_token_ids": (4, 7)},
+            {"stop": (b"t3,t", b"t9,")},
+            {"min_tokens": 4, "stop_token_ids": (4, 5, 6)},
+        )[seed % 4]
+        request = _request((3, 5), "exact", window, num_logprobs=2, **sampling)
+        full = replace(request, request_id="full", vocabulary=VocabularyParams())
+        # T holds what ends, and little else: many proposals end too early.
+        engine, _ = _engine(model, _profile({3, 4, 7, 9}, 12))
+        collector = Collector()
+        for each in (request, full):
+            engine.submit(each)
+            collector.take(_drain(engine))
+        exact, plain = collector.results["r", 0], collector.results["full", 0]
+        assert exact.ids == plain.ids
+        assert (exact.finish_reason, exact.stop_reason) == (
+            plain.finish_reason,
+            plain.stop_reason,
+        )
+        assert exact.logprobs == plain.logprobs
+
+
+def test_abort_inside_a_window_gives_verified_tokens_only() -> None:
+    model = FakeModel(24, seed=2)
+    request = _request((3, 5), "exact", 8)
+    engine, _ = _engine(model, _profile({2, 3}, 24))
+    engine.submit(request)
+    deltas = [d for _ in range(5) for d in engine.step()]
+    engine.abort("r")
+    deltas += engine.take_deltas()
+    got = [t for d in deltas for t in d.token_ids]
+    assert deltas[-1].finish_reason == "abort" and got == _truth(model, request)[: len(got)]
+    assert engine.slices.index.num_pinned_rows == 0
+
+
+def test_neighbours_with_other_slices_and_a_union_that_changes() -> None:
+    """Alone, or while others with other slices come and go: the same ids."""
+    model = FakeModel(40, seed=9)
+    profile = _profile({2, 3, 8, 13, 21, 30}, 40)
+    rng = Random(1)
+    prompts = [tuple(rng.sample(range(40), 4)) for _ in range(6)]
+
+    def run(start: list[int]) -> dict[int, list[int]]:
+        engine, _ = _engine(model, profile)
+        collector = Collector()
+        step = 0
+        while engine.has_work or step <= max(start):
+            for i, at in enumerate(start):
+                if at == step:
+                    request = _request(prompts[i], "slice", 0, request_id=str(i), max_tokens=12)
+                    engine.submit(request)
+            collector.take(engine.step())
+            step += 1
+        return {int(key[0]): r.ids for key, r in collector.results.items()}
+
+    alone = run([20 * i for i in range(6)])
+    assert run([0] * 6) == alone
+    assert run([0, 3, 3, 5, 9, 11]) == alone
+    for i, ids in alone.items():
+        assert set(ids) <= {1, 2, 3, 8, 13, 21, 30} | set(prompts[i])
+
+
+def test_a_request_names_ids_into_its_slice() -> None:
+    model = FakeModel(40, seed=3)
+    engine, _ = _engine(model, _profile({2, 3}, 40))
+    engine.submit(_request((5,), "slice", 0, logit_bias=((20, 50.0), (21, -100.0)), max_tokens=3))
+    assert [t for d in _drain(engine) for t in d.token_ids] == [20, 20, 20]
+    engine.submit(_request((5,), "slice", 0, allowed_token_ids=(33,), max_tokens=2))
+    assert [t for d in _drain(engine) for t in d.token_ids] == [33, 33]
+    engine.submit(_request((5,), "slice", 0, stop_token_ids=(31,), logit_bias=((31, 50.0),)))
+    (delta,) = _drain(engine)
+    assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ((31,), "stop", 31)
+
+
+def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
+    model = FakeModel(40, seed=3)
+    profiles = {"p": _profile({2, 3, 4}, 40)}
+    engine, runner = _engine(model, profiles["p"])
+    engine.slices._profiles = lambda name: profiles[name]
+    loads: list[int] = []
+    load = runner.load_table
+    runner.load_table = lambda table, ids: (loads.append(table), load(table, ids))[1]  # type: ignore[method-assign,assignment]
+    for i in range(3):
+        engine.submit(_request((5, 6), "slice", 0, request_id=str(i), max_tokens=4))
+    _drain(engine)
+    assert loads == [0] and engine.slices.index.num_loads == 4 + 2  # T once, the prompt's rows once
+    assert engine.slices.index.num_hits == 4
+    engine.submit(_request((5, 6), "slice", 0, request_id="old", max_tokens=9))
+    engine.step()
+    profiles["p"] = _profile({2, 3, 9}, 40)
+    engine.submit(_request((5, 6), "slice", 0, request_id="new", max_tokens=9))
+    got = _drain(engine)
+    profiles["p"] = _profile({2, 3, 11}, 40)
+    engine.submit(_request((5, 6), "slice", 0, request_id="waiting", max_tokens=9))
+    profiles["p"] = _profile({2, 3, 12}, 40)
+    engine.submit(_request((5, 6), "slice", 0, request_id="newest", max_tokens=9))
+    late = _drain(engine)
+    assert all(set(d.token_ids) <= {1, 2, 3, 11, 5, 6} for d in late if d.request_id == "waiting")
+    assert all(set(d.token_ids) <= {1, 2, 3, 12, 5, 6} for d in late if d.request_id == "newest")
+    assert loads == [0, 1, 2, 3] and engine.slices.num_tables == 1
+    assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got if d.request_id == "old")
+    assert all(set(d.token_ids) <= {1, 2, 3, 9, 5, 6} for d in got if d.request_id == "new")
+
+
+def test_refusals() -> None:
+    model = FakeModel(40)
+    engine, runner = _engine(model, _profile({2, 3}, 40))
+    engine.submit(replace(_request((5,), "slice", 0), vocabulary=VocabularyParams("slice")))
+    (delta,) = engine.take_deltas()
+    assert delta.error_code == "invalid_value" and "the task has none" in str(delta.error)
+
+    class WholeHeads:
+        """A Runner that is no SlicingRunner."""
+
+        info = runner.info
+
+    refusing = Engine(WholeHeads(), {}, EngineSettings(), profiles=lambda name: _profile({2}, 40))  # type: ignore[arg-type]
+    refusing.submit(_request((5,), "exact", 0))
+    (delta,) = refusing.take_deltas()
+    assert delta.error_code == "unsupported_parameter"
+
+
+def test_a_verification_that_fails_is_done_again() -> None:
+    model = FakeModel(24, seed=2)
+    engine, runner = _engine(model, _profile({2, 3, 4, 5}, 24))
+    left = [2]
+
+    def fail(batch: Batch) -> None:
+        if batch.block_tables.shape == (1, 1) and runner.num_verifies == 2 and left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+
+    runner.fail = fail
+    requests = [_request((3 + i, 5), "exact", 4, request_id=f"r{i}") for i in range(2)]
+    collector = Collector()
+    for request in requests:
+        engine.submit(request)
+    collector.take(_drain(engine))
+    assert left == [0]
+    for request in requests:
+        assert collector.results[request.request_id, 0].ids == _truth(model, request)
+
+
+# -- the window's control ------------------------------------------------------------------------
+
+
+def _control(body_s: float, full_s: float, slice_s: float, share: float) -> WindowControl:
+    control = WindowControl(100_000)
+    for _ in range(200):
+        control.observe_step(body_s, full_s, 1, 0, 0.0)
+        control.observe_step(body_s, slice_s, 0, 1, 100_000 * share)
+    control.add("p", int(100_000 * share), 0.01)
+    return control
+
+
+def _feed(control: WindowControl, miss: float, num: int = 6000) -> None:
+    rng = Random(1)
+    for _ in range(num):
+        control.observe_checked("p", 1, rng.random() < miss)
+
+
+def test_the_window_follows_the_measured_misses() -> None:
+    """Near sqrt(2 head / (miss body)), and the full head where misses make the slice slower."""
+    control = _control(0.010, 0.020, 0.0002, 0.01)
+    windows = []
+    for miss in (0.001, 0.01, 0.05):
+        _feed(control, miss)
+        assert control.plan("p").uses_slice
+        windows.append(control.plan("p").window)
+    assert windows[0] > windows[1] > windows[2] > 1
+    assert abs(windows[1] - (2 * 0.020 / (0.01 * 0.0102)) ** 0.5) < 6
+    _feed(control, 0.9)
+    assert not control.plan("p").uses_slice
+    _feed(control, 0.01)
+    assert control.plan("p").uses_slice
+
+
+def test_a_cheap_head_is_not_worth_a_slice() -> None:
+    control = _control(0.050, 0.0005, 0.0004, 0.5)
+    _feed(control, 0.05)
+    assert not control.plan("p").uses_slice
+
+
+def test_nothing_measured_means_the_first_window() -> None:
+    control = WindowControl(1000, max_window=64, first_window=8)
+    control.add("p", 10, None)
+    assert control.costs() is None
+    assert (control.plan("p").window, control.plan("p").uses_slice) == (8, True)
+
+
+def test_the_full_head_takes_over_and_the_text_stays() -> None:
+    """A device whose head costs nothing: after some windows every token comes from the full one."""
+    model = FakeModel(24, seed=2)
+
+    class TimedRunner(FakeRunner):
+        def wait(self):  # type: ignore[no-untyped-def]
+            batch = self._batch
+            drawn = super().wait()
+            sliced = batch is not None and batch.draw_slice is not None
+            return replace(drawn, model_s=0.010, head_s=0.002 if sliced else 0.0021)
+
+    runner = TimedRunner(model, fake_info(vocab_size=24, max_model_len=256))
+    profile = _profile({2, 3, 4, 5}, 24)
+    engine = Engine(
+        runner,
+        {},
+        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        profiles=lambda name: profile,
+    )
+    request = _request((3, 5), "exact", 0, max_tokens=120)
+    engine.submit(request)
+    deltas = _drain(engine)
+    assert [t for d in deltas for t in d.token_ids] == _truth(model, request)
+    last = [d.vocabulary for d in deltas if d.vocabulary][-10:]
+    assert all(v.num_full_steps == 1 and v.num_slice_steps == 0 for v in last)
