@@ -131,7 +131,7 @@ class SliceBook:
         asked = request.vocabulary
         if asked.mode == "full":
             return None
-        if self._runner is None:
+        if self._runner is None or self._profiles is None:
             return "vocabulary slices are not available on this device", "unsupported_parameter"
         try:
             self._profile(asked)

@@ -661,7 +661,8 @@ def _full_rows(batch: Batch) -> Int32:
     if batch.draw_slice is None:
         return batch.draw_rows
     uncached = np.array([s.table < 0 for s in batch.slices] + [True])  # -1 is the full head
-    return batch.draw_rows[uncached[batch.draw_slice]]
+    rows: Int32 = batch.draw_rows[uncached[batch.draw_slice]]
+    return rows
 
 
 def _is_kept(batch: Batch, d: int) -> bool:
