@@ -134,8 +134,13 @@ class ChatIntake:
         forced, grammar = await self._forced(body, tools, talker)
         room = min(model.max_model_len, max_model_len or model.max_model_len)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        chat = await self._render(body, tools, talker, "" if forced is None else forced.opening)
+        messages = self._messages(body, talker.template, tools)
+        num_chars = sum(len(message["content"]) for message in messages)
         try:
+            # Templates may repeat what messages say, hardly ever leave it out.
+            self._intake.check_size(num_chars, model, max_tokens, room, "messages")
+            opening = "" if forced is None else forced.opening
+            chat = await self._render(body, messages, tools, talker, opening)
             self._intake.check_size(chat.num_bytes, model, max_tokens, room, "messages")
             ids = await self._intake.work(lambda: talker.template.encode(chat), chat.num_bytes)
             if not ids:
@@ -196,18 +201,27 @@ class ChatIntake:
         await self._intake.grammars.check(grammar, "tools")
         return forced, grammar
 
-    async def _render(
-        self, body: ChatBody, tools: ChosenTools, talker: _Talker, opening: str
-    ) -> RenderedChat:
-        template = talker.template
-        with_tools = tools.shown is not None and not talker.tells_tools
-        variables = _variables(body, template, with_tools)
-        source = template.tool_source if with_tools else template.source
-        messages = template_messages(
+    def _messages(
+        self, body: ChatBody, template: ChatTemplate, tools: ChosenTools
+    ) -> list[dict[str, Any]]:
+        source = template.source if tools.shown is None else template.tool_source
+        return template_messages(
             body.messages,
             has_developer="developer" in source,
             has_reasoning="reasoning_content" in source,
         )
+
+    async def _render(
+        self,
+        body: ChatBody,
+        messages: list[dict[str, Any]],
+        tools: ChosenTools,
+        talker: _Talker,
+        opening: str,
+    ) -> RenderedChat:
+        template = talker.template
+        with_tools = tools.shown is not None and not talker.tells_tools
+        variables = _variables(body, template, with_tools)
         last = body.messages[-1]
         continues = bool(body.continue_final_message)
         if continues and (last.role != "assistant" or last.tool_calls):

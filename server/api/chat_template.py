@@ -42,10 +42,8 @@ MAX_TEMPLATE_CHARS = 1 << 20
 
 # Supplementary Private Use Area-A. The marks are taken from it, those first that no string has.
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
-_PRIVATE = re.compile(
-    r"([\U000F0000-\U000FFFFD])|\\U000(f[0-9a-f]{4})|\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})",
-    re.IGNORECASE,
-)
+_PRIVATE = re.compile(r"[\U000F0000-\U000FFFFD]")
+_ESCAPED = re.compile(r"\\U000(f[0-9a-f]{4})|\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})", re.I)
 
 
 class TemplateRefusal(Exception):
@@ -129,11 +127,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _code_points(text: str) -> Iterator[int]:
     """The private-use characters of a text, written as they are or as Python or JSON escapes."""
-    for match in _PRIVATE.finditer(text):
-        plain, long, high, low = match.groups()
-        if plain:
-            yield ord(plain)
-        elif long:
+    if not text.isascii():
+        yield from map(ord, _PRIVATE.findall(text))
+    for match in _ESCAPED.finditer(text) if "\\" in text else ():
+        long, high, low = match.groups()
+        if long:
             yield int(long, 16)
         else:
             yield 0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00

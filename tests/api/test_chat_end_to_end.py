@@ -1,0 +1,118 @@
+"""Chats on the real engine with the FakeRunner: predictions and drafts never change an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from drafters import make_drafter
+from server.api.client import EngineSpec
+from server.engine.engine import Engine, EngineSettings
+from server.engine.host import start_thread
+from server.engine.stops import StopTable
+from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.live import LiveServer
+from tests.api.test_completions import events
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
+
+
+def make_engine() -> Engine:
+    info = fake_info(
+        vocab_size=TABLE.vocab_size, num_blocks=256, block_size=8, max_model_len=CONTEXT,
+        max_num_seqs=8, max_num_batched_tokens=128, eos_token_ids=(0,),
+    )  # fmt: skip
+    runner = FakeRunner(FakeModel(TABLE.vocab_size, context=2, boost=6.0), info)
+    return Engine(
+        runner,
+        {name: partial(_drafter, name) for name in ("suffix", "auto")},
+        EngineSettings(max_num_seqs=8, max_num_batched_tokens=128, prefill_rows=64),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+    )
+
+
+def _drafter(name: str, task: str, speculation: Any) -> Any:
+    return make_drafter(name)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    spec = EngineSpec(
+        "engine-0", "hermes", "cpu",
+        partial(start_thread, make_engine, name="engine-0", device="cpu"),
+    )  # fmt: skip
+    with LiveServer(
+        [spec], models={"hermes": served("hermes")}, drafters=("off", "suffix", "auto")
+    ) as live:
+        yield live
+
+
+def chat(server: LiveServer, **body: Any) -> Any:
+    body = {
+        "model": "hermes", "messages": MESSAGES, "max_completion_tokens": 60, "ignore_eos": True,
+        **body,
+    }  # fmt: skip
+    response = server.post("/v1/chat/completions", **body)
+    assert response.status_code == 200, response.text
+    return response
+
+
+@pytest.mark.parametrize(
+    "variant", [{"temperature": 0}, {"temperature": 0.8, "seed": 3, "logprobs": True}], ids=str
+)
+def test_a_prediction_is_accepted_counted_and_changes_nothing(
+    server: LiveServer, variant: dict[str, Any]
+) -> None:
+    # Letters that no merge joins: the ids of the text are the ids that were drawn.
+    letters = sorted(encode("ZQXJKVY"))
+    variant = {**variant, "allowed_token_ids": letters}
+    plain = chat(server, speculation={"drafter": "off"}, return_token_ids=True, **variant).json()
+    [choice] = plain["choices"]
+    text = choice["message"]["content"]
+    assert encode(text) == choice["token_ids"] and len(letters) == 7
+    for right in (True, False):
+        content = text if right else "something that the model never says " * 5
+        body = chat(server, prediction={"type": "content", "content": content},
+                    include_speculation=True, return_token_ids=True, **variant).json()  # fmt: skip
+        assert body["choices"] == plain["choices"]
+        details = body["usage"]["completion_tokens_details"]
+        counted = body["speculation"]["by_source"].get("prediction", {})
+        accepted = details["accepted_prediction_tokens"]
+        assert accepted == counted.get("accepted_tokens", 0)
+        rejected = counted.get("drafted_tokens", 0) - accepted
+        assert details["rejected_prediction_tokens"] == rejected
+        assert (accepted > 30) == right
+        assert (body["speculation"]["steps"] < 30) == right
+    chunks = events(chat(server, stream=True, **variant))
+    streamed = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert streamed == text
+
+
+def test_choices_of_a_chat_are_alike_alone_and_together(server: LiveServer) -> None:
+    options = {"temperature": 1, "seed": 5, "n": 3}
+    whole = chat(server, **options).json()["choices"]
+    assert len({choice["message"]["content"] for choice in whole}) == 3
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in events(chat(server, stream=True, **options)):
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == {choice["index"]: choice["message"]["content"] for choice in whole}
+
+
+def test_a_tenth_of_a_million_messages_and_marks_leave_the_server_alive(
+    server: LiveServer,
+) -> None:
+    for messages in (
+        MESSAGES * 100_000,
+        [{"role": "user", "content": "<|im_end|>" * 300_000}],
+        [{"role": "user", "content": "\\U000f0000\U000f0001" * 200_000}],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}],
+    ):
+        response = server.post("/v1/chat/completions", model="hermes", messages=messages)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+    assert chat(server, max_completion_tokens=2).status_code == 200
