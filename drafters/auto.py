@@ -49,7 +49,8 @@ FAR_WEIGHT = 0.1
 class AutoDrafter:
     """Makes AutoSessions.
 
-    corpus: the task's, or None. trust: weights and their evidence, shared by the sessions; by
+    corpus: the task's, or None. learned: a layer over it (drafters.learned.build_layer), or None.
+    trust: weights and their evidence, shared by the sessions; by
     default what the corpus' held-out examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
     num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
@@ -65,6 +66,7 @@ class AutoDrafter:
         self,
         *,
         corpus: Corpus | None = None,
+        learned: Corpus | None = None,
         trust: Trust | None = None,
         min_survival: float = 0.01,
         num_retrieved: int = 12,
@@ -80,7 +82,14 @@ class AutoDrafter:
         if not 0.0 <= sharpness <= 64.0:
             raise ValueError(f"sharpness must be in 0..64, not {sharpness}")
         self.corpus = corpus
-        self.automaton = corpus.automaton if corpus is not None else Automaton.empty()
+        # Those whose examples are retrieved: what was learned stands beside the corpus.
+        self.layers = tuple(
+            layer
+            for layer in (corpus, learned)
+            if layer is not None and layer.nearest.norms.shape[0]
+        )
+        newest = learned if learned is not None else corpus
+        self.automaton = newest.automaton if newest is not None else Automaton.empty()
         if trust is None:
             trust = Trust()
             if corpus is not None and corpus.evidence.shape[1]:
@@ -183,17 +192,22 @@ class AutoSession:
         documents: list[npt.NDArray[np.int32]] = []
         weights: list[float] = []
         sources: list[int] = []
-        corpus = drafter.corpus
-        if corpus is not None and corpus.nearest.norms.shape[0]:
+        if drafter.layers:
             prompt = self._index.text[0, : self._num_prompt]
-            self._prompt_marks = corpus.nearest.template_weights(prompt, drafter.template_weight)
-            corpus.copies.weigh(prompt, self._prompt_marks)
-            examples, likeness = corpus.nearest.find(prompt, drafter.num_retrieved)
-            offset = corpus.num_documents - corpus.nearest.norms.shape[0]
+            first = drafter.layers[0]
+            self._prompt_marks = first.nearest.template_weights(prompt, drafter.template_weight)
+            first.copies.weigh(prompt, self._prompt_marks)
+            found: list[tuple[float, npt.NDArray[np.int32]]] = []
+            for layer in drafter.layers:
+                examples, likeness = layer.nearest.find(prompt, drafter.num_retrieved)
+                offset = layer.num_documents - layer.nearest.norms.shape[0]
+                for example, like in zip(examples, likeness, strict=True):
+                    found.append((float(like), layer.output(offset + int(example))))
+            found = sorted(found, key=lambda pair: -pair[0])[: drafter.num_retrieved]
             # The least like first: newer text is looked at first where a walk is cut short.
-            for example, like in zip(examples[::-1], likeness[::-1], strict=True):
-                documents.append(corpus.output(offset + int(example)))
-                weights.append(float(like / likeness[0]) ** drafter.sharpness)
+            for like, output in reversed(found):
+                documents.append(output)
+                weights.append((like / found[0][0]) ** drafter.sharpness)
                 sources.append(RETRIEVED)
         if self._prediction:
             documents.append(np.asarray(self._prediction, np.int32))

@@ -121,6 +121,9 @@ class Calibration:
                     "min_match_length": 0 if length == 0 else int(LENGTH_EDGES[length - 1]),
                     "predicted_share": round(float(SHARE_CENTRES[share]), 4),
                     "offered": round(float(self.offered[cell] - self.prior), 1),
+                    "accepted": round(
+                        max(0.0, float(self.accepted[cell] - self.prior * SHARE_CENTRES[share])), 1
+                    ),
                     "chance": round(float(self._chances[cell]), 4),
                 }
             )
@@ -150,6 +153,12 @@ class Calibration:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+    def restore(self, path: Path | str) -> None:
+        """Take over what save() wrote, in place of what there is. Raises CalibrationError."""
+        saved = Calibration.load(path, self.sources)
+        self.offered[:], self.accepted[:] = saved.offered, saved.accepted
+        self._refresh()
 
     @classmethod
     def load(cls, path: Path | str, sources: Sequence[str]) -> Calibration:

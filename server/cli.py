@@ -942,7 +942,8 @@ def _serve(args: argparse.Namespace) -> int:
     from server.compose import listen, plan_server, run_server
 
     listener = listen(config.listen.host, config.listen.port)
-    plan = plan_server(config, tasks, {m.name: _ready_folder(m) for m in config.models})
+    folders = {m.name: _ready_folder(m) for m in config.models}
+    plan = plan_server(config, tasks, folders, lambda: _tasks(config))
 
     def on_ready(port: int) -> None:
         host = config.listen.host

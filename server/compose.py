@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from drafters import DRAFTER_NAMES
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError
+from server.task_set import TaskSet
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.api.intake import ServedModel
     from server.engine.engine import Engine
+    from server.engine.memory import TaskMemory
     from server.model.runner import RunnerSpec
     from server.token_bytes import TokenBytes
     from server.types import SpeculationParams, VocabularyMode
@@ -51,6 +53,8 @@ _TARGET_STEP_S = {"cpu": 0.15, "cuda": 0.05}
 """Seconds a step may take while some sequences decode and others prefill: their prompt chunks
 are cut to it by the measured cost of rows, so that a long prompt does not make the others wait."""
 
+_WARM_UP = "warm-up"
+
 _OPTION_NAMES = {"mix.lambda": "mix.mixing"}
 """Where a drafter's parameter is called otherwise than in the papers and in task files."""
 
@@ -64,7 +68,8 @@ class EngineOrder:
 
     name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: those
     that tasks name, to be compiled before the engine is ready. vocabularies: (mode, profile) of
-    those tasks that cut the LM head, to be copied before the engine is ready.
+    those tasks that cut the LM head, to be copied before the engine is ready. namespace: tells
+    servers of other tasks apart in what is kept of tasks. learns: whether a task learns.
     """
 
     name: str
@@ -79,6 +84,8 @@ class EngineOrder:
     max_waiting_requests: int
     max_waiting_tokens: int
     drafters: tuple[str, ...]
+    namespace: str = ""
+    learns: bool = False
     log_level: str = "INFO"
     vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
 
@@ -114,6 +121,7 @@ def build_engine(order: EngineOrder) -> Engine:
     )
     from server import token_bytes
     from server.engine.engine import Engine, EngineSettings
+    from server.engine.memory import TaskMemory
     from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
     from server.model.runner import build_runner
@@ -131,6 +139,7 @@ def build_engine(order: EngineOrder) -> Engine:
         target_step_s=_TARGET_STEP_S[order.device.partition(":")[0]],
     )
     fingerprint = table.fingerprint.hex()
+    memory = TaskMemory(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
     drafters = {
         name: functools.partial(
             make_task_drafter,
@@ -138,6 +147,7 @@ def build_engine(order: EngineOrder) -> Engine:
             fingerprint,
             runner.info.eos_token_ids,
             model=runner.info.fingerprint,
+            memory=memory,
         )
         for name in DRAFTER_NAMES
         if name != "off"
@@ -148,8 +158,18 @@ def build_engine(order: EngineOrder) -> Engine:
         log.info("the first start of this model here: compiling and measuring, about a minute")
     cost = load_or_measure(runner, cost_file)
     profiles = ProfileFiles(table, runner.info.eos_token_ids)
-    engine = Engine(runner, drafters, settings, stop_table=stops, cost=cost, profiles=profiles)
+    engine = Engine(
+        runner,
+        drafters,
+        settings,
+        stop_table=stops,
+        cost=cost,
+        profiles=profiles,
+        memory=memory,
+    )
     _warm_up(engine, order.drafters, order.vocabularies)
+    if order.learns:
+        _warm_up_learning()
     return engine
 
 
@@ -182,6 +202,16 @@ class ProfileFiles:
         )
         self._loaded[name] = (stamp, profile)
         return profile
+
+
+def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:
+    """Where an engine keeps calibration and learned outputs: by tasks, engine and model."""
+    import hashlib
+
+    from server.model.catalog import cache_dir
+
+    key = hashlib.sha256(f"{order.name}|{fingerprint}".encode()).hexdigest()[:24]
+    return cache_dir() / "tasks" / order.namespace / "engines" / key
 
 
 def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
@@ -222,7 +252,7 @@ def _warm_up(
         engine.submit(
             Request(
                 request_id=f"warm-up-{i}",
-                task="warm-up",
+                task=_WARM_UP,
                 model=engine.info.name,
                 prompt_ids=tuple(usual * 4),
                 sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
@@ -239,6 +269,16 @@ def _warm_up(
     engine.pool.drop_cache()
 
 
+def _warm_up_learning() -> None:
+    """Compile what builds layers of learned outputs: later it would hold up a step."""
+    import numpy as np
+
+    from drafters.learned import build_layer
+
+    example = np.arange(12, dtype=np.int32) % 5
+    build_layer([(example, example), (example, example)], base=None, fingerprint="")
+
+
 def make_task_drafter(
     name: str,
     fingerprint: str,
@@ -247,9 +287,11 @@ def make_task_drafter(
     speculation: SpeculationParams,
     *,
     model: str | None = None,
+    memory: TaskMemory | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
+    memory: what the task has learned is drafted from too, and its calibration goes on.
     fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
     another one are refused (None: not checked). Raises ValueError.
@@ -263,11 +305,13 @@ def make_task_drafter(
         section, _, option = _OPTION_NAMES.get(key, key).partition(".")
         if section == name:
             options[option] = value
+    corpus_id = ""
     if speculation.corpus is not None and name in ("auto", "mix"):
         from drafters.corpus import Corpus
 
         try:
             options["corpus"] = Corpus.load(speculation.corpus, fingerprint=fingerprint)
+            corpus_id = content_id(Path(speculation.corpus))
         except OSError as error:
             raise ValueError(f"corpus of task {task}: {error.strerror}") from None
     if name == "grammys" and "table" in options:
@@ -285,7 +329,32 @@ def make_task_drafter(
                 f"bigrams of task {task}: {options['table']} was taken from another model; make it "
                 "again with `tailor corpus bigrams`"
             ) from None
-    return make_drafter(name, **options)
+    if memory is not None and speculation.learn_tokens > 0 and name in ("auto", "mix"):
+        layer = memory.learned(
+            task, speculation.learn_scope, speculation.corpus, speculation.learn_tokens
+        )
+        if layer is not None:
+            options["learned" if name == "auto" else "corpus"] = layer
+    drafter = make_drafter(name, **options)
+    if memory is not None and task != _WARM_UP:
+        memory.calibrate(task, drafter, corpus_id)
+    return drafter
+
+
+def content_id(path: Path) -> str:
+    """Names a file by its size and samples of its content: a copy is the same, an edit is not.
+
+    Raises OSError.
+    """
+    import hashlib
+
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(16):
+            file.seek(size * i // 16)
+            digest.update(file.read(4096))
+    return digest.hexdigest()[:24]
 
 
 # --- the API's side -------------------------------------------------------------------------------
@@ -350,15 +419,22 @@ class ServerPlan:
     tasks: Mapping[str, TaskConfig]
     models: Mapping[str, ServedModel]
     orders: tuple[EngineOrder, ...]
+    task_set: TaskSet
 
 
 def plan_server(
-    config: ServerConfig, tasks: Mapping[str, TaskConfig], folders: Mapping[str, Path]
+    config: ServerConfig,
+    tasks: Mapping[str, TaskConfig],
+    folders: Mapping[str, Path],
+    reload_tasks: Callable[[], Mapping[str, TaskConfig]] | None = None,
 ) -> ServerPlan:
     """Read tokenizers and sizes, and write one EngineOrder per device.
 
-    folders: each model's folder by the model's name. Raises ModelError.
+    folders: each model's folder by the model's name. reload_tasks: reads the tasks again; None:
+    they are fixed. Raises ModelError, and ConfigError for a corpus that cannot be used.
     """
+    from server.model.catalog import cache_dir
+
     models: dict[str, ServedModel] = {}
     orders: list[EngineOrder] = []
     engine = config.engine
@@ -387,6 +463,8 @@ def plan_server(
                     max_waiting_requests=config.limits.max_queued_requests,
                     max_waiting_tokens=config.limits.max_queued_tokens,
                     drafters=tuple(dict.fromkeys(t.speculation.drafter for t in tasks.values())),
+                    namespace=_namespace(config),
+                    learns=any(task.speculation.learn for task in tasks.values()),
                     log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
                     vocabularies=tuple(
                         dict.fromkeys(
@@ -401,7 +479,31 @@ def plan_server(
                     ),
                 )
             )
-    return ServerPlan(config, dict(tasks), models, tuple(orders))
+
+    def load() -> Mapping[str, TaskConfig]:
+        fresh = tasks if reload_tasks is None else reload_tasks()
+        for model in config.models:
+            own = [t for t in fresh.values() if (t.model or config.models[0].name) == model.name]
+            _check_profiles(own, model, folders[model.name], models[model.name])
+        return fresh
+
+    kept = cache_dir() / "tasks" / _namespace(config)
+    task_set = TaskSet(
+        tasks,
+        load=load,
+        models={name: (folders[name], m.table.fingerprint.hex()) for name, m in models.items()},
+        uploads=kept / "uploads",
+        learned=kept / "engines",
+    )
+    return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set)
+
+
+def _namespace(config: ServerConfig) -> str:
+    """Servers of different task folders keep nothing of each other's tasks."""
+    import hashlib
+
+    folder = Path(config.tasks or "configs/tasks").resolve()
+    return hashlib.sha256(str(folder).encode()).hexdigest()[:24]
 
 
 def _check_profiles(
@@ -515,6 +617,7 @@ def run_server(
             client=client,
             metrics=metrics,
             drafters=DRAFTER_NAMES,
+            task_admin=plan.task_set,
         )
         return await serve(
             app,

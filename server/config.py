@@ -36,6 +36,7 @@ from pydantic import (
 from server.errors import ConfigError
 
 __all__ = [
+    "CORPUS_DRAFTERS",
     "DEFAULT_TASK",
     "ContextMarks",
     "CorsConfig",
@@ -65,6 +66,9 @@ __all__ = [
     "task_version",
     "with_overrides",
 ]
+
+CORPUS_DRAFTERS = ("auto", "mix")
+"""The drafters that draft from a corpus, and so from what a task has learned."""
 
 DEFAULT_TASK = "completion"
 """The task of a request whose `model` names a model and not a task."""
@@ -321,6 +325,9 @@ class LimitsConfig(_Section):
     max_queued_tokens: int = Field(
         1 << 21, ge=1, description="prompt tokens waiting for an engine; then 429"
     )
+    max_upload_bytes: int = Field(
+        64 << 20, ge=1024, le=1 << 30, description="body of a corpus upload; larger ones get 413"
+    )
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="seconds a body may take to arrive; then 408"
     )
@@ -528,7 +535,20 @@ class SpeculationConfig(_Section):
     corpus: str | None = Field(
         None, min_length=1, max_length=4096, description="the task's corpus file"
     )
-    learn: bool = Field(False, description="whether finished outputs enter the corpus")
+    allowed_corpora: tuple[str, ...] = Field(
+        (),
+        max_length=1000,
+        description="tasks whose corpus a request may draft from instead of the task's own",
+    )
+    learn: bool = Field(
+        False, description="whether drafts also come from the outputs of finished requests"
+    )
+    learn_max_tokens: int = Field(
+        200_000,
+        ge=1000,
+        le=5_000_000,
+        description="learned tokens that are held per API key and cache_salt; older ones fade out",
+    )
     context: ContextMarks | None = Field(None)
     trie: TrieOptions = Field(default_factory=TrieOptions)
     mix: MixOptions = Field(default_factory=MixOptions)
@@ -540,12 +560,14 @@ class SpeculationConfig(_Section):
             raise ValueError("allowed_drafters does not hold the task's own drafter")
         return self
 
-    @field_validator("learn")
-    @classmethod
-    def _no_learning_yet(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("learning from outputs is not available in this version")
-        return value
+    @model_validator(mode="after")
+    def _learning_drafter(self) -> SpeculationConfig:
+        if self.learn and self.drafter not in CORPUS_DRAFTERS:
+            raise ValueError(
+                f"learn needs a drafter with a corpus ({' or '.join(CORPUS_DRAFTERS)}), "
+                f"not {self.drafter}"
+            )
+        return self
 
     def options(self) -> tuple[tuple[str, float | int | str | bool], ...]:
         """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""

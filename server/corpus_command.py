@@ -14,7 +14,16 @@ from typing import Any
 
 from server.errors import ConfigError
 
-__all__ = ["build", "example_of", "ids_of", "json_lines", "read_examples", "show"]
+__all__ = [
+    "build",
+    "example_of",
+    "ids_of",
+    "json_lines",
+    "open_tokenizer",
+    "read_examples",
+    "show",
+    "tokenize_in_place",
+]
 
 Progress = Callable[[str, float], None]
 Example = tuple[list[int], list[int]]
@@ -103,7 +112,7 @@ def ids_of(value: object, where: str, key: str) -> list[int]:
     raise ConfigError(f"{where}: {key}: must be a list of token ids")
 
 
-def _tokenizer(folder: Path) -> tuple[Any, str, int]:
+def open_tokenizer(folder: Path) -> tuple[Any, str, int]:
     """(tokenizer, its fingerprint as engines check it, an EOS id) of a model's folder."""
     from tokenizers import Tokenizer
 
@@ -140,7 +149,7 @@ def build(
     """
     from drafters.corpus import build_corpus
 
-    tokenizer, fingerprint, eos_token_id = _tokenizer(folder)
+    tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
     examples = [
         example
         for path in data
@@ -174,7 +183,7 @@ def show(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
 
     tokenizer, fingerprint = None, None
     if folder is not None:
-        tokenizer, fingerprint, _ = _tokenizer(folder)
+        tokenizer, fingerprint, _ = open_tokenizer(folder)
     try:
         corpus = Corpus.load(file, fingerprint=fingerprint)
     except (FingerprintError, ArrayFileError) as error:

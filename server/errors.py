@@ -19,6 +19,7 @@
     │   ├── PermissionDeniedError              403    permission_error      permission_denied
     │   ├── RouteNotFoundError                 404    invalid_request_error not_found
     │   ├── ModelNotFoundError                 404    invalid_request_error model_not_found
+    │   ├── TaskNotFoundError                  404    invalid_request_error task_not_found
     │   ├── MethodNotAllowedError              405    invalid_request_error method_not_allowed
     │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
     │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
@@ -205,6 +206,13 @@ class ModelNotFoundError(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class TaskNotFoundError(RequestError):
+    """An admin route names a task that there is not."""
+
+    status = 404
+    code = "task_not_found"
 
 
 class MethodNotAllowedError(RequestError):

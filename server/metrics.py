@@ -20,6 +20,7 @@ Definitions that are easy to get wrong:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -236,6 +237,15 @@ class Metrics:
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found", _ENGINE)
         self._restarts = counter("engine_restarts", "Restarts of dead engines", _ENGINE)
 
+        # Corpora and learning, by task.
+        self._corpus = gauge("corpus_tokens", "Tokens of the task's corpus", _TASK)
+        self._learned_held = gauge(
+            "learned_tokens", "Learned tokens that are held", (*_ENGINE, *_TASK)
+        )
+        self._learned = counter(
+            "learned_outputs", "Finished outputs that were learned", (*_ENGINE, *_TASK)
+        )
+
         self._tasks: dict[tuple[str, str], TaskSeries] = {}
         self._engines: dict[str, EngineSeries] = {}
 
@@ -415,7 +425,21 @@ class Metrics:
             s.prefix_queries.inc(stats.prefix_queries - last.prefix_queries)
         if stats.prefix_hits > last.prefix_hits:
             s.prefix_hits.inc(stats.prefix_hits - last.prefix_hits)
+        if stats.learned != last.learned:
+            before = {task: num for task, _, num in last.learned}
+            for task, num_tokens, num_outputs in stats.learned:
+                self._learned_held.labels(engine, model, task).set(num_tokens)
+                more = num_outputs - before.get(task, 0)
+                self._learned.labels(engine, model, task).inc(max(0, more))
+            for task in before.keys() - {task for task, _, _ in stats.learned}:
+                self._learned_held.labels(engine, model, task).set(0)
         s.last = stats
+
+    def corpus_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Tokens of each served task's corpus, 0 for none."""
+        self._corpus.clear()
+        for task, num_tokens in sizes.items():
+            self._corpus.labels(task).set(num_tokens)
 
     def exposition(self) -> bytes:
         """The text that /metrics returns (content type CONTENT_TYPE_LATEST)."""

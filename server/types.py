@@ -75,6 +75,10 @@ class SpeculationParams:
     prediction_ids: OpenAI's Predicted Outputs content in ids; a private corpus of this request.
     context_span: [start, end) of the prompt ids that the task marks as its context, or None for
         the whole prompt.
+    learn_tokens: when above 0, the output enters the learned outputs of (task, learn_scope), of
+        which so many tokens are held, and drafts come from them. 0: nothing is learned or used.
+    learn_scope: whose outputs these are. The engine makes it of tenant and cache_salt, so that
+        nobody's drafts are made of another's text.
     """
 
     drafter: str = "off"
@@ -83,6 +87,8 @@ class SpeculationParams:
     corpus: str | None = None
     prediction_ids: tuple[int, ...] = ()
     context_span: tuple[int, int] | None = None
+    learn_tokens: int = 0
+    learn_scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +270,7 @@ class EngineStats:
     slice_rows, slice_bytes: LM-head rows copied beside the head, now. slice_hits, slice_loads,
     slice_evictions: dynamic rows found, copied and forgotten since the start. verify_window:
     tokens in an exact window, as adapted last.
+    learned: (task, learned tokens held, outputs learned since the engine's start).
     """
 
     num_running: int = 0
@@ -289,6 +296,7 @@ class EngineStats:
     slice_loads: int = 0
     slice_evictions: int = 0
     verify_window: int = 0
+    learned: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

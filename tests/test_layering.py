@@ -49,6 +49,13 @@ ALLOWED: dict[str, set[str] | None] = {
         "vocab_store",
     },
     "server.compose": None,
+    "server.task_set": {
+        "server.config",
+        "server.errors",
+        "server.corpus_command",
+        "drafters",
+        "vocab_store",
+    },
     "server.corpus_command": {"server.errors", "server.token_bytes", "drafters"},
     "server.recorder": {
         "server.corpus_command",

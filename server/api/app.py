@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -65,6 +66,7 @@ from server.api.keys import ApiKey, Visit
 from server.api.openapi import described as _documented
 from server.api.openapi import document
 from server.api.sse import DisconnectWatch, EventStream
+from server.api.tasks import TaskAdmin, TaskRoutes
 from server.config import ServerConfig, TaskConfig
 from server.errors import (
     MethodNotAllowedError,
@@ -91,8 +93,12 @@ def create_app(
     client: EngineClient,
     metrics: Metrics,
     drafters: Sequence[str] = ("off",),
+    task_admin: TaskAdmin | None = None,
 ) -> FastAPI:
-    """The application. It owns nothing but its tokenizing threads; see the top of this file."""
+    """The application. It owns nothing but its tokenizing threads; see the top of this file.
+
+    task_admin: who changes tasks for the admin routes; None: they only look.
+    """
     intake = Intake(tasks=tasks, models=models, drafters=drafters, limits=config.limits)
     decisions = DecisionIntake(intake, config.limits.max_request_tokens)
     routes: dict[str, str] = {}
@@ -312,6 +318,12 @@ def create_app(
     async def get_metrics() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
+    task_routes = TaskRoutes(
+        intake=intake, client=client, metrics=metrics, limits=config.limits, admin=task_admin
+    )
+    task_routes.add_to(app)
+    app.state.reload_tasks = task_routes.reload
+
     routes.update(
         {
             path: path
@@ -377,6 +389,7 @@ async def serve(
     On the first signal /ready turns 503 and new completions are refused with 503, while open ones
     go on for up to drain_s seconds; then they are aborted with an error, the engines are stopped
     and the status is 0. When no engine is left and none will be restarted, the status is 1.
+    SIGHUP reloads the tasks; when it says that the terminal is gone, it ends the server.
     """
     server = _Server(
         uvicorn.Config(
@@ -400,6 +413,20 @@ async def serve(
 
     loop = asyncio.get_running_loop()
     caught = []
+    reloads: set[asyncio.Task[None]] = set()
+    terminal = _has_terminal()
+
+    def on_hangup() -> None:
+        if terminal and not _has_terminal():
+            on_signal()
+            return
+        reload = asyncio.create_task(_reload(app))
+        reloads.add(reload)
+        reload.add_done_callback(reloads.discard)
+
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, AttributeError):
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        caught.append(signal.SIGHUP)
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, on_signal)
@@ -431,6 +458,25 @@ async def serve(
         for number in caught:
             loop.remove_signal_handler(number)
         await client.stop()
+
+
+def _has_terminal() -> bool:
+    """Whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+async def _reload(app: FastAPI) -> None:
+    """What SIGHUP does; a problem is told in the log, and the old tasks stay."""
+    try:
+        await app.state.reload_tasks()
+    except TailorError as error:
+        log.error("%s", error.message)
+    except Exception:
+        log.exception("the tasks could not be reloaded")
 
 
 async def _announce(

@@ -22,7 +22,7 @@ from server.errors import (
     echoed,
 )
 
-__all__ = ["MAX_DEPTH", "parse_object", "read_object"]
+__all__ = ["MAX_DEPTH", "parse_object", "read_body", "read_object"]
 
 MAX_DEPTH = 64
 
@@ -33,9 +33,14 @@ _CLOSE = (("connection", "close"),)
 
 
 async def read_object(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """The body of `request` as a JSON object.
+    """The body of `request` as a JSON object. Raises what read_body and parse_object raise."""
+    return parse_object(await read_body(request, max_bytes, timeout_s))
 
-    Raises UnsupportedMediaTypeError, BodyTooLargeError, BodyTimeoutError, InvalidBodyError, and
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The body of `request`, which says that it is JSON.
+
+    Raises UnsupportedMediaTypeError, BodyTooLargeError, BodyTimeoutError, and
     starlette.requests.ClientDisconnect when the client leaves before the body is complete.
     """
     headers = request.headers
@@ -73,7 +78,7 @@ async def read_object(request: Request, max_bytes: int, timeout_s: float) -> dic
         raise BodyTimeoutError(
             f"The body did not arrive within {timeout_s:g} seconds.", headers=_CLOSE
         ) from None
-    return parse_object(bytes(body))
+    return bytes(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -123,6 +123,9 @@ class Gate:
             route = self._routes.get(path, "other")
             if route == "other" and path.startswith("/v1/models/"):
                 route = "/v1/models/{model}"
+            elif route == "other" and path.startswith("/v1/tasks/"):
+                is_corpus = path.endswith("/corpus")
+                route = "/v1/tasks/{task}/corpus" if is_corpus else "/v1/tasks/{task}"
             self._metrics.count_response(route, status or CLIENT_GONE, code)
             if path not in self._open:
                 log.info(

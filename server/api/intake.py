@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -26,12 +26,13 @@ from server.api.protocol import (
     MAX_STOPS,
     CompletionBody,
     PredictionBody,
+    SpeculationBody,
     joined_texts,
 )
 from server.api.segments import SegmentEncoder
 from server.api.structured import GrammarChecker, check_with_sampling
 from server.api.text import TokenNames
-from server.config import DEFAULT_TASK, LimitsConfig, TaskConfig
+from server.config import CORPUS_DRAFTERS, DEFAULT_TASK, LimitsConfig, TaskConfig
 from server.errors import (
     ConstraintUnsatisfiableError,
     ContextLengthExceededError,
@@ -148,8 +149,8 @@ class Intake:
     ) -> None:
         if not models:
             raise ValueError("no model")
-        self.tasks = dict(tasks)
-        self.tasks.setdefault(DEFAULT_TASK, TaskConfig(name=DEFAULT_TASK))
+        self.tasks: dict[str, TaskConfig] = {}
+        self.replace_tasks(tasks)
         self.models = dict(models)
         self._default_model = next(iter(self.models))
         self._drafters = tuple(drafters)
@@ -160,6 +161,11 @@ class Intake:
             name: max(1, int((model.table.offsets[1:] - model.table.offsets[:-1]).max(initial=1)))
             for name, model in self.models.items()
         }
+
+    def replace_tasks(self, tasks: Mapping[str, TaskConfig]) -> None:
+        """Use these tasks from the next request on; requests that are open keep theirs."""
+        self.tasks = {**tasks}
+        self.tasks.setdefault(DEFAULT_TASK, TaskConfig(name=DEFAULT_TASK))
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -179,7 +185,11 @@ class Intake:
                 f"The model {echoed(name)} does not exist or you do not have access to it.",
                 param="model",
             )
-        return task, self.models[task.model or self._default_model]
+        return task, self.model_of(task)
+
+    def model_of(self, task: TaskConfig) -> ServedModel:
+        """The model that runs a task."""
+        return self.models[task.model or self._default_model]
 
     async def completion(
         self,
@@ -242,13 +252,8 @@ class Intake:
                         max_tokens=max_tokens,
                         seed=secrets.randbits(64) if seed is None else seed & _MASK64,
                     ),
-                    speculation=SpeculationParams(
-                        speculation.drafter,
-                        speculation.max_draft_tokens,
-                        speculation.options,
-                        speculation.corpus,
-                        prediction_ids,
-                        span,
+                    speculation=replace(
+                        speculation, prediction_ids=prediction_ids, context_span=span
                     ),
                     vocabulary=vocabulary,
                     num_choices=best_of,
@@ -438,9 +443,43 @@ class Intake:
                     f"{echoed(drafter)} with max_draft_tokens {num_draft}. Leave it out.",
                     param="prediction",
                 )
+        options, corpus = own.options(), own.corpus
+        if asked is not None:
+            options = _options_of(asked, task, drafter, options)
+            if asked.corpus is not None:
+                corpus = self._corpus_of(asked.corpus, task, drafter)
         if drafter == "off" or num_draft == 0:
             return SpeculationParams()
-        return SpeculationParams(drafter, num_draft, own.options(), own.corpus)
+        learns = own.learn and (asked is None or asked.corpus in (None, task.name))
+        return SpeculationParams(
+            drafter, num_draft, options, corpus, learn_tokens=own.learn_max_tokens if learns else 0
+        )
+
+    def _corpus_of(self, name: str, task: TaskConfig, drafter: str) -> str | None:
+        """The corpus file that `speculation.corpus` names; None for "off"."""
+        at = "speculation.corpus"
+        if drafter not in CORPUS_DRAFTERS:
+            raise InvalidRequestError(
+                f"{at}: the drafter {drafter} uses no corpus; {' and '.join(CORPUS_DRAFTERS)} do.",
+                param=at,
+            )
+        if name == "off":
+            return None
+        other = self.tasks.get(name)
+        allowed = (task.name, *task.speculation.allowed_corpora)
+        if other is None or name not in allowed or other.speculation.corpus is None:
+            there = [
+                n
+                for n in dict.fromkeys(allowed)
+                if n in self.tasks and self.tasks[n].speculation.corpus is not None
+            ]
+            raise InvalidRequestError(
+                f"{at}: {echoed(name)} is not available; choose from {', '.join([*there, 'off'])}.",
+                param=at,
+            )
+        if (other.model or self._default_model) != (task.model or self._default_model):
+            raise InvalidRequestError(f"{at}: the corpus of {name} is for another model.", param=at)
+        return other.speculation.corpus
 
     def check_size(
         self, num_bytes: int, model: ServedModel, max_tokens: int | None, room: int, at: str
@@ -524,6 +563,44 @@ class Intake:
                 param="min_tokens",
             )
         return max_tokens
+
+
+def _options_of(
+    asked: SpeculationBody,
+    task: TaskConfig,
+    drafter: str,
+    options: tuple[tuple[str, float | int | str | bool], ...],
+) -> tuple[tuple[str, float | int | str | bool], ...]:
+    """The task's drafter options with the request's own over them, within the task's limits."""
+    merged = dict(options)
+    most = task.limits.max_draft_tokens
+    for section, given in (("trie", asked.trie), ("mix", asked.mix)):
+        if given is None:
+            continue
+        at = f"speculation.{section}"
+        if drafter != section:
+            raise InvalidRequestError(
+                f"{at}: these are options of the drafter {section}, and the request is drafted by "
+                f"{drafter}.",
+                param=at,
+            )
+        for key, value in given.model_dump(by_alias=True, exclude_none=True).items():
+            if most is not None and key in ("num_draft", "horizon") and value > most:
+                raise LimitExceededError(
+                    f"{at}.{key}: at most {most}; got {value}.", param=f"{at}.{key}"
+                )
+            merged[f"{section}.{key}"] = value
+        if section == "trie" and not _prefix_fits(merged):
+            raise InvalidRequestError(
+                f"{at}.prefix_length: must be below n.", param=f"{at}.prefix_length"
+            )
+    return tuple(sorted(merged.items()))
+
+
+def _prefix_fits(options: Mapping[str, Any]) -> bool:
+    """Whether the trie's L_p is below n; 3 and 13 are the drafter's defaults."""
+    prefix, n = options.get("trie.prefix_length", 3), options.get("trie.n", 13)
+    return int(prefix) < int(n)
 
 
 def _replace_sampling(sampling: SamplingParams, *, max_tokens: int, seed: int) -> SamplingParams:

@@ -48,6 +48,7 @@ MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 256
 MAX_ALLOWED_IDS = 1 << 18
+MAX_EXAMPLES = 1_000_000
 INT31 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
 
@@ -114,11 +115,37 @@ class StreamOptions(BodyPart):
     )
 
 
+class TrieOptionsBody(BodyPart):
+    """N-Gram-Trie's parameters, for requests drafted by `trie`. None: the task's."""
+
+    n: int | None = Field(None, ge=2, le=64, description="window length in tokens")
+    prefix_length: int | None = Field(None, ge=1, le=63, description="L_p; below n")
+    num_draft: int | None = Field(None, ge=1, le=256, description="nodes kept of a sub-tree")
+
+
+class MixOptionsBody(BodyPart):
+    """TASC-spec's parameters, for requests drafted by `mix`. None: the task's."""
+
+    n_max: int | None = Field(None, ge=1, le=16, description="longest n-gram")
+    horizon: int | None = Field(None, ge=1, le=64, description="tokens drafted ahead")
+    weight: float | None = Field(
+        None, ge=0, le=1, alias="lambda", description="lambda: share of the corpus"
+    )
+
+
 class SpeculationBody(BodyPart):
     """How this request drafts, within the task's limits. It changes speed, never the text."""
 
     drafter: str | None = Field(None, min_length=1, max_length=64)
     max_draft_tokens: int | None = Field(None, ge=0, le=256)
+    trie: TrieOptionsBody | None = None
+    mix: MixOptionsBody | None = None
+    corpus: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="a task whose corpus to draft from, or off for none",
+    )
 
 
 class VocabularyBody(BodyPart):
@@ -207,6 +234,26 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
+
+
+class ExampleBody(BodyPart):
+    """One example of a corpus upload: texts, or ids as `tailor record` writes them."""
+
+    prompt: str | None = None
+    completion: str | None = None
+    prompt_ids: list[TokenId] | None = Field(None, fail_fast=True)
+    output_ids: list[TokenId] | None = Field(None, min_length=1, fail_fast=True)
+
+
+class CorpusBody(BodyPart):
+    """POST /v1/tasks/{task}/corpus."""
+
+    examples: Annotated[list[ExampleBody], FailFast()] = Field(
+        min_length=1, max_length=MAX_EXAMPLES
+    )
+    mode: Literal["append", "replace"] = Field(
+        "append", description="with what was uploaded before, or instead of it"
+    )
 
 
 class TokenizeBody(BodyPart):

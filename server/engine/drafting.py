@@ -3,7 +3,8 @@
 The composition root registers, per drafter name, either a ready Drafter or a factory
 `(task, speculation) -> Drafter`. A factory is called with the task's name and the request's
 SpeculationParams and may read `options` and `corpus`; its result is kept for requests with the
-same (name, task, corpus, options), least recently used ones are dropped past a bound.
+same (name, task, corpus, options, learning scope), least recently used ones are dropped past a
+bound.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class DrafterRegistry:
         self, entries: Mapping[str, Drafter | DrafterFactory], *, max_made: int = 64
     ) -> None:
         self._entries = dict(entries)
+        # Asked once: isinstance() of a Protocol looks through all its members.
+        self._ready = {
+            name: entry
+            for name, entry in entries.items()
+            if isinstance(entry, Drafter) and not isinstance(entry, type)
+        }
         self._made: OrderedDict[tuple[object, ...], Drafter] = OrderedDict()
         self._max_made = max_made
 
@@ -52,9 +59,10 @@ class DrafterRegistry:
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"unknown drafter {name!r}; known: {', '.join(self.names)}")
-        if isinstance(entry, Drafter) and not isinstance(entry, type):
-            return entry
-        key = (name, task, speculation.corpus, speculation.options)
+        if name in self._ready:
+            return self._ready[name]
+        scope = speculation.learn_scope if speculation.learn_tokens > 0 else None
+        key = (name, task, speculation.corpus, speculation.options, scope)
         drafter = self._made.get(key)
         if drafter is None:
             drafter = cast("DrafterFactory", entry)(task, speculation)
@@ -65,9 +73,16 @@ class DrafterRegistry:
             self._made.move_to_end(key)
         return drafter
 
-    def forget(self, task: str | None = None) -> None:
-        """Make a task's drafters anew from now on (None: everyone's). Open sessions go on."""
-        for key in [k for k in self._made if task is None or k[1] == task]:
+    def forget(self, task: str | None = None, scope: str | None = None) -> None:
+        """Make a task's drafters anew from now on (None: everyone's). Open sessions go on.
+
+        scope: only those that draft from what this scope has learned.
+        """
+        for key in [
+            k
+            for k in self._made
+            if (task is None or k[1] == task) and (scope is None or k[4] == scope)
+        ]:
             del self._made[key]
 
 

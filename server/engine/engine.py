@@ -19,17 +19,26 @@ import numpy as np
 
 from drafters.base import Drafter
 from server.engine.accept import Cut, count_step, cut, follow, merge_counts, sources_of
-from server.engine.batch import Batch, DrawError, Drawn, Runner
+from server.engine.batch import Batch, DrawError, Drawn, Int32, Runner
 from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import Built, Span, build_batch
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry, check_tree
+from server.engine.memory import TaskMemory
 from server.engine.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.slices import ProfileSource, SliceBook
 from server.engine.stops import StopTable
 from server.engine.windows import WindowControl
-from server.types import Delta, EngineStats, FinishReason, Request, StepCounts, TokenLogprob
+from server.types import (
+    Delta,
+    EngineStats,
+    FinishReason,
+    Request,
+    SpeculationParams,
+    StepCounts,
+    TokenLogprob,
+)
 
 __all__ = ["Engine", "EngineSettings", "RunnerBrokenError", "Verdict", "Verifier"]
 
@@ -114,11 +123,14 @@ class Engine:
         verifier: Verifier | None = None,
         controls: Mapping[str, Callable[[Any], Any]] | None = None,
         profiles: ProfileSource | None = None,
+        memory: TaskMemory | None = None,
     ) -> None:
         """stop_table: id -> bytes, for stop strings. cost: the draft budget's (None: no pruning).
 
         profiles: vocabulary profiles by the name that requests give (None: no slices).
-        controls: what ("control", ...) messages may call, by name, with plain values.
+        controls: what ("control", ...) messages may call, by name, with plain values; beside
+        these: task_report, task_forget and drafters_reload. memory: what is kept of tasks; closed
+        with the engine.
         """
         self.runner = runner
         self.settings = settings
@@ -128,7 +140,14 @@ class Engine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
         self.drafters = DrafterRegistry(drafters)
-        self.controls = dict(controls or {})
+        self.controls: dict[str, Callable[[Any], Any]] = {
+            "task_report": self._task_report,
+            "task_forget": self._task_forget,
+            "drafters_reload": self._drafters_reload,
+            **(controls or {}),
+        }
+        self.memory = memory
+        self._outputs: dict[str, list[Int32] | None] = {}  # of open requests; None: not to learn
         self.pool = BlockPool(
             self.info.num_blocks, self.info.block_size, prefix_cache=settings.prefix_cache
         )
@@ -235,12 +254,26 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            learned=() if self.memory is None else self.memory.sizes(),
         )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether stats() has changed although no step was done."""
+        return self.memory is not None and self.memory.has_news
+
+    def tend(self) -> int | None:
+        """Upkeep while idle. Milliseconds after which there is more; None: only after a step."""
+        self._take_learned()
+        return None if self.memory is None else self.memory.due_ms()
 
     # -- requests ---------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that cannot be served gets an error Delta; nothing is raised."""
+        if request.speculation.learn_tokens > 0:
+            scope = f"{request.tenant}\0{request.cache_salt}"
+            request = replace(request, speculation=replace(request.speculation, learn_scope=scope))
         refusal = self._refusal(request)
         if refusal is not None:
             self._refuse(request, *refusal)
@@ -289,8 +322,10 @@ class Engine:
             self._fail(sequences[0], message, "engine_error")
 
     def close(self) -> None:
-        """Abort what is open and release the device. Idempotent."""
+        """Abort what is open, write down what is kept, release the device. Idempotent."""
         self.abort_all()
+        if self.memory is not None:
+            self.memory.close()
         self.runner.close()
 
     def check(self) -> None:
@@ -313,6 +348,7 @@ class Engine:
     # -- verbs of the step ------------------------------------------------------------------
 
     def _schedule(self) -> Plan:
+        self._take_learned()
         while self._suspects and self._suspects[0].status is Status.FINISHED:
             self._suspects.pop(0)
         if self._cost is not None and self.settings.target_step_s > 0.0:
@@ -498,6 +534,7 @@ class Engine:
         self.slices.count_step(sequence)
         self._plan_moves(sequence, accepted)
         sequence.num_computed += len(accepted)
+        sequence.num_steps += 1
         sequence.append(kept)
         self._teach(sequence, tree, accepted, kept)
         if is_kept:
@@ -743,6 +780,61 @@ class Engine:
             self.num_drafter_errors += 1
             _log.debug("closing a draft session failed", exc_info=error)
 
+    # -- what is kept of tasks --------------------------------------------------------------
+
+    def _take_learned(self) -> None:
+        """New drafters for those whose learned outputs have a new layer."""
+        if self.memory is not None:
+            for task, scope in self.memory.poll():
+                self.drafters.forget(task, scope)
+
+    def _remember(self, memory: TaskMemory, sequence: Sequence, finished: bool) -> None:
+        """Hand on what a choice ended with, once its whole request has finished well."""
+        request, num_output = sequence.request, sequence.num_output
+        if finished and num_output:
+            memory.observe(request.task, sequence.drafter_name, sequence.num_steps, num_output)
+        spec = request.speculation
+        if spec.learn_tokens <= 0:
+            return
+        outputs = self._outputs.pop(request.request_id, [])
+        if not finished:
+            outputs = None
+        elif outputs is not None and num_output:
+            outputs.append(sequence.ids[sequence.prompt_len : sequence.num_tokens])
+        if request.request_id in self._open:
+            self._outputs[request.request_id] = outputs
+            return
+        prompt = sequence.ids[: sequence.prompt_len]
+        for output in outputs or ():
+            memory.learn(
+                request.task, spec.learn_scope, spec.corpus, spec.learn_tokens, prompt, output
+            )
+
+    def _task_report(self, payload: Any) -> dict[str, Any]:
+        """Control: {"task", "drafter", "options", "corpus", "learn_tokens"} of a task."""
+        if self.memory is None:
+            return {}
+        spec = SpeculationParams(
+            payload["drafter"],
+            1,
+            tuple((name, value) for name, value in payload["options"]),
+            payload["corpus"],
+        )
+        drafter = self.drafters.resolve(payload["task"], spec)
+        return self.memory.report(payload["task"], drafter)
+
+    def _drafters_reload(self, _: Any) -> None:
+        """Control: drafters are made anew for requests that come; corpora may have changed."""
+        self.drafters.forget()
+        if self.memory is not None:
+            self.memory.refresh()
+
+    def _task_forget(self, payload: Any) -> None:
+        """Control: {"task"}: what the task has learned is dropped."""
+        if self.memory is not None:
+            self.memory.forget(payload["task"])
+        self.drafters.forget(payload["task"])
+
     # -- ends -------------------------------------------------------------------------------
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
@@ -873,6 +965,8 @@ class Engine:
         sequences.remove(sequence)
         if not sequences:
             del self._open[request_id]
+        if self.memory is not None:
+            self._remember(self.memory, sequence, finish_reason in ("stop", "length"))
 
     def _fail(self, sequence: Sequence, message: str, code: str) -> None:
         """A request fails as a whole: every open choice gets the error."""

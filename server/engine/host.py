@@ -73,13 +73,13 @@ class EngineHost:
                         return 1
                     continue
                 self._pending.extend(engine.take_deltas())
-                if self._pending or not announced:
+                if self._pending or not announced or engine.has_news:
                     self._flush()
                     channel.send(connection, ("stats", channel.pack_stats(engine.stats())))
                     announced = True
                 if self._draining:
                     return 0
-                poller.poll()
+                poller.poll(engine.tend())
         except (EOFError, BrokenPipeError, ConnectionError):
             return 1  # the API process is gone
         finally:
@@ -190,6 +190,7 @@ def _process_main(factory: EngineFactory, connection: Connection) -> None:
     # building at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     engine = _build(factory, connection)
     status = 1

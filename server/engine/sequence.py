@@ -77,6 +77,7 @@ class Sequence:
         "num_computed",
         "num_published",
         "num_released",
+        "num_steps",
         "num_tokens",
         "num_verified",
         "order",
@@ -168,6 +169,7 @@ class Sequence:
         self.counts = _NO_COUNTS
         self.has_spoken = False  # its first Delta went out
         self.first_step_s = 0.0
+        self.num_steps = 0  # decode steps so far
 
         # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
         self.head: SequenceHead | None = None

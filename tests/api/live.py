@@ -20,6 +20,7 @@ from server import token_bytes
 from server.api.app import create_app, run_loop, serve
 from server.api.client import EngineClient, EngineSpec, RestartPolicy
 from server.api.intake import ServedModel
+from server.api.tasks import TaskAdmin
 from server.config import ServerConfig, TaskConfig
 from server.metrics import Metrics
 from tests.api.tiny_tokenizers import byte_level_tokenizer
@@ -70,6 +71,7 @@ class LiveServer:
         drafters: Sequence[str] = DRAFTERS,
         max_model_len: int = 256,
         drain_s: float = 5.0,
+        task_admin: TaskAdmin | None = None,
     ) -> None:
         self.config = config or ServerConfig()
         self.specs = [
@@ -81,6 +83,7 @@ class LiveServer:
         self.restart = restart or RestartPolicy(first_delay_s=0.05, max_delay_s=0.1)
         self.drafters = drafters
         self.drain_s = drain_s
+        self.task_admin = task_admin
         self.metrics = Metrics()
         self.status: int | None = None
         self.error: BaseException | None = None
@@ -120,6 +123,7 @@ class LiveServer:
             client=self.client,
             metrics=self.metrics,
             drafters=self.drafters,
+            task_admin=self.task_admin,
         )
         return await serve(
             app, self.client, sockets=[self._socket], drain_s=self.drain_s, stop=self._stop

@@ -73,7 +73,7 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
             "vocabulary:\n  allowed_modes: [full, slice]\n",
             "mine.yaml:1: vocabulary: allowed_modes other than full need a profile",
         ),
-        ("speculation:\n  learn: true\n", "mine.yaml:2: speculation.learn: "),
+        ("speculation:\n  learn: true\n", "mine.yaml:1: speculation: learn needs a drafter with"),
         ("name: a b\n", "mine.yaml:1: name: a name has"),
         ("a: 1\nb: 2\na: 3\n", "mine.yaml:3: a: is there twice (first in line 1)"),
         ("a: &x 1\nb: *x\n", "mine.yaml:1: anchors and aliases are not read"),
@@ -347,3 +347,15 @@ def test_config_is_light() -> None:
     code = "import sys, server.config; print([m for m in ('torch', 'fastapi') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]", config_module.__name__
+
+
+# --- learning ---
+
+
+def test_learning_is_off_by_default_and_needs_a_drafter_with_a_corpus(tmp_path: Path) -> None:
+    assert not _task(tmp_path, "").speculation.learn
+    text = "speculation:\n  drafter: auto\n  learn: true\n  learn_max_tokens: 5000\n"
+    task = _task(tmp_path, text)
+    assert task.speculation.learn and task.speculation.learn_max_tokens == 5000
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: speculation: learn needs a drafter"):
+        _task(tmp_path, "speculation: {drafter: trie, learn: true}\n")

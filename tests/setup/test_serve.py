@@ -264,3 +264,39 @@ def test_bigrams_of_another_model_are_refused(tmp_path: Path) -> None:
         make("model-b:float32", options)
     with pytest.raises(ValueError, match="bigrams of task t: No such file"):
         make(None, (("grammys.table", file + ".none"),))
+
+
+# --- tasks while it runs ---
+
+
+def test_hangup_reloads_and_a_restart_keeps_what_a_task_knows(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "known.yaml").write_text("speculation: {drafter: auto, learn: true}\n")
+    words, env = ("--tasks", str(folder)), {"TAILOR_ADMIN_KEY": "admin"}
+    server = start(*words, **env)
+    body = {"model": "known", "prompt": "abcabc", "max_tokens": 12, "temperature": 0}
+    text = server.ask("/v1/completions", body, "admin")["choices"][0]["text"]
+    (folder / "fresh.yaml").write_text("sampling: {max_tokens: 2}\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("the tasks were reloaded: fresh, known, completion")
+    assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
+    (folder / "fresh.yaml").write_text("sampling: {max_tokens: none}\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(r"were not reloaded, the old ones stay: .*fresh\.yaml:1: sampling\.max_tokens")
+    assert server.ask("/v1/models/fresh", key="admin")["id"] == "fresh"
+    told = server.ask("/v1/tasks/known", key="admin")
+    assert told["measured_steps"] > 0 and told["learned"]["outputs"] == 1
+    assert server.stop(signal.SIGTERM) == 0
+
+    (folder / "fresh.yaml").unlink()
+    again = start(*words, **env)
+    kept = again.ask("/v1/tasks/known", key="admin")
+    assert kept["measured_steps"] == told["measured_steps"]
+    assert kept["calibration"] == told["calibration"]
+    assert again.ask("/v1/completions", body, "admin")["choices"][0]["text"] == text
+    assert again.ask("/v1/tasks/known", key="admin")["learned"]["outputs"] == 2
+    assert again.stop(signal.SIGTERM) == 0
+    assert "Traceback" not in "".join(server.lines + again.lines)

@@ -1,0 +1,396 @@
+"""The admin routes, /v1/tasks: what is served, how it drafts, and changes without a restart.
+
+    GET    /v1/tasks                   the tasks
+    GET    /v1/tasks/{task}            one: settings, corpus, calibration, tokens per step
+    POST   /v1/tasks/reload            read the task files again (SIGHUP does the same)
+    GET    /v1/tasks/{task}/corpus     the corpus and what was learned
+    POST   /v1/tasks/{task}/corpus     upload examples
+    DELETE /v1/tasks/{task}/corpus     delete what was uploaded and what was learned
+
+The gate lets only admin keys in. A task's name is looked up among the tasks that are served before
+anything is done with it. Requests that are open keep the tasks and drafters they began with.
+
+Engines of one model calibrate and learn apart; the tables told here are their sums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api import protocol
+from server.api.body import parse_object, read_body
+from server.api.client import EngineClient
+from server.api.intake import Intake
+from server.config import LimitsConfig, TaskConfig, task_version
+from server.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    TailorError,
+    TaskNotFoundError,
+    UnsupportedFieldError,
+    echoed,
+)
+from server.metrics import Metrics
+
+__all__ = ["CorpusFigures", "TaskAdmin", "TaskRoutes"]
+
+log = logging.getLogger("tailor.tasks")
+
+REPORT_TIMEOUT_S = 10.0
+
+
+class CorpusFigures(Protocol):
+    """Of a task's corpus."""
+
+    @property
+    def num_documents(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def uploaded(self) -> bool: ...
+
+
+class TaskAdmin(Protocol):
+    """Who holds the tasks (server.task_set); the composition root gives it.
+
+    profile_summary reads a file. It and the three that change something raise ConfigError, and
+    then everything is as it was.
+    """
+
+    @property
+    def tasks(self) -> Mapping[str, TaskConfig]: ...
+
+    def corpus_size(self, task: str) -> CorpusFigures | None: ...
+
+    def profile_summary(self, task: str) -> dict[str, Any] | None: ...
+
+    async def reload(self) -> Mapping[str, TaskConfig]: ...
+
+    async def upload(
+        self, task: str, examples: Sequence[Mapping[str, Any]], *, append: bool
+    ) -> Mapping[str, TaskConfig]: ...
+
+    async def delete(self, task: str) -> Mapping[str, TaskConfig]: ...
+
+
+class TaskRoutes:
+    """The routes' work. `add_to` puts them into an app; `reload` is SIGHUP's too.
+
+    admin: None where nothing can be changed (tests, embedding).
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        client: EngineClient,
+        metrics: Metrics,
+        limits: LimitsConfig,
+        admin: TaskAdmin | None,
+    ) -> None:
+        self._intake = intake
+        self._client = client
+        self._metrics = metrics
+        self._limits = limits
+        self._admin = admin
+        self._note_sizes()
+
+    # -- what is there ----------------------------------------------------------------------
+
+    def tasks(self) -> dict[str, Any]:
+        """GET /v1/tasks."""
+        return {"object": "list", "data": [self._entry(t) for t in self._intake.tasks.values()]}
+
+    async def task(self, name: str) -> dict[str, Any]:
+        """GET /v1/tasks/{task}."""
+        task = self._find(name)
+        report = await self._report(task)
+        steps = report["num_steps"]
+        spec = task.speculation.model_dump(mode="json", by_alias=True, exclude={"corpus"})
+        return {
+            **self._entry(task),
+            "version": task_version(task),
+            "sampling": task.sampling.model_dump(mode="json", exclude_none=True),
+            "limits": task.limits.model_dump(mode="json", exclude_none=True),
+            "speculation": spec,
+            "vocabulary": await self._vocabulary(task),
+            "learned": report["learned"],
+            "expected_tokens_per_step": round(report["num_tokens"] / steps, 3) if steps else None,
+            "measured_steps": round(steps),
+            "engines": report["engines"],
+            "calibration": report["calibration"],
+        }
+
+    async def corpus(self, name: str) -> dict[str, Any]:
+        """GET /v1/tasks/{task}/corpus."""
+        task = self._find(name)
+        report = await self._report(task)
+        return {
+            "object": "task.corpus",
+            "task": task.name,
+            "corpus": self._corpus(task),
+            "learn": task.speculation.learn,
+            "learned": report["learned"],
+        }
+
+    # -- changes ----------------------------------------------------------------------------
+
+    async def reload(self) -> dict[str, Any]:
+        """POST /v1/tasks/reload. Raises InvalidRequestError; the old tasks then stay."""
+        admin = self._need_admin()
+        old = dict(self._intake.tasks)
+        try:
+            tasks = await admin.reload()
+        except ConfigError as error:
+            raise InvalidRequestError(
+                f"The tasks were not reloaded, the old ones stay: {error.message}"
+            ) from None
+        await self._serve(tasks)
+        new = self._intake.tasks
+        log.info("the tasks were reloaded: %s", ", ".join(new))
+        return {
+            "object": "task.reload",
+            "tasks": list(new),
+            "added": [name for name in new if name not in old],
+            "removed": [name for name in old if name not in new],
+            "changed": [
+                name
+                for name in new
+                if name in old and task_version(new[name]) != task_version(old[name])
+            ],
+        }
+
+    async def upload(
+        self, name: str, examples: Sequence[Mapping[str, Any]], *, append: bool
+    ) -> dict[str, Any]:
+        """POST /v1/tasks/{task}/corpus."""
+        admin, task = self._need_admin(), self._find(name)
+        try:
+            tasks = await admin.upload(task.name, examples, append=append)
+        except ConfigError as error:
+            raise InvalidRequestError(
+                f"The corpus was not changed: {error.message}", param="examples"
+            ) from None
+        await self._serve(tasks)
+        return await self.corpus(task.name)
+
+    async def delete(self, name: str) -> dict[str, Any]:
+        """DELETE /v1/tasks/{task}/corpus. Raises EngineError when an engine does not answer."""
+        admin, task = self._need_admin(), self._find(name)
+        # First the engines, which write what they have learned; then the files of all engines.
+        if not await self._tell_engines("task_forget", {"task": task.name}):
+            raise EngineError("An engine did not forget what it learned. Try again.")
+        try:
+            tasks = await admin.delete(task.name)
+        except ConfigError as error:
+            raise InvalidRequestError(f"The corpus was not deleted: {error.message}") from None
+        await self._serve(tasks)
+        return {"object": "task.corpus.deleted", "task": task.name, "deleted": True}
+
+    # -- parts ------------------------------------------------------------------------------
+
+    def _need_admin(self) -> TaskAdmin:
+        if self._admin is None:
+            raise UnsupportedFieldError("This server's tasks cannot be changed.")
+        return self._admin
+
+    def _find(self, name: str) -> TaskConfig:
+        task = self._intake.tasks.get(name)
+        if task is None:
+            raise TaskNotFoundError(f"There is no task {echoed(name)}.", param="task")
+        return task
+
+    def _entry(self, task: TaskConfig) -> dict[str, Any]:
+        return {
+            "id": task.name,
+            "object": "task",
+            "description": task.description,
+            "model": self._intake.model_of(task).name,
+            "drafter": task.speculation.drafter,
+            "max_draft_tokens": task.speculation.max_draft_tokens,
+            "learn": task.speculation.learn,
+            "corpus": self._corpus(task),
+        }
+
+    def _corpus(self, task: TaskConfig) -> dict[str, Any] | None:
+        size = None if self._admin is None else self._admin.corpus_size(task.name)
+        if size is None:
+            return None
+        return {
+            "documents": size.num_documents,
+            "tokens": size.num_tokens,
+            "bytes": size.num_bytes,
+            "uploaded": size.uploaded,
+        }
+
+    async def _vocabulary(self, task: TaskConfig) -> dict[str, Any]:
+        """The task's settings, with what its profile holds where it names one."""
+        told: dict[str, Any] = task.vocabulary.model_dump(mode="json", exclude_none=True)
+        if task.vocabulary.profile is None or self._admin is None:
+            return told
+        try:
+            summary = await asyncio.to_thread(self._admin.profile_summary, task.name)
+        except ConfigError as error:
+            raise InvalidRequestError(f"The vocabulary profile: {error.message}") from None
+        return {**told, "profile": summary}
+
+    async def _serve(self, tasks: Mapping[str, TaskConfig]) -> None:
+        """New requests get these tasks, and the engines make drafters anew for them."""
+        self._intake.replace_tasks(tasks)
+        self._note_sizes()
+        await self._tell_engines("drafters_reload", None)
+
+    def _note_sizes(self) -> None:
+        sizes = {name: self._corpus(task) for name, task in self._intake.tasks.items()}
+        self._metrics.corpus_sizes(
+            {name: 0 if size is None else int(size["tokens"]) for name, size in sizes.items()}
+        )
+
+    async def _tell_engines(self, control: str, payload: Any) -> bool:
+        """Whether all engines did it. One that is not ready starts from what is there then."""
+        ready = [e["name"] for e in self._client.engines() if e["state"] == "ready"]
+        answers = await asyncio.gather(
+            *(self._client.control(n, control, payload, REPORT_TIMEOUT_S) for n in ready),
+            return_exceptions=True,
+        )
+        done = True
+        for name, answer in zip(ready, answers, strict=True):
+            if isinstance(answer, BaseException) or not answer.get("ok"):
+                done = False
+                log.warning("engine %s did not do %s: %s", name, control, _reason(answer))
+        return done
+
+    async def _report(self, task: TaskConfig) -> dict[str, Any]:
+        """What the engines of a task's model know of it, summed. Engines that do not answer in
+        time are left out, and told in `engines`."""
+        model = self._intake.model_of(task).name
+        spec = task.speculation
+        payload = {
+            "task": task.name,
+            "drafter": spec.drafter,
+            "options": spec.options(),
+            "corpus": spec.corpus,
+        }
+        engines = [e for e in self._client.engines() if e["model"] == model]
+        answers = await asyncio.gather(
+            *(
+                self._client.control(e["name"], "task_report", payload, REPORT_TIMEOUT_S)
+                for e in engines
+            ),
+            return_exceptions=True,
+        )
+        told = []
+        sums = {"num_steps": 0.0, "num_tokens": 0.0}
+        learned = {"tokens": 0, "outputs": 0, "scopes": 0}
+        cells: dict[tuple[str, int, float], list[float]] = {}
+        for engine, answer in zip(engines, answers, strict=True):
+            value = None
+            if isinstance(answer, dict) and answer.get("ok") is True:
+                value = answer["value"]
+            told.append(
+                {
+                    "name": engine["name"],
+                    "state": engine["state"],
+                    "answered": value is not None,
+                }
+            )
+            if value is None:
+                continue
+            for key in sums:
+                sums[key] += float(value.get(key, 0.0))
+            for key in learned:
+                learned[key] += int(value.get(f"num_learned_{key}", 0))
+            for row in value.get("calibration", ()):
+                at = (row["source"], row["min_match_length"], row["predicted_share"])
+                cell = cells.setdefault(at, [0.0, 0.0])
+                cell[0] += row["offered"]
+                cell[1] += row["accepted"]
+        rows = [
+            {
+                "source": source,
+                "min_match_length": length,
+                "predicted_share": share,
+                "offered": round(offered, 1),
+                "accepted": round(accepted, 1),
+                "chance": round((accepted + 1) / (offered + 2), 4),
+            }
+            for (source, length, share), (offered, accepted) in sorted(
+                cells.items(), key=lambda item: -item[1][0]
+            )
+        ]
+        return {**sums, "learned": learned, "calibration": rows, "engines": told}
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes. `reload` comes before {task}: no task's name hides it."""
+
+        @app.get("/v1/tasks")
+        async def list_tasks() -> Response:
+            return JSONResponse(self.tasks())
+
+        @app.post("/v1/tasks/reload")
+        async def reload_tasks() -> Response:
+            return JSONResponse(await self.reload())
+
+        @app.get("/v1/tasks/{task}")
+        async def get_task(task: str) -> Response:
+            return JSONResponse(await self.task(task))
+
+        @app.get("/v1/tasks/{task}/corpus")
+        async def get_corpus(task: str) -> Response:
+            return JSONResponse(await self.corpus(task))
+
+        @app.post("/v1/tasks/{task}/corpus")
+        async def post_corpus(request: HttpRequest, task: str) -> Response:
+            self._find(task)  # before the body is read
+            limits = self._limits
+            raw = await read_body(request, limits.max_upload_bytes, limits.body_timeout_s)
+            # Megabytes: read in a thread, so that the streams of others go on.
+            examples, append = await asyncio.to_thread(_read_upload, raw)
+            return JSONResponse(await self.upload(task, examples, append=append))
+
+        @app.delete("/v1/tasks/{task}/corpus")
+        async def delete_corpus(task: str) -> Response:
+            return JSONResponse(await self.delete(task))
+
+
+def _read_upload(raw: bytes) -> tuple[list[dict[str, Any]], bool]:
+    """(examples, whether to append) of a body. Raises InvalidRequestError."""
+    body = protocol.validate(protocol.CorpusBody, parse_object(raw))
+    for i, example in enumerate(body.examples):
+        at = f"examples[{i}]"
+        if (example.completion is None) == (example.output_ids is None):
+            raise InvalidRequestError(f"{at}: give either completion or output_ids.", param=at)
+        if example.completion is not None and example.prompt_ids is not None:
+            raise InvalidRequestError(
+                f"{at}.prompt_ids: goes with output_ids; with completion give prompt.",
+                param=f"{at}.prompt_ids",
+            )
+        if example.output_ids is not None and example.prompt is not None:
+            raise InvalidRequestError(
+                f"{at}.prompt: goes with completion; with output_ids give prompt_ids.",
+                param=f"{at}.prompt",
+            )
+    examples = [example.model_dump(exclude_none=True) for example in body.examples]
+    return examples, body.mode == "append"
+
+
+def _reason(answer: Any) -> str:
+    if isinstance(answer, TailorError):
+        return answer.message
+    if isinstance(answer, BaseException):
+        return type(answer).__name__
+    return str(answer.get("error", ""))

@@ -1,0 +1,551 @@
+"""The admin routes: tasks told, corpora uploaded and deleted, reloads under load; options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from drafters.corpus import build_corpus
+from server.api.client import EngineSpec
+from server.api.protocol import CompletionBody, CorpusBody
+from server.compose import make_task_drafter
+from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
+from server.engine.engine import Engine, EngineSettings
+from server.engine.host import start_thread
+from server.engine.memory import TaskMemory
+from server.engine.stops import StopTable
+from server.errors import ConfigError
+from server.task_set import BuildOrder, TaskSet, build_upload
+from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served, wait_until
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+DRAFTERS = ("off", "auto", "mix", "suffix", "trie")
+FINGERPRINT = TABLE.fingerprint.hex()
+CONTEXT = 256
+ADMIN = {"authorization": "Bearer the-admin-key"}
+TEAM = {"authorization": "Bearer the-team-key"}
+
+
+def _make_engine(folder: Path) -> Engine:
+    info = fake_info(
+        vocab_size=TABLE.vocab_size, num_blocks=256, block_size=8, max_model_len=CONTEXT,
+        max_num_seqs=16, max_num_batched_tokens=128, eos_token_ids=(0,),
+    )  # fmt: skip
+    memory = TaskMemory(folder, fingerprint=FINGERPRINT, build_share=1e9)
+    drafters = {
+        name: partial(make_task_drafter, name, FINGERPRINT, (0,), memory=memory)
+        for name in DRAFTERS[1:]
+    }
+    return Engine(
+        FakeRunner(FakeModel(TABLE.vocab_size, context=1, boost=9.0), info),
+        drafters,
+        EngineSettings(max_num_seqs=16, max_num_batched_tokens=128, prefill_rows=64),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        memory=memory,
+    )
+
+
+class Place:
+    """A folder of tasks, a model's folder, uploads, and a server over two engines of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tasks = folder / "tasks"
+        self.model = folder / "model"
+        self.kept = folder / "kept"
+        self.tasks.mkdir()
+        self.model.mkdir()
+        TOKENIZER.save(str(self.model / "tokenizer.json"))
+        (self.model / "config.json").write_text('{"vocab_size": 400, "eos_token_id": 0}')
+        self.write("sql", "description: SQL\nspeculation: {drafter: auto, max_draft_tokens: 8}\n")
+        self.write("learner", "speculation: {drafter: auto, max_draft_tokens: 8, learn: true}\n")
+        self.write(
+            "limited",
+            "limits: {max_draft_tokens: 8}\nspeculation:\n  drafter: mix\n  max_draft_tokens: 4\n"
+            "  mix: {n_max: 4}\n  allowed_drafters: [mix, trie, 'off']\n  allowed_corpora: [sql]\n",
+        )
+
+    def write(self, name: str, text: str) -> None:
+        (self.tasks / f"{name}.yaml").write_text(text)
+
+    def task_set(self, build: Any = build_upload) -> TaskSet:
+        return TaskSet(
+            load_tasks(self.tasks),
+            load=lambda: load_tasks(self.tasks, ("tiny",), DRAFTERS),
+            models={"tiny": (self.model, FINGERPRINT)},
+            uploads=self.kept / "uploads",
+            learned=self.kept / "engines",
+            build=build,
+        )
+
+    def serve(self, **limits: Any) -> LiveServer:
+        task_set = self.task_set()
+        specs = [
+            EngineSpec(
+                f"e{i}",
+                "tiny",
+                "cpu",
+                partial(
+                    start_thread,
+                    partial(_make_engine, self.kept / "engines" / f"e{i}"),
+                    name=f"e{i}",
+                    device="cpu",
+                ),
+            )
+            for i in range(2)
+        ]
+        config = ServerConfig(
+            limits=LimitsConfig(**limits),
+            keys=(
+                KeyConfig(id="ops", key=SecretStr("the-admin-key"), admin=True),
+                KeyConfig(id="team", key=SecretStr("the-team-key")),
+                KeyConfig(id="other", key=SecretStr("the-other-key")),
+            ),
+        )
+        return LiveServer(
+            specs,
+            config=config,
+            tasks=task_set.tasks,
+            drafters=DRAFTERS,
+            max_model_len=CONTEXT,
+            task_admin=task_set,
+        )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def live(place: Place) -> Iterator[LiveServer]:
+    with place.serve() as server:
+        yield server
+
+
+def call(live: LiveServer, method: str, path: str, status: int = 200, **kwargs: Any) -> Any:
+    response = httpx.request(method, live.url + path, **{"headers": ADMIN, "timeout": 30, **kwargs})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def complete(live: LiveServer, model: str, prompt: str = "the", **body: Any) -> dict[str, Any]:
+    headers = body.pop("headers", TEAM)
+    answer = httpx.post(
+        live.url + "/v1/completions",
+        headers=headers,
+        timeout=30,
+        json={
+            "model": model, "prompt": prompt, "max_tokens": 20, "temperature": 0,
+            "ignore_eos": True, "include_speculation": True, **body,
+        },
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def refused(live: LiveServer, model: str, **speculation: Any) -> tuple[str, str]:
+    answer = httpx.post(
+        live.url + "/v1/completions",
+        headers=TEAM,
+        json={"model": model, "prompt": "the", "max_tokens": 4, "speculation": speculation},
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["param"], error["message"]
+
+
+# --- looking ---
+
+
+def test_only_admin_keys_may_look_at_tasks_or_change_them(live: LiveServer) -> None:
+    for method, path in (
+        ("GET", "/v1/tasks"),
+        ("GET", "/v1/tasks/sql"),
+        ("GET", "/v1/tasks/sql/corpus"),
+        ("POST", "/v1/tasks/sql/corpus"),
+        ("DELETE", "/v1/tasks/sql/corpus"),
+        ("POST", "/v1/tasks/reload"),
+    ):
+        error = call(live, method, path, 403, headers=TEAM)["error"]
+        assert error["code"] == "permission_denied"
+        call(live, method, path, 401, headers={})
+
+
+def test_tasks_are_listed_and_told(live: LiveServer) -> None:
+    listed = call(live, "GET", "/v1/tasks")
+    assert [task["id"] for task in listed["data"]] == ["learner", "limited", "sql", "completion"]
+    sql = next(task for task in listed["data"] if task["id"] == "sql")
+    assert sql == {
+        "id": "sql", "object": "task", "description": "SQL", "model": "tiny", "drafter": "auto",
+        "max_draft_tokens": 8, "learn": False, "corpus": None,
+    }  # fmt: skip
+    for i in range(30):
+        complete(live, "sql", prompt=f"a b c d a b {i}")
+    told = call(live, "GET", "/v1/tasks/sql")
+    assert told["expected_tokens_per_step"] > 1
+    assert told["measured_steps"] == pytest.approx(600 / told["expected_tokens_per_step"], abs=1)
+    assert [engine["answered"] for engine in told["engines"]] == [True, True]
+    cells = told["calibration"]
+    assert cells and cells == sorted(cells, key=lambda cell: -cell["offered"])
+    for cell in cells:
+        assert set(cell) == {
+            "source", "min_match_length", "predicted_share", "offered", "accepted", "chance",
+        }  # fmt: skip
+        assert 0 <= cell["accepted"] <= cell["offered"] + 0.2
+        assert cell["chance"] == pytest.approx(
+            (cell["accepted"] + 1) / (cell["offered"] + 2), abs=0.02
+        )
+    assert told["speculation"]["drafter"] == "auto" and told["vocabulary"] == {"mode": "full"}
+    limited = call(live, "GET", "/v1/tasks/limited")
+    assert limited["limits"] == {"max_draft_tokens": 8}
+    assert limited["speculation"]["mix"]["n_max"] == 4
+    assert limited["expected_tokens_per_step"] is None and limited["calibration"] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["none", "..", "%2e%2e", "..%2f..%2fetc", "a/b", "a%00b", "sql%2F..", "\u00e9", "a" * 3000],
+)
+def test_names_that_are_no_task_reach_nothing(live: LiveServer, place: Place, name: str) -> None:
+    body = {"examples": [{"prompt": "a", "completion": "b"}]}
+    for method, json_body in (("GET", None), ("POST", body), ("DELETE", None)):
+        path = f"/v1/tasks/{name}/corpus"
+        response = httpx.request(method, live.url + path, headers=ADMIN, json=json_body)
+        assert response.status_code in (404, 405, 403), response.text
+        assert len(response.text) < 1000
+    assert not (place.kept / "uploads").exists()
+
+
+# --- corpora ---
+
+EXAMPLES = [
+    {"prompt": f"Question {i}:", "completion": "SELECT name FROM users WHERE id = 1;"}
+    for i in range(20)
+]
+
+
+def corpus_of(live: LiveServer, task: str = "sql") -> Any:
+    return call(live, "GET", f"/v1/tasks/{task}/corpus")["corpus"]
+
+
+def test_an_upload_is_drafted_from_at_once_grows_and_goes(live: LiveServer, place: Place) -> None:
+    said = complete(live, "sql", return_token_ids=True)["choices"][0]
+    text, path = said["text"], "/v1/tasks/sql/corpus"
+    # What the model says, so that the corpus is right about it.
+    examples = [{"prompt_ids": encode("the"), "output_ids": said["token_ids"]}] * 4
+    told = call(live, "POST", path, json={"examples": examples})
+    assert told["corpus"]["documents"] == 4 and told["corpus"]["uploaded"]
+    drafted = complete(live, "sql")
+    assert drafted["choices"][0]["text"] == text
+    assert drafted["speculation"]["mean_tokens_per_step"] > 2
+    assert live.sample("tailor_corpus_tokens", task="sql") == told["corpus"]["tokens"]
+
+    grown = call(live, "POST", path, json={"examples": EXAMPLES})
+    assert grown["corpus"]["documents"] == 24
+    ids = [{"prompt_ids": encode("the"), "output_ids": [5, 6, 7, 0]}]
+    replaced = call(live, "POST", path, json={"examples": ids, "mode": "replace"})
+    assert replaced["corpus"]["documents"] == 1 and replaced["corpus"]["tokens"] == 4
+    assert complete(live, "sql")["choices"][0]["text"] == text
+
+    # A restart finds it; two files are kept at most.
+    again = place.task_set()
+    size = again.corpus_size("sql")
+    assert size is not None and size.num_tokens == 4
+    (folder,) = (place.kept / "uploads").iterdir()
+    assert len(list(folder.glob("*.corpus"))) == 2 and len(list(folder.glob("*.bin"))) == 1
+    assert folder.stat().st_mode & 0o077 == 0
+
+    assert call(live, "DELETE", path)["deleted"] is True
+    assert corpus_of(live) is None and not folder.exists()
+    assert live.sample("tailor_corpus_tokens", task="sql") == 0
+    assert complete(live, "sql")["choices"][0]["text"] == text
+    assert call(live, "DELETE", path)["deleted"] is True, "twice is fine"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "told"),
+    [
+        ({}, "examples", "required"),
+        ({"examples": []}, "examples", "at least 1"),
+        ({"examples": [{"prompt": "a"}]}, "examples[0]", "either completion or output_ids"),
+        (
+            {"examples": [{"completion": "a"}, {"completion": "a", "output_ids": [1]}]},
+            "examples[1]",
+            "either completion or output_ids",
+        ),
+        ({"examples": [{"completion": 3}]}, "examples[0].completion", "string"),
+        ({"examples": [{"completion": "a", "x": 3}]}, "examples[0].x", "Unknown field"),
+        ({"examples": [{"output_ids": [1 << 31]}]}, "examples[0].output_ids[0]", "less than"),
+        ({"examples": [{"output_ids": [401]}]}, "examples", "not below"),
+        ({"examples": [{"output_ids": [1], "prompt": "a"}]}, "examples[0].prompt", "prompt_ids"),
+        ({"examples": [{"completion": "a"}], "mode": "add"}, "mode", "append"),
+        ({"examples": [{"completion": "a"}], "mod": "append"}, "mod", "Unknown field"),
+    ],
+)
+def test_an_upload_that_is_wrong_changes_nothing(
+    live: LiveServer, body: Any, param: str, told: str
+) -> None:
+    error = call(live, "POST", "/v1/tasks/sql/corpus", 400, json=body)["error"]
+    assert error["param"] == param and told in error["message"]
+    assert corpus_of(live) is None
+
+
+def test_uploads_are_bounded_and_need_a_drafter_that_uses_them(place: Place) -> None:
+    with place.serve(max_upload_bytes=2000) as live:
+        body = {"examples": EXAMPLES * 3}
+        error = call(live, "POST", "/v1/tasks/sql/corpus", 413, json=body)["error"]
+        assert error["code"] == "request_too_large" and "2000 bytes" in error["message"]
+        body = {"examples": EXAMPLES[:1]}
+        error = call(live, "POST", "/v1/tasks/completion/corpus", 400, json=body)["error"]
+        assert "drafts with suffix, which uses no corpus" in error["message"]
+        assert not (place.kept / "uploads").exists()
+
+
+def test_a_corpus_of_another_tokenizer_is_told_and_left_aside(
+    live: LiveServer, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    call(live, "POST", "/v1/tasks/sql/corpus", json={"examples": EXAMPLES})
+    models = {"tiny": (place.model, "0" * 64)}
+    other = TaskSet(
+        load_tasks(place.tasks),
+        load=lambda: load_tasks(place.tasks),
+        models=models,
+        uploads=place.kept / "uploads",
+    )
+    assert other.corpus_size("sql") is None
+    assert "made for another model's tokenizer" in caplog.text
+    build_corpus([([1], [2, 0])] * 3, fingerprint="0" * 64).save(place.tasks / "sql.corpus")
+    place.write("sql", "speculation: {drafter: auto, corpus: sql.corpus}\n")
+    call(live, "DELETE", "/v1/tasks/sql/corpus")
+    error = call(live, "POST", "/v1/tasks/reload", 400)["error"]
+    assert error["message"].startswith("The tasks were not reloaded, the old ones stay: task sql:")
+    assert "another model's tokenizer; build it again" in error["message"]
+    with pytest.raises(ConfigError, match="another model's tokenizer"):
+        place.task_set()
+    assert corpus_of(live) is None
+
+
+def test_building_runs_in_a_process_and_says_what_is_wrong(place: Place) -> None:
+    """The build as it is composed: a spawned process, whose error comes back whole."""
+    task_set = place.task_set(build=None)
+    source = place.model / "examples.json"
+    source.write_text(json.dumps([{"prompt_ids": [], "output_ids": [9999]}]))
+    order = BuildOrder(str(place.model), str(source), None, str(place.kept))
+    with pytest.raises(ConfigError, match=r"examples\[0\]: a token id is not below"):
+        task_set._run(order)
+
+
+# --- reload ---
+
+
+def test_a_reload_changes_what_new_requests_get(live: LiveServer, place: Place) -> None:
+    place.write("sql", "sampling: {max_tokens: 3}\nspeculation: {drafter: suffix}\n")
+    place.write("fresh", "sampling: {max_tokens: 2}\n")
+    (place.tasks / "limited.yaml").unlink()
+    told = call(live, "POST", "/v1/tasks/reload")
+    assert told["added"] == ["fresh"] and told["removed"] == ["limited"]
+    assert told["changed"] == ["sql"]
+    answer = httpx.post(
+        live.url + "/v1/completions", headers=TEAM, json={"model": "sql", "prompt": "the"}
+    ).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    names = [m["id"] for m in call(live, "GET", "/v1/models", headers=TEAM)["data"]]
+    assert "fresh" in names and "limited" not in names
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sampling: {temprature: 1}\n", "sql.yaml:1: sampling.temprature: unknown key"),
+        ("speculation: {drafter: magic}\n", "sql.yaml:1: speculation.drafter: no drafter 'magic'"),
+        ("speculation: {drafter: auto, corpus: none.corpus}\n", "no file"),
+        ("model: other\n", "no model 'other'"),
+    ],
+)
+def test_a_reload_that_fails_leaves_everything_as_it_was(
+    live: LiveServer, place: Place, text: str, told: str
+) -> None:
+    before = call(live, "GET", "/v1/tasks")
+    place.write("fresh", "")
+    place.write("sql", text)
+    error = call(live, "POST", "/v1/tasks/reload", 400)["error"]
+    assert told in error["message"] and "the old ones stay" in error["message"]
+    assert call(live, "GET", "/v1/tasks") == before
+    complete(live, "sql")
+
+
+def test_reloads_and_uploads_under_load_lose_nothing(live: LiveServer, place: Place) -> None:
+    prompts = ["the quick", "SELECT name", "hello world", "once upon"]
+    plain = {p: complete(live, "sql", p, speculation={"drafter": "off"}) for p in prompts}
+    texts = {p: answer["choices"][0]["text"] for p, answer in plain.items()}
+
+    def one(i: int) -> bool:
+        prompt = prompts[i % 4]
+        model = ("sql", "learner")[i % 2]
+        return bool(complete(live, model, prompt)["choices"][0]["text"] == texts[prompt])
+
+    with ThreadPoolExecutor(8) as threads:
+        futures = [threads.submit(one, i) for i in range(200)]
+        turn = 0
+        while not all(future.done() for future in futures):
+            place.write("sql", f"speculation: {{drafter: auto, max_draft_tokens: {4 + turn % 8}}}")
+            call(live, "POST", "/v1/tasks/reload")
+            if turn % 3 == 0:
+                examples = [{"prompt": p, "completion": texts[p]} for p in prompts]
+                body = {"examples": examples[: 1 + turn % 4], "mode": "replace"}
+                call(live, "POST", "/v1/tasks/sql/corpus", json=body)
+            turn += 1
+        assert all(future.result() for future in futures)
+    assert turn >= 3
+    wait_until(lambda: live.client.num_open == 0)
+
+
+# --- learning over HTTP ---
+
+
+def test_a_task_learns_from_its_requests_apart_for_each_key(live: LiveServer, place: Place) -> None:
+    def steps(**body: Any) -> float:
+        told = complete(live, "learner", **body)["speculation"]
+        return float(told["mean_tokens_per_step"])
+
+    cold = steps()
+    text = complete(live, "learner")["choices"][0]["text"]
+    wait_until(lambda: steps() > 1.5 * cold, 10)
+    assert complete(live, "learner")["choices"][0]["text"] == text
+    assert steps(headers={"authorization": "Bearer the-other-key"}) <= 1.2 * cold
+    assert steps(cache_salt="salt") <= 1.2 * cold
+    assert steps(speculation={"corpus": "off"}) <= 1.2 * cold
+    wait_until(lambda: live.sample("tailor_learned_tokens", task="learner") > 0)
+    learned = call(live, "GET", "/v1/tasks/learner")["learned"]
+    assert learned["scopes"] == 3 and learned["outputs"] >= 4 and learned["tokens"] >= 80
+    assert live.sample("tailor_learned_outputs_total", task="learner") == learned["outputs"]
+
+    call(live, "DELETE", "/v1/tasks/learner/corpus")
+    wait_until(
+        lambda: (
+            call(live, "GET", "/v1/tasks/learner/corpus")["learned"]
+            == {"tokens": 0, "outputs": 0, "scopes": 0}
+        )
+    )
+    assert steps() <= 1.2 * cold
+    assert not list((place.kept / "engines").glob("*/learned-*"))
+
+
+# --- a request's own options ---
+
+
+def test_options_of_a_request_go_over_the_task_s(live: LiveServer) -> None:
+    call(live, "POST", "/v1/tasks/sql/corpus", json={"examples": EXAMPLES})
+    text = complete(live, "limited")["choices"][0]["text"]
+    for speculation in (
+        {"mix": {"n_max": 2, "horizon": 4, "lambda": 0.5}},
+        {"drafter": "trie", "trie": {"n": 6, "prefix_length": 2, "num_draft": 8}},
+        {"corpus": "sql"},
+        {"corpus": "off"},
+        {"max_draft_tokens": 8},
+    ):
+        assert complete(live, "limited", speculation=speculation)["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("speculation", "param", "told"),
+    [
+        ({"trie": {"n": 6}}, "speculation.trie", "drafted by mix"),
+        ({"drafter": "off", "mix": {"n_max": 2}}, "speculation.mix", "drafted by off"),
+        ({"drafter": "auto"}, "speculation.drafter", "choose from off, mix, trie"),
+        ({"max_draft_tokens": 9}, "speculation.max_draft_tokens", "at most 8"),
+        ({"mix": {"horizon": 9}}, "speculation.mix.horizon", "at most 8"),
+        ({"mix": {"n_max": 99}}, "speculation.mix.n_max", "less than or equal to 16"),
+        ({"mix": {"lambda": 1.5}}, "speculation.mix.lambda", "less than or equal to 1"),
+        ({"mix": {"weight": 0.5}}, "speculation.mix.weight", "Unknown field"),
+        (
+            {"drafter": "trie", "trie": {"num_draft": 9}},
+            "speculation.trie.num_draft",
+            "at most 8",
+        ),
+        (
+            {"drafter": "trie", "trie": {"n": 3, "prefix_length": 3}},
+            "speculation.trie.prefix_length",
+            "below n",
+        ),
+        ({"corpus": "learner"}, "speculation.corpus", "choose from off"),
+        ({"corpus": "../../etc/passwd"}, "speculation.corpus", "choose from off"),
+        ({"drafter": "trie", "corpus": "off"}, "speculation.corpus", "uses no corpus"),
+    ],
+)
+def test_options_outside_the_task_s_limits_are_refused(
+    live: LiveServer, speculation: dict[str, Any], param: str, told: str
+) -> None:
+    at, message = refused(live, "limited", **speculation)
+    assert at == param and told in message
+
+
+def test_without_who_changes_tasks_they_can_be_looked_at() -> None:
+    engine = ScriptedEngine(saying([5, 6]))
+    keys = (KeyConfig(id="ops", key=SecretStr("the-admin-key"), admin=True),)
+    with LiveServer([engine], config=ServerConfig(keys=keys), models={"tiny": served()}) as live:
+        assert call(live, "GET", "/v1/tasks")["data"][0]["id"] == "completion"
+        assert (
+            "cannot be changed" in call(live, "POST", "/v1/tasks/reload", 400)["error"]["message"]
+        )
+
+
+def test_the_readme_tells_every_route() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `([A-Z]+ /v1/tasks[^`]*)` \|", readme, re.M))
+    with LiveServer([ScriptedEngine(saying([5, 6]))]) as live:
+        paths = httpx.get(live.url + "/openapi.json").json()["paths"]
+    there = {
+        f"{method.upper()} {path}"
+        for path, methods in paths.items()
+        if path.startswith("/v1/tasks")
+        for method in methods
+    }
+    assert told == there
+    example = re.search(r"tasks/sql/corpus -H .*?-d '(.*?)'\n", readme, re.S)
+    assert example is not None
+    CorpusBody.model_validate(json.loads(example[1]))
+    body = re.search(r"```json\n(\{.*?\})\n```", readme, re.S)
+    assert body is not None
+    CompletionBody.model_validate(json.loads(body[1]))
+
+
+def test_a_vocabulary_profile_is_told(place: Place) -> None:
+    import numpy as np
+
+    from vocab_store.profile import VocabProfile
+    from vocab_store.slice import VocabSlice
+
+    path = place.tasks / "sql.vocab"
+    profile = VocabProfile(
+        VocabSlice(np.arange(0, 40, 2, dtype=np.int32), 400),
+        np.empty(0, np.int32),
+        np.empty(0, np.float32),
+        {"report": {"heldout": {"num_tokens": 200, "num_missed": 3}}},
+    )
+    profile.save(path)
+    tasks = load_tasks(place.tasks)
+    vocabulary = VocabularyConfig.model_construct(mode="slice", profile=str(path))
+    tasks["sql"] = tasks["sql"].model_copy(update={"vocabulary": vocabulary})
+    models = {"tiny": (place.model, FINGERPRINT)}
+    task_set = TaskSet(tasks, load=lambda: tasks, models=models, uploads=None)
+    summary = task_set.profile_summary("sql")
+    assert summary == {
+        "version": profile.version, "num_ids": 20, "vocab_size": 400,
+        "expected_misses_per_token": 0.015,
+    }  # fmt: skip
+    assert task_set.profile_summary("limited") is None
+    path.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a vocabulary profile"):
+        task_set.profile_summary("sql")
