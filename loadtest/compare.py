@@ -3,11 +3,14 @@
     python -m loadtest.compare --server tailor=http://127.0.0.1:8000 \\
         --server llamacpp=loadtest/peers/llamacpp.sh --rounds 12
 
-Each round sends every prompt once to every server, one request at a time, in an order that rotates
-with the round. Greedy, streamed, prefix caches out of the way. Figures: decode tokens/s (tokens
-after the first chunk over the time after it), end-to-end tokens/s, time to the first token of the
-200-token prompt, and the ratio of the first server named to each other one within a round (median,
-95 % bootstrap interval). The texts are compared too: fp32 servers should all say the same.
+Each round sends every prompt once to every server, one request at a time, in an order drawn anew
+for every round and prompt (the same in every run): a server that works on after its answer, as
+vLLM's OpenMP threads do for a second, would else disturb the same follower each time.
+
+Greedy, streamed, prefix caches out of the way. Figures: decode tokens/s (tokens after the first
+chunk over the time after it), end-to-end tokens/s, time to the first token of the 200-token prompt,
+and the ratio of the first server named to each other one within a round (median, 95 % bootstrap
+interval). The texts are compared too: fp32 servers should all say the same.
 
 Prints a table, then ends in one JSON line. Exits 2 when the machine is too busy to measure.
 """
@@ -32,12 +35,14 @@ from rich.table import Table
 from loadtest import machine
 from loadtest.completion import ServerRefused, Timing, request_body, stream
 from loadtest.peer import (
+    SETTLE_S,
     CpuMeter,
     Peer,
     PeerFailed,
     bring_down,
     bring_up,
     parse_peers,
+    shuffled,
     stop_on_sigterm,
 )
 from loadtest.prompts import FIXED
@@ -85,8 +90,9 @@ def paired_ratio(
     return ratio(other, own) if metric == "ttft_s" else ratio(own, other)
 
 
-def text_groups(runs: Sequence[Run], prompt: str) -> list[dict[str, Any]]:
-    """The different texts of a prompt, most common first, with the servers that said them.
+def text_groups(runs: Sequence[Run], prompt: str, ours: str) -> list[dict[str, Any]]:
+    """The different texts of a prompt, most common first (ours among equals), with the servers that
+    said them.
 
     `diverges_at` is the first character that differs from the first group's text.
     """
@@ -95,7 +101,10 @@ def text_groups(runs: Sequence[Run], prompt: str) -> list[dict[str, Any]]:
         if run.prompt == prompt:
             counts = texts.setdefault(run.timing.text, {})
             counts[run.server] = counts.get(run.server, 0) + 1
-    ordered = sorted(texts.items(), key=lambda item: (-len(item[1]), -sum(item[1].values())))
+    ordered = sorted(
+        texts.items(),
+        key=lambda item: (-len(item[1]), -sum(item[1].values()), ours not in item[1]),
+    )
     groups: list[dict[str, Any]] = []
     for text, counts in ordered:
         reference = ordered[0][0]
@@ -148,7 +157,7 @@ def report(runs: Sequence[Run], peers: Sequence[Peer], prompts: Sequence[str]) -
         "ours": ours,
         "figures": figures,
         "ratios": ratios,
-        "texts": {prompt: text_groups(runs, prompt) for prompt in prompts},
+        "texts": {prompt: text_groups(runs, prompt, ours) for prompt in prompts},
     }
 
 
@@ -228,10 +237,8 @@ async def measure(
             total = (num_rounds + num_warmups) * len(peers) * len(prompts)
             bar = progress.add_task("streams", total=total)
             for round_id in range(-num_warmups, num_rounds):
-                turn = round_id % len(peers)
-                order = [*peers[turn:], *peers[:turn]]
                 for name, prompt in prompts.items():
-                    for peer in order:
+                    for peer in shuffled(peers, round_id, name):
                         progress.update(bar, description=f"{peer.name} {name}", advance=1)
                         before, began = meter.read(), time.perf_counter()
                         least: Run | None = None
@@ -273,7 +280,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", default=",".join(FIXED), help=f"of {', '.join(FIXED)}; default all"
     )
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds between streams")
+    parser.add_argument("--pause", type=float, default=SETTLE_S, help="seconds between streams")
     parser.add_argument(
         "--max-foreign", type=float, default=0.1,
         help="run a stream again when other processes used more cores than this meanwhile",

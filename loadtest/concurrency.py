@@ -2,12 +2,12 @@
 
     python -m loadtest.concurrency --server tailor=http://127.0.0.1:8000 --streams 8,32
 
-Each round sends, server after server in a rotating order, N distinct prompts at the same moment and
-waits for all. Aggregate = all emitted tokens over the time from the first send to the last token,
-prefill included. Told beside it: the slowest stream's first token, the longest silence inside a
-stream, and the slowest stream's share of the median speed. A stream that fails, or brings fewer
-tokens than asked without saying "stop", makes the run fail. Where a server has Prometheus metrics,
-its KV use must be back at 0 within a few seconds of each wave.
+Each round sends, server after server in an order drawn anew, N distinct prompts at the same moment
+and waits for all. Aggregate = all emitted tokens over the time from the first send to the last
+token, prefill included. Told beside it: the slowest stream's first token, the longest silence
+inside a stream, and the slowest stream's share of the median speed. A stream that fails, or brings
+fewer tokens than asked without saying "stop", makes the run fail. Where a server has Prometheus
+metrics, its KV use must be back at 0 within a few seconds of each wave.
 
 Prints a table, then ends in one JSON line.
 """
@@ -31,7 +31,16 @@ from rich.table import Table
 from loadtest import machine
 from loadtest.compare import add_server_options, describe_servers, emit, refuse_busy_machine
 from loadtest.completion import ServerRefused, Timing, request_body, stream
-from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, parse_peers, stop_on_sigterm
+from loadtest.peer import (
+    SETTLE_S,
+    Peer,
+    PeerFailed,
+    bring_down,
+    bring_up,
+    parse_peers,
+    shuffled,
+    stop_on_sigterm,
+)
 from loadtest.prompts import PLAIN
 from loadtest.stats import ratio, summarize
 
@@ -115,6 +124,7 @@ async def measure(
     *,
     num_rounds: int,
     num_tokens: int,
+    pause_s: float,
     console: Console,
 ) -> list[Wave]:
     """All waves; the first wave of each server and width is a warm-up and is not booked."""
@@ -125,9 +135,8 @@ async def measure(
         with Progress(console=console) as progress:
             bar = progress.add_task("waves", total=(num_rounds + 1) * len(peers) * len(counts))
             for round_id in range(-1, num_rounds):
-                turn = round_id % len(peers)
                 for count in counts:
-                    for peer in [*peers[turn:], *peers[:turn]]:
+                    for peer in shuffled(peers, round_id, str(count)):
                         progress.update(bar, description=f"{peer.name} x{count}", advance=1)
                         bodies = [
                             request_body(
@@ -149,6 +158,8 @@ async def measure(
                         wave = book_wave(peer.name, round_id, timings, usage, num_tokens)
                         if round_id >= 0:
                             waves.append(wave)
+                        if len(peers) > 1:
+                            await asyncio.sleep(pause_s)
     return waves
 
 
@@ -214,6 +225,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_server_options(parser)
     parser.add_argument("--streams", default="8,32", help="streams at once, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--pause", type=float, default=SETTLE_S, help="seconds between servers' turns"
+    )
     parser.add_argument("--tokens", type=int, default=64)
     return parser
 
@@ -239,8 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         async def run() -> list[Wave]:
             await bring_up(peers, options.log_dir)
             return await measure(
-                peers, counts, num_rounds=options.rounds, num_tokens=options.tokens, console=console
-            )
+                peers, counts, num_rounds=options.rounds, num_tokens=options.tokens,
+                pause_s=options.pause, console=console,
+            )  # fmt: skip
 
         waves = asyncio.run(run())
         servers = describe_servers(peers)

@@ -8,8 +8,8 @@
 Closed loop (`--concurrency`): N clients, each sends its next request when its last one is done.
 Open loop (`--rate`): requests come at Poisson times whatever the server does, as users do; times
 are drawn once per cell and round, so every server meets the same arrivals, and latency counts from
-the time a request was *due*. Every (level, round) runs all servers one after the other, in rotating
-order, with the same requests.
+the time a request was *due*. Every (level, round) runs all servers one after the other, in an
+order drawn anew, with the same requests.
 
 Told per level and server: requests/s, tokens/s, TTFT, time per output token (TPOT), inter-chunk
 gaps (ITL), end-to-end latency, goodput (share and rate of requests that met `--slo`), tokens a step
@@ -37,7 +37,16 @@ from rich.table import Table
 from loadtest import machine
 from loadtest.compare import add_server_options, describe_servers, emit, refuse_busy_machine
 from loadtest.completion import ServerRefused, Timing, request_body, stream
-from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, parse_peers, stop_on_sigterm
+from loadtest.peer import (
+    SETTLE_S,
+    Peer,
+    PeerFailed,
+    bring_down,
+    bring_up,
+    parse_peers,
+    shuffled,
+    stop_on_sigterm,
+)
 from loadtest.prompts import Example, mixed_examples, parse_mix
 from loadtest.stats import ratio, summarize
 
@@ -169,6 +178,7 @@ async def measure(
     num_rounds: int,
     max_tokens: int,
     num_warmups: int,
+    pause_s: float,
     console: Console,
 ) -> list[Cell]:
     """All cells, warm-ups left out."""
@@ -184,9 +194,8 @@ async def measure(
                     max_tokens=max_tokens, salt=f"{salt}-warm",
                 )  # fmt: skip
             for round_id in range(num_rounds):
-                turn = round_id % len(peers)
                 for level in levels:
-                    for peer in [*peers[turn:], *peers[:turn]]:
+                    for peer in shuffled(peers, round_id, level.label):
                         progress.update(bar, description=f"{peer.name} {level.label}")
                         cells.append(
                             await run_cell(
@@ -197,6 +206,8 @@ async def measure(
                             )
                         )  # fmt: skip
                         progress.update(bar, advance=1)
+                        if len(peers) > 1:
+                            await asyncio.sleep(pause_s)
     return cells
 
 
@@ -303,6 +314,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", default="", metavar="R,R,...", help="open-loop requests a second")
     parser.add_argument("--requests", type=int, default=64, help="requests a cell")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--pause", type=float, default=SETTLE_S, help="seconds between servers' turns"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="most tokens a request")
     parser.add_argument("--warmups", type=int, default=2, help="unmeasured requests a server")
     parser.add_argument("--slo", default="", metavar="ttft=S,tpot=S,e2e=S", help="goodput limits")
@@ -343,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             await bring_up(peers, options.log_dir)
             return await measure(
                 peers, levels, examples, num_rounds=options.rounds, max_tokens=options.tokens,
-                num_warmups=options.warmups, console=console,
+                num_warmups=options.warmups, pause_s=options.pause, console=console,
             )  # fmt: skip
 
         cells = asyncio.run(run())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -120,6 +121,19 @@ def parse_peers(
             raise ValueError(f"--extra {peer.name}: wants a JSON object")
         peer.extra = fields
     return list(peers.values())
+
+
+SETTLE_S = 1.5
+"""Pause between servers' turns: vLLM's OpenMP threads keep a core busy for a second after an
+answer, which would be charged to whoever comes next."""
+
+
+def shuffled(peers: Sequence[Peer], round_id: int, what: str) -> list[Peer]:
+    """The servers' order in one round: drawn anew for each, and the same in every run.
+
+    Rotating is not enough: then each server always follows the same one.
+    """
+    return random.Random(f"{round_id}-{what}").sample(list(peers), len(peers))
 
 
 def free_port() -> int:

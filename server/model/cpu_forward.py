@@ -347,16 +347,37 @@ def norm_rows(num_rows, x, weight, out, eps, threads):
 
 
 @_serial
-def _add_rows(num_rows, x, y, bias):
-    """x[r] += y[r] (+ bias), the residual."""
-    n = x.shape[1]
-    for r in range(num_rows):
+def _residual_rows(first, step, num_rows, x, y, bias, post_norm, sandwich, norm, out, eps):
+    n = norm.shape[0]
+    for r in range(first, num_rows, step):
+        if sandwich:
+            rms_norm(y[r], post_norm, y[r], n, eps)
         if bias.shape[0] > 0:
             for i in range(n):
                 x[r, i] += y[r, i] + bias[i]
         else:
             for i in range(n):
                 x[r, i] += y[r, i]
+        rms_norm(x[r], norm, out[r], n, eps)
+
+
+@_parallel
+def _residual_parallel(num_rows, x, y, bias, post_norm, sandwich, norm, out, eps, threads):
+    for t in prange(threads):
+        _residual_rows(t, threads, num_rows, x, y, bias, post_norm, sandwich, norm, out, eps)
+
+
+@_serial
+def residual(num_rows, x, y, bias, post_norm, sandwich, norm, out, eps, threads):
+    """x[r] += y[r] (+ bias), then out[r] = RMSNorm(x[r]) * norm, for r < num_rows.
+
+    sandwich: y[r] goes through RMSNorm * post_norm first, in place. One pass over a row, while it
+    is in the cache.
+    """
+    if threads == 1 or num_rows <= 4 * _SERIAL_ROWS:
+        _residual_rows(0, 1, num_rows, x, y, bias, post_norm, sandwich, norm, out, eps)
+    else:
+        _residual_parallel(num_rows, x, y, bias, post_norm, sandwich, norm, out, eps, threads)
 
 
 @_serial
@@ -373,8 +394,8 @@ def forward(num_rows, x, positions, slots, seq_ids, prefix_len, path_start, path
     caddr = counter.ctypes.data
     num_layers = weights.shape[0]
     num_kv_heads = keys.shape[1]
+    norm_rows(num_rows, x, norms[0, NORM_IN], normed, eps, threads)
     for layer in range(num_layers):
-        norm_rows(num_rows, x, norms[layer, NORM_IN], normed, eps, threads)
         product(normed, num_rows, weights[layer, QKV], panels[QKV], qkv, bf16, counter, threads)
         c = cos[rope_ids[layer]]
         s = sin[rope_ids[layer]]
@@ -397,19 +418,17 @@ def forward(num_rows, x, positions, slots, seq_ids, prefix_len, path_start, path
                              keys[layer], values[layer], scores, acc, attended, caddr, threads)
         product(attended, num_rows, weights[layer, OUT], panels[OUT], projected, bf16, counter,
                 threads)
-        if sandwich:
-            norm_rows(num_rows, projected, norms[layer, NORM_POST_ATTENTION], projected, eps,
-                      threads)
-        _add_rows(num_rows, x, projected, out_bias[layer])
-        norm_rows(num_rows, x, norms[layer, NORM_MLP], normed, eps, threads)
+        residual(num_rows, x, projected, out_bias[layer], norms[layer, NORM_POST_ATTENTION],
+                 sandwich, norms[layer, NORM_MLP], normed, eps, threads)
         gated_product(normed, num_rows, weights[layer, GATE_UP], panels[GATE_UP] // 2, inner,
                       bf16, gelu, scratch, counter, threads)
         product(inner, num_rows, weights[layer, DOWN], panels[DOWN], projected, bf16, counter,
                 threads)
-        if sandwich:
-            norm_rows(num_rows, projected, norms[layer, NORM_POST_MLP], projected, eps, threads)
-        _add_rows(num_rows, x, projected, out_bias[layer, :0])
-    norm_rows(num_rows, x, final_norm, hidden, eps, threads)
+        # The next layer's input norm, or the model's last.
+        last = layer + 1 == num_layers
+        residual(num_rows, x, projected, out_bias[layer, :0], norms[layer, NORM_POST_MLP],
+                 sandwich, final_norm if last else norms[layer + 1, NORM_IN],
+                 hidden if last else normed, eps, threads)
 
 
 @_serial

@@ -24,6 +24,7 @@ from server.engine.sampling import noise_key
 from server.model import cpu_forward, cpu_sampler
 from server.model.cpu_kernels import LANES, PANEL, pack_panels
 from server.model.cpu_slices import SlicedHead, gather, padded
+from server.model.cpu_threads import KernelThreads
 from server.model.shape import ModelShape
 from server.types import ModelInfo
 
@@ -254,6 +255,7 @@ class CpuRunner:
         self._slices = SlicedHead(weights.head, t, self._counter)
         self.head_row_bytes = s.hidden_size * weights.head.itemsize
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
+        self._kernel_threads = self._worker.submit(KernelThreads, s.hidden_size, t).result()
         self._in_flight: Future[Drawn] | None = None
         self.body_s = 0.0
         self.head_s = 0.0
@@ -319,6 +321,7 @@ class CpuRunner:
 
     def _step(self, batch: Batch) -> Drawn:
         started = time.perf_counter()
+        self._kernel_threads.wake()
         self._forward(batch)
         after_body = time.perf_counter()
         if batch.draw_keep is not None:
@@ -332,6 +335,8 @@ class CpuRunner:
         except DrawError as error:
             self._last_ids = error.drawn.token_ids
             raise
+        finally:
+            self._kernel_threads.rest()
         self._last_ids = drawn.token_ids
         self.body_s = after_body - started
         self.head_s = after_head - after_body

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import stat
 import sys
 import textwrap
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from loadtest.completion import request_body
-from loadtest.peer import CpuMeter, PeerFailed, bring_down, bring_up, parse_peers
+from loadtest.peer import CpuMeter, PeerFailed, bring_down, bring_up, parse_peers, shuffled
 
 
 def test_names_give_the_dialect_and_options_their_server() -> None:
@@ -129,3 +130,15 @@ def test_every_shipped_start_script_is_valid_and_names_no_machine() -> None:
         assert "${PORT:?}" in text
         for place in ("/home/", "/root/", "/work/", "/opt/"):
             assert place not in text
+
+
+def test_in_the_long_run_every_server_follows_every_other_one() -> None:
+    peers = parse_peers([f"{name}=http://127.0.0.1:1" for name in ("a", "b", "c")])
+    pairs: set[tuple[str, str]] = set()
+    for round_id in range(12):
+        order = [peer.name for peer in shuffled(peers, round_id, "plain")]
+        assert sorted(order) == ["a", "b", "c"]
+        pairs |= set(itertools.pairwise(order))
+    assert len(pairs) == 6
+    again = [peer.name for peer in shuffled(peers, 11, "plain")]
+    assert again == order

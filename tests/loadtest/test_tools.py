@@ -183,7 +183,8 @@ def test_two_names_of_one_server_share_no_prefix(capsys: pytest.CaptureFixture[s
     with ScriptedServer(pace_s=0.0) as server:
         both = ["--server", f"tailor={server.url}", "--server", "tailor-b=@tailor", *IDLE]
         compare.main([*both, *ONCE, "--rounds", "2", "--tokens", "3", "--pause", "0"])
-        concurrency.main([*both, "--streams", "2", "--rounds", "1", "--tokens", "3"])
+        concurrency.main([*both, "--streams", "2", "--rounds", "1", "--tokens", "3",
+                          "--pause", "0"])  # fmt: skip
     salts = [body["cache_salt"] for body in server.bodies]
     assert len(salts) == 2 * 3 * 2 + 2 * 2 * 2
     assert len(set(salts)) == len(salts)

@@ -5,13 +5,17 @@ The truth here is our own one-token-at-a-time loop; test_hf_equality.py ties it 
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from server.model.cpu_runner import CpuRunner
+from server.model.cpu_threads import KernelThreads
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner
@@ -132,3 +136,30 @@ def test_bfloat16_weights_give_the_forward_of_the_rounded_model() -> None:
                 parameter.copy_(parameter.to(torch.bfloat16).float())
         want = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
     assert np.abs(got - want).max() < 1e-4
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are pinned on Linux only")
+def test_threads_that_slept_start_on_a_core_each_and_are_let_go() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core")
+
+    def places() -> list[set[int]]:
+        return [os.sched_getaffinity(thread_id) for thread_id in threads.thread_ids]
+
+    with ThreadPoolExecutor(1) as worker:
+        made = worker.submit(KernelThreads, 64, len(cores), pause_s=0.2, pinned_s=0.15)
+        threads = made.result()
+        assert len(set(threads.thread_ids)) == len(cores)
+        worker.submit(threads.wake).result()  # has not slept
+        assert places() == [cores] * len(cores)
+        time.sleep(0.25)
+        worker.submit(threads.wake).result()
+        assert sorted(core for place in places() for core in place) == sorted(cores)
+        worker.submit(threads.rest).result()
+        deadline = time.monotonic() + 10.0
+        while places() != [cores] * len(cores):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        fewer = worker.submit(KernelThreads, 64, len(cores) - 1).result()
+        assert fewer.thread_ids == ()
