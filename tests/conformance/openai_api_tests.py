@@ -3,8 +3,8 @@
     python tests/conformance/openai_api_tests.py --base-url http://127.0.0.1:8000/v1
 
 Fetches the source package of `openai` from the package index at run time (pip download), builds a
-virtual environment with it beside it, takes its tests of completions, chat and models, puts the
-served model's name where they name one of OpenAI's, and runs them with pytest. Nothing of that
+virtual environment with it beside it, takes its tests of completions, chat, models and decisions,
+puts the served model's name where they name one of OpenAI's, and runs them with pytest. Nothing of that
 package is kept in this repository. Prints what was left out and why, and ends in one JSON line; the
 exit status is pytest's.
 
@@ -36,13 +36,14 @@ TEST_FILES = (
     "tests/api_resources/chat/test_completions.py",
     "tests/api_resources/chat/completions/test_messages.py",
     "tests/api_resources/test_models.py",
+    "tests/api_resources/test_decisions.py",
 )
-MODEL_NAMES = re.compile(r'"(?:gpt|davinci|babbage|o\d)[A-Za-z0-9.-]*"')
+MODEL_NAMES = re.compile(r'"(?:gpt|davinci|babbage|o\d)[A-Za-z0-9.-]*"|(?<=model=)"model"')
 # What the package's own conftest and helpers import.
 TEST_REQUIREMENTS = ("pytest", "pytest-asyncio", "rich", "aiohttp")
 
 DESELECTED = {
-    "with_all_params": (
+    "with_all_params and not Decisions": (
         "sends every field at once with contradictory values (best_of=0 with n=1, echo with "
         'suffix, logit_bias of "foo", stream=False with stream_options; audio, web search and old '
         "functions in a chat): made for a mock that answers anything"

@@ -26,10 +26,12 @@ def test_model_names_become_the_served_one_and_prompts_stay(script: ModuleType) 
     source = (
         'create(model="gpt-3.5-turbo-instruct", prompt="gpt is a word", user="user-1")\n'
         'retrieve("gpt-6-astra"); retrieve("o3-mini"); retrieve("")\n'
+        'create(model="model", input="model")\n'
     )
     assert script.name_served_model(source, "my/model") == (
         'create(model="my/model", prompt="gpt is a word", user="user-1")\n'
         'retrieve("my/model"); retrieve("my/model"); retrieve("")\n'
+        'create(model="my/model", input="model")\n'
     )
 
 
@@ -47,6 +49,7 @@ def test_exactly_the_named_tests_are_left_out(script: ModuleType, tmp_path: Path
         "TestAsyncCompletions": ["method_list", "streaming_response_create_overload_2"],
         "TestMessages": ["method_list", "path_params_list"],
         "TestAsyncMessages": ["raw_response_list", "path_params_list"],
+        "TestDecisions": ["method_create", "method_create_with_all_params"],
         "TestModels": ["method_retrieve", "method_delete", "path_params_delete", "raw_list"],
         "TestAsyncModels": ["method_delete", "path_params_retrieve"],
     }
@@ -66,6 +69,8 @@ def test_exactly_the_named_tests_are_left_out(script: ModuleType, tmp_path: Path
         "test_path_params_update",
         "test_streaming_response_create_overload_2",
         "test_path_params_list",
+        "test_method_create",
+        "test_method_create_with_all_params",
         "test_method_retrieve",
         "test_path_params_delete",
         "test_raw_list",
