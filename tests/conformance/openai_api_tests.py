@@ -4,9 +4,9 @@
 
 Fetches the source package of `openai` from the package index at run time (pip download), builds a
 virtual environment with it beside it, takes its tests of completions, chat, models and decisions,
-puts the served model's name where they name one of OpenAI's, and runs them with pytest. Nothing of that
-package is kept in this repository. Prints what was left out and why, and ends in one JSON line; the
-exit status is pytest's.
+puts the served model's name where they name one of OpenAI's, and runs them with pytest. Nothing of
+that package is kept in this repository. Prints what was left out and why, and ends in one JSON
+line; the exit status is pytest's.
 
 The chat tests say nothing about the length of an answer: on a slow machine let --model name a task
 with a small sampling.max_tokens.
