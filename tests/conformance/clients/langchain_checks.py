@@ -69,7 +69,7 @@ def _() -> None:
 
 @check("langchain OpenAIDecisions")
 def _() -> None:
-    from langchain_openai.decisions import Choice, OpenAIDecisions, Predicate
+    from langchain_openai.decisions import Choice, OpenAIDecisions, Predicate, Score
 
     decisions = OpenAIDecisions(model=MODEL, base_url=BASE_URL, api_key="none")
     answers = decisions.invoke(
@@ -77,11 +77,16 @@ def _() -> None:
             "input": "The parcel came late.",
             "questions": {
                 "complains": Predicate(instructions="The customer complains."),
-                "about": Choice(instructions="What about?", choices=["delivery", "price"]),
+                "about": Choice(
+                    instructions="What is it about?", choices={"delivery": None, "price": "money"}
+                ),
+                "anger": Score(instructions="How angry?", levels=["calm", "annoyed", "furious"]),
             },
         }
     )
     assert 0 <= answers.predicates["complains"].probability <= 1
+    assert answers.choices["about"].choice in ("delivery", "price")
+    assert 0 <= answers.scores["anger"].score <= 2
 
 
 finish()
