@@ -584,7 +584,7 @@ def run_server(
         log.info("loading %s on %s", order.model, order.device)
 
     async def main() -> int:
-        metrics = Metrics()
+        metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
         client = EngineClient(
             [
                 EngineSpec(

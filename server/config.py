@@ -40,6 +40,7 @@ __all__ = [
     "DEFAULT_TASK",
     "ContextMarks",
     "CorsConfig",
+    "DashboardConfig",
     "EngineConfig",
     "GrammysOptions",
     "KeyConfig",
@@ -297,6 +298,15 @@ class MetricsConfig(_Section):
     require_key: bool = Field(
         False, description="whether /metrics needs an API key when there are any"
     )
+    vllm_aliases: bool = Field(
+        False, description="whether /metrics tells the figures under vLLM's names too"
+    )
+
+
+class DashboardConfig(_Section):
+    """GET /dashboard, the built-in page. Its data need an API key when there are any."""
+
+    enabled: bool = Field(True, description="whether the page is served")
 
 
 class CorsConfig(_Section):
@@ -409,6 +419,7 @@ class ServerConfig(_Section):
         (), max_length=10_000, description="API keys; without any, every client may call"
     )
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    dashboard: DashboardConfig = Field(default_factory=DashboardConfig)
     cors: CorsConfig = Field(default_factory=CorsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

@@ -13,6 +13,12 @@ Definitions that are easy to get wrong:
 - accepted / verified rows = spec_decode_num_accepted_tokens / spec_decode_num_draft_tokens.
 - chance by depth = ..._accepted_tokens_per_pos / ..._offered_per_pos; position 0 is the root's
   child.
+- spec_decode_expected_accepted_tokens / ..._draft_tokens: what the drafters' calibration claimed of
+  the same rows; ..._by_survival says it by tenths of the claimed chance (survival="0.3" is 0.3 to
+  0.4). Accepted tokens are counted after the cut at EOS, stop and max_tokens, so that even a
+  perfect calibration is observed a little lower.
+- draft_budget: rows that could have paid in the last step, had all been accepted; engine_rows
+  with kind="draft" are those that were verified.
 - inter_token_latency: the gap between two Deltas of a choice, shared equally by the tokens of the
   second one and observed once per token; its sum is the decode time.
 - request_time_per_output_token: (last token - first token) / (tokens - 1), once per choice.
@@ -20,13 +26,15 @@ Definitions that are easy to get wrong:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric as MetricFamily
 
 from server.types import EngineStats, ModelInfo, StepCounts, VocabularyCounts
+from server.vllm_names import VllmNames
 
 __all__ = ["CONTENT_TYPE_LATEST", "LATENCY_BUCKETS_S", "EngineSeries", "Metrics", "TaskSeries"]
 
@@ -41,16 +49,25 @@ SHORT_BUCKETS_S = (
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
+_TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
+
 _TASK = ("task",)
 _SPEC = ("task", "drafter")
 _MODE = ("task", "mode")
+_REQUEST = (*_TASK, "model")
+_DRAFTED = (*_SPEC, "model")
 _ENGINE = ("engine", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSeries:
-    """The series of one (task, drafter), looked up once and not per token."""
+    """The series of one (task, drafter, model), looked up once and not per token.
 
+    pairs: (drafted, accepted) counters by (kind of label, its value).
+    """
+
+    labels: tuple[str, str, str]
+    pairs: dict[tuple[str, str], tuple[Counter, Counter]]
     prompt_tokens: Counter
     generation_tokens: Counter
     cached_tokens: Counter
@@ -58,6 +75,7 @@ class TaskSeries:
     drafts: Counter
     draft_tokens: Counter
     accepted_tokens: Counter
+    expected_tokens: Counter
     wasted_rows: Counter
     time_to_first_token: Histogram
     inter_token: Histogram
@@ -86,6 +104,9 @@ class EngineSeries:
     slice_evictions: Counter
     up: Gauge
     steps: Counter
+    prefill_rows: Counter
+    decode_rows: Counter
+    draft_rows: Counter
     step: Histogram
     model: Histogram
     propose: Histogram
@@ -99,9 +120,12 @@ class EngineSeries:
 
 
 class Metrics:
-    """All series and the registry that holds them."""
+    """All series and the registry that holds them.
 
-    def __init__(self) -> None:
+    vllm_aliases: /metrics tells the same figures under vLLM's names too (server.vllm_names).
+    """
+
+    def __init__(self, *, vllm_aliases: bool = False) -> None:
         r = self.registry = CollectorRegistry(auto_describe=True)
 
         def counter(name: str, text: str, labels: tuple[str, ...]) -> Counter:
@@ -124,40 +148,60 @@ class Metrics:
             return Histogram(f"tailor_{name}", text, labels, buckets=buckets, registry=r)
 
         # Tokens and speculation, by task and drafter.
-        self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests", _SPEC)
-        self._generation = counter("generation_tokens", "Emitted tokens, after the cut", _SPEC)
-        self._cached = counter("prompt_tokens_cached", "Prompt tokens from the prefix cache", _SPEC)
-        self._steps = counter(
-            "spec_decode_num_decode_steps", "Steps that emitted tokens, drafted or not", _SPEC
+        self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests", _DRAFTED)
+        self._generation = counter("generation_tokens", "Emitted tokens, after the cut", _DRAFTED)
+        self._cached = counter(
+            "prompt_tokens_cached", "Prompt tokens from the prefix cache", _DRAFTED
         )
-        self._drafts = counter("spec_decode_num_drafts", "Steps that carried draft nodes", _SPEC)
-        self._drafted = counter("spec_decode_num_draft_tokens", "Verified draft rows", _SPEC)
+        self._steps = counter(
+            "spec_decode_num_decode_steps", "Steps that emitted tokens, drafted or not", _DRAFTED
+        )
+        self._drafts = counter("spec_decode_num_drafts", "Steps that carried draft nodes", _DRAFTED)
+        self._drafted = counter("spec_decode_num_draft_tokens", "Verified draft rows", _DRAFTED)
         self._accepted = counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens kept after the cut", _SPEC
+            "spec_decode_num_accepted_tokens", "Draft tokens kept after the cut", _DRAFTED
         )
         self._wasted = counter(
-            "spec_decode_num_wasted_rows", "Verified draft rows that were not kept", _SPEC
+            "spec_decode_num_wasted_rows", "Verified draft rows that were not kept", _DRAFTED
         )
+        self._expected = counter(
+            "spec_decode_expected_accepted_tokens",
+            "Draft tokens that the calibration expected to be kept", _DRAFTED,
+        )  # fmt: skip
+        self._survival_drafted = counter(
+            "spec_decode_num_draft_tokens_by_survival",
+            "Verified draft rows, by the tenth of their claimed chance", (*_DRAFTED, "survival"),
+        )  # fmt: skip
+        self._survival_accepted = counter(
+            "spec_decode_num_accepted_tokens_by_survival",
+            "Draft tokens kept, by the tenth of their claimed chance", (*_DRAFTED, "survival"),
+        )  # fmt: skip
         self._accepted_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens kept, by depth (0 = the first)",
-            (*_SPEC, "position"),
+            (*_DRAFTED, "position"),
         )
         self._offered_pos = counter(
             "spec_decode_num_offered_per_pos", "Drafts with a node at this depth",
-            (*_SPEC, "position"),
+            (*_DRAFTED, "position"),
         )  # fmt: skip
         self._source_drafted = counter(
             "spec_decode_num_draft_tokens_by_source", "Verified draft rows, by source",
-            (*_SPEC, "source"),
+            (*_DRAFTED, "source"),
         )  # fmt: skip
         self._source_accepted = counter(
             "spec_decode_num_accepted_tokens_by_source", "Draft tokens kept, by source",
-            (*_SPEC, "source"),
+            (*_DRAFTED, "source"),
         )  # fmt: skip
         self._no_draft = counter(
-            "spec_decode_num_no_draft", "Steps without a draft, by reason", (*_SPEC, "reason")
+            "spec_decode_num_no_draft", "Steps without a draft, by reason", (*_DRAFTED, "reason")
         )
+
+        self._pairs = {
+            "position": (self._offered_pos, self._accepted_pos),
+            "source": (self._source_drafted, self._source_accepted),
+            "survival": (self._survival_drafted, self._survival_accepted),
+        }
 
         # LM-head slices, by task and mode.
         self._slice_steps = counter(
@@ -180,22 +224,24 @@ class Metrics:
         )
 
         # Requests, by task.
-        self._ttft = seconds("time_to_first_token", "Arrival to first token", _TASK)
-        self._inter_token = seconds("inter_token_latency", "Time between tokens", _TASK)
+        self._ttft = seconds("time_to_first_token", "Arrival to first token", _REQUEST)
+        self._inter_token = seconds("inter_token_latency", "Time between tokens", _REQUEST)
         self._per_output = seconds(
-            "request_time_per_output_token", "Mean time per token after the first", _TASK
+            "request_time_per_output_token", "Mean time per token after the first", _REQUEST
         )
-        self._e2e = seconds("e2e_request_latency", "Arrival to last token", _TASK)
-        self._queue = seconds("request_queue_time", "Arrival to first step", _TASK)
+        self._e2e = seconds("e2e_request_latency", "Arrival to last token", _REQUEST)
+        self._queue = seconds("request_queue_time", "Arrival to first step", _REQUEST)
         self._prompt_size = sizes(
-            "request_prompt_tokens", "Prompt tokens per request", _TASK, TOKEN_BUCKETS
+            "request_prompt_tokens", "Prompt tokens per request", _REQUEST, TOKEN_BUCKETS
         )
         self._generation_size = sizes(
-            "request_generation_tokens", "Emitted tokens per choice", _TASK, TOKEN_BUCKETS
+            "request_generation_tokens", "Emitted tokens per choice", _REQUEST, TOKEN_BUCKETS
         )
-        self._success = counter("request_success", "Finished choices", (*_TASK, "finished_reason"))
+        self._success = counter(
+            "request_success", "Finished choices", (*_REQUEST, "finished_reason")
+        )
         self._outcomes = counter(
-            "request_outcomes", "Requests by outcome (ok, abort, error)", (*_TASK, "outcome")
+            "request_outcomes", "Requests by outcome (ok, abort, error)", (*_REQUEST, "outcome")
         )
         self._responses = counter(
             "http_responses", "HTTP responses by route, status and error code",
@@ -210,7 +256,9 @@ class Metrics:
         self._cached_blocks = gauge(
             "prefix_cache_blocks", "Blocks that hold a reusable prefix", _ENGINE
         )
-        self._draft_budget = gauge("draft_budget", "Draft rows the last step could carry", _ENGINE)
+        self._draft_budget = gauge(
+            "draft_budget", "Most draft rows that could pay in the last step", _ENGINE
+        )
         self._slice_rows = gauge("slice_cache_rows", "LM-head rows copied beside the head", _ENGINE)
         self._slice_bytes = gauge("slice_cache_bytes", "Their bytes", _ENGINE)
         self._verify_window = gauge(
@@ -225,6 +273,9 @@ class Metrics:
         )
         self._up = gauge("engine_up", "1 while the engine serves", _ENGINE)
         self._engine_steps = counter("engine_steps", "Steps", _ENGINE)
+        self._engine_rows = counter(
+            "engine_rows", "Rows computed: prefill, decode and draft", (*_ENGINE, "kind")
+        )
         self._step = seconds("step_time", "Wall time of a step", _ENGINE)
         self._model = seconds("step_model_time", "Forward pass and draws of a step", _ENGINE)
         self._propose = seconds("propose_time", "Drafting of a step", _ENGINE, SHORT_BUCKETS_S)
@@ -246,15 +297,22 @@ class Metrics:
             "learned_outputs", "Finished outputs that were learned", (*_ENGINE, *_TASK)
         )
 
-        self._tasks: dict[tuple[str, str], TaskSeries] = {}
+        self._tasks: dict[tuple[str, str, str], TaskSeries] = {}
         self._engines: dict[str, EngineSeries] = {}
+        self._aliases: CollectorRegistry | None = None
+        if vllm_aliases:
+            self._aliases = CollectorRegistry(auto_describe=False)
+            self._aliases.register(VllmNames(r))
 
-    def task(self, task: str, drafter: str) -> TaskSeries:
-        """The series of a task under a drafter."""
-        series = self._tasks.get((task, drafter))
+    def task(self, task: str, drafter: str, model: str) -> TaskSeries:
+        """The series of a task under a drafter and a model. Made on first use, at 0."""
+        both = (task, drafter, model)
+        series = self._tasks.get(both)
         if series is None:
-            both = (task, drafter)
+            ours = (task, model)
             series = self._tasks[both] = TaskSeries(
+                labels=both,
+                pairs={},
                 prompt_tokens=self._prompt.labels(*both),
                 generation_tokens=self._generation.labels(*both),
                 cached_tokens=self._cached.labels(*both),
@@ -262,41 +320,41 @@ class Metrics:
                 drafts=self._drafts.labels(*both),
                 draft_tokens=self._drafted.labels(*both),
                 accepted_tokens=self._accepted.labels(*both),
+                expected_tokens=self._expected.labels(*both),
                 wasted_rows=self._wasted.labels(*both),
-                time_to_first_token=self._ttft.labels(task),
-                inter_token=self._inter_token.labels(task),
-                per_output_token=self._per_output.labels(task),
-                end_to_end=self._e2e.labels(task),
-                queue=self._queue.labels(task),
-                prompt_size=self._prompt_size.labels(task),
-                generation_size=self._generation_size.labels(task),
+                time_to_first_token=self._ttft.labels(*ours),
+                inter_token=self._inter_token.labels(*ours),
+                per_output_token=self._per_output.labels(*ours),
+                end_to_end=self._e2e.labels(*ours),
+                queue=self._queue.labels(*ours),
+                prompt_size=self._prompt_size.labels(*ours),
+                generation_size=self._generation_size.labels(*ours),
             )
         return series
 
-    def count_step(self, task: str, drafter: str, num_tokens: int, counts: StepCounts) -> None:
+    def count_step(self, series: TaskSeries, num_tokens: int, counts: StepCounts) -> None:
         """What one Delta emitted and what speculation did for it."""
-        series = self.task(task, drafter)
         if num_tokens:
             series.generation_tokens.inc(num_tokens)
         if counts.num_steps:
             series.decode_steps.inc(counts.num_steps)
         if counts.no_draft_reason:
-            self._no_draft.labels(task, drafter, counts.no_draft_reason).inc()
+            self._no_draft.labels(*series.labels, counts.no_draft_reason).inc()
         if not counts.num_drafts:
             return
         series.drafts.inc(counts.num_drafts)
         series.draft_tokens.inc(counts.num_drafted)
         series.accepted_tokens.inc(counts.num_accepted)
         series.wasted_rows.inc(max(0, counts.num_drafted - counts.num_accepted))
-        for position, number in enumerate(counts.accepted_by_depth):
-            if number:
-                self._accepted_pos.labels(task, drafter, str(position)).inc(number)
-        for position, number in enumerate(counts.offered_by_depth):
-            if number:
-                self._offered_pos.labels(task, drafter, str(position)).inc(number)
+        series.expected_tokens.inc(counts.expected_accepted)
+        kept = counts.accepted_by_depth
+        for position, offered in enumerate(counts.offered_by_depth):
+            accepted = kept[position] if position < len(kept) else 0
+            self._count_pair(series, "position", str(position), offered, accepted)
         for source, drafted, accepted in counts.by_source:
-            self._source_drafted.labels(task, drafter, source).inc(drafted)
-            self._source_accepted.labels(task, drafter, source).inc(accepted)
+            self._count_pair(series, "source", source, drafted, accepted)
+        for tenth, drafted, accepted in counts.by_survival:
+            self._count_pair(series, "survival", _TENTHS[tenth], drafted, accepted)
 
     def count_vocabulary(self, task: str, mode: str, counts: VocabularyCounts) -> None:
         """What an LM-head slice did for one Delta."""
@@ -317,13 +375,38 @@ class Metrics:
         if counts.num_windows:
             self._verify.labels(*both).observe(counts.verify_s)
 
-    def count_choice(self, task: str, finish_reason: str) -> None:
-        """A choice ended."""
-        self._success.labels(task, finish_reason).inc()
+    def _count_pair(
+        self, series: TaskSeries, kind: str, value: str, drafted: int, accepted: int
+    ) -> None:
+        pair = series.pairs.get((kind, value))
+        if pair is None:
+            both = (*series.labels, value)
+            drafted_by, accepted_by = self._pairs[kind]
+            pair = drafted_by.labels(*both), accepted_by.labels(*both)
+            series.pairs[kind, value] = pair
+        pair[0].inc(drafted)
+        if accepted:
+            pair[1].inc(accepted)
 
-    def count_outcome(self, task: str, outcome: str) -> None:
+    def count_choice(self, task: str, model: str, finish_reason: str) -> None:
+        """A choice ended."""
+        self._success.labels(task, model, finish_reason).inc()
+
+    def count_outcome(self, task: str, model: str, outcome: str) -> None:
         """A Request ended: "ok", "abort" or "error"."""
-        self._outcomes.labels(task, outcome).inc()
+        self._outcomes.labels(task, model, outcome).inc()
+
+    def expect(self, task: str, drafter: str, model: str) -> None:
+        """Show the series of a task before its first request.
+
+        A counter that appears with its first event has lost it for Prometheus: rate() and
+        increase() need the 0 before.
+        """
+        self.task(task, drafter, model)
+        for reason in ("stop", "length"):
+            self._success.labels(task, model, reason)
+        for outcome in ("ok", "abort", "error"):
+            self._outcomes.labels(task, model, outcome)
 
     def count_response(self, route: str, status: int, code: str) -> None:
         """An HTTP response was sent. route: a known route or "other"; code: "" without error."""
@@ -349,6 +432,9 @@ class Metrics:
                 slice_evictions=self._slice_evictions.labels(*both),
                 up=self._up.labels(*both),
                 steps=self._engine_steps.labels(*both),
+                prefill_rows=self._engine_rows.labels(*both, "prefill"),
+                decode_rows=self._engine_rows.labels(*both, "decode"),
+                draft_rows=self._engine_rows.labels(*both, "draft"),
                 step=self._step.labels(*both),
                 model=self._model.labels(*both),
                 propose=self._propose.labels(*both),
@@ -410,6 +496,11 @@ class Metrics:
             s.propose.observe(stats.propose_s)
             s.host.observe(stats.host_s)
             s.rows.observe(stats.num_rows)
+            s.prefill_rows.inc(stats.num_prefill_rows)
+            s.draft_rows.inc(stats.num_draft_rows)
+            s.decode_rows.inc(
+                max(0, stats.num_rows - stats.num_prefill_rows - stats.num_draft_rows)
+            )
         s.slice_rows.set(stats.slice_rows)
         s.slice_bytes.set(stats.slice_bytes)
         s.verify_window.set(stats.verify_window)
@@ -443,4 +534,11 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text that /metrics returns (content type CONTENT_TYPE_LATEST)."""
-        return generate_latest(self.registry)
+        text = generate_latest(self.registry)
+        if self._aliases is not None:
+            text += generate_latest(self._aliases)
+        return text
+
+    def families(self, names: Iterable[str]) -> Iterable[MetricFamily]:
+        """Only the samples with these names (`tailor_engine_steps_total`), by family."""
+        return self.registry.restricted_registry(names).collect()

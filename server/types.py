@@ -141,6 +141,7 @@ class Request:
     grammar: what the output must match, or None. A choice ends (finish_reason "stop") with the
         token that completes it where nothing may follow; elsewhere EOS is allowed only where the
         output matches as it stands. Never together with sampling.ignore_eos.
+    report_rejected: whether Deltas tell the drafts that were rejected.
     """
 
     request_id: str
@@ -159,6 +160,7 @@ class Request:
     tenant: str = ""
     grammar: GrammarSpec | None = None
     label_ids: tuple[int, ...] = ()
+    report_rejected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ class StepCounts:
         EOS/stop/max_tokens. accepted_by_depth[d]: accepted at depth d; offered_by_depth[d]: whether
         the tree had a node at depth d (counted per draft).
     by_source: (source name, drafted, accepted) triples.
+    expected_accepted: sum of the drafted nodes' survival, as the drafter's calibration claims it.
+    by_survival: (tenth of the claimed survival 0..9, drafted, accepted) triples.
     In vocabulary mode "exact" tokens are counted before they are verified.
     no_draft_reason: "" or why no node was carried ("off", "no_match", "budget", "cooldown",
         "length", "prefill").
@@ -199,6 +203,8 @@ class StepCounts:
     no_draft_reason: str = ""
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    expected_accepted: float = 0.0
+    by_survival: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +250,8 @@ class Delta:
     sources: when the request asked for them, one name per token: the drafter's source whose draft
         of this token was accepted, "" for a token that nothing drafted.
     vocabulary: None in mode "full".
+    rejected_drafts: when the request asked for them, (index, source, ids) triples: what was drafted
+        in place of token_ids[index] and after it, a path each.
     """
 
     request_id: str
@@ -261,6 +269,7 @@ class Delta:
     sources: tuple[str, ...] = ()
     label_logprobs: tuple[float, ...] = ()
     vocabulary: VocabularyCounts | None = None
+    rejected_drafts: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +280,7 @@ class EngineStats:
     slice_evictions: dynamic rows found, copied and forgotten since the start. verify_window:
     tokens in an exact window, as adapted last.
     learned: (task, learned tokens held, outputs learned since the engine's start).
+    draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
     """
 
     num_running: int = 0

@@ -58,9 +58,10 @@ from server.api.chat_intake import ChatIntake
 from server.api.chat_protocol import ChatBody
 from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
+from server.api.dashboard import DATA_PATH, PAGE_PATHS, Page, snapshot
 from server.api.decision_body import DecisionBody
 from server.api.decisions import DecisionIntake, DecisionRun
-from server.api.gate import CLIENT_GONE, Gate, error_response
+from server.api.gate import CLIENT_GONE, OPEN_PATHS, Gate, error_response
 from server.api.intake import CompletionOrder, Intake, ServedModel
 from server.api.keys import ApiKey, Visit
 from server.api.openapi import described as _documented
@@ -83,6 +84,9 @@ __all__ = ["create_app", "run_loop", "serve"]
 log = logging.getLogger("tailor.server")
 
 _O = TypeVar("_O")
+
+MAX_EXPECTED_TASKS = 64
+"""With more tasks, their series appear with their first request: each task has some 400 samples."""
 
 
 def create_app(
@@ -108,6 +112,16 @@ def create_app(
         yield
         intake.close()
 
+    for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
+        model = intake.find(task.name)[1].name
+        metrics.expect(task.name, task.speculation.drafter, model)
+
+    open_paths = OPEN_PATHS
+    if not config.metrics.require_key:
+        open_paths |= {"/metrics"}
+    if config.dashboard.enabled:
+        open_paths |= frozenset(PAGE_PATHS)
+
     middleware = []
     if config.cors.allow_origins:
         middleware.append(
@@ -123,7 +137,8 @@ def create_app(
         Middleware(
             Gate,
             keys=[ApiKey.from_config(key) for key in config.keys],
-            metrics_need_key=config.metrics.require_key,
+            open_paths=open_paths,
+            quiet_paths=frozenset({DATA_PATH}),
             metrics=metrics,
             routes=routes,
         )
@@ -323,6 +338,25 @@ def create_app(
     )
     task_routes.add_to(app)
     app.state.reload_tasks = task_routes.reload
+
+    # --- the built-in page ---
+
+    if config.dashboard.enabled:
+        page = Page()
+
+        async def get_page(request: HttpRequest) -> Response:
+            return page.response(request)
+
+        for path in PAGE_PATHS:
+            app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
+
+        @app.get(DATA_PATH, include_in_schema=False)
+        async def get_dashboard_data(request: HttpRequest) -> Response:
+            figures = snapshot(metrics, client, visit_of(request).key)
+            return JSONResponse(
+                {"version": __version__, **figures},
+                headers={"cache-control": "no-store"},
+            )
 
     routes.update(
         {

@@ -148,6 +148,10 @@ class Submission:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def account_of(self, request_id: str) -> RequestAccount:
+        """The account of one of its open Requests."""
+        return self.accounts[self._open[request_id][0]]
+
     # Called by the slots.
 
     def _placed(self, request_id: str, slot: _Slot) -> None:
@@ -502,6 +506,39 @@ class EngineClient:
                 "open_requests": len(slot.open),
             }
             for slot in self._slots
+        ]
+
+    def open_requests(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """The open Requests, oldest first, for the dashboard: numbers and names, no text.
+
+        tenant: only those of this API key's id; None is all.
+        """
+        now_s = time.monotonic()
+        accounts = [
+            (submission.account_of(request_id), slot.spec.name)
+            for slot in self._slots
+            for request_id, (submission, _, _) in slot.open.items()
+        ]
+        if tenant is not None:
+            accounts = [pair for pair in accounts if pair[0].request.tenant == tenant]
+        accounts.sort(key=lambda pair: pair[0].request.arrival_s)
+        return [
+            {
+                "task": account.request.task,
+                "model": account.request.model,
+                "engine": engine,
+                "drafter": account.request.speculation.drafter,
+                "state": "waiting" if account.request.request_id in self.queued else "running",
+                "age_s": round(now_s - account.request.arrival_s, 3),
+                "choices": account.request.num_choices,
+                "prompt_tokens": account.num_prompt_tokens,
+                "tokens": account.num_completion_tokens,
+                "max_tokens": account.request.sampling.max_tokens * account.request.num_choices,
+                "steps": account.num_steps,
+                "drafted": account.num_drafted,
+                "accepted": account.num_accepted,
+            }
+            for account, engine in accounts
         ]
 
     def submit(self, requests: Sequence[Request]) -> Submission:

@@ -9,7 +9,13 @@ from typing import Any
 
 from server.api.client import Submission
 from server.api.intake import CompletionOrder, PromptText
-from server.api.sources import SourceRun, join_runs, text_by_source
+from server.api.sources import (
+    RejectedDraft,
+    RejectedDrafts,
+    SourceRun,
+    join_runs,
+    text_by_source,
+)
 from server.api.streaming import (
     LOWEST_LOGPROB,
     ChunkFrame,
@@ -32,6 +38,7 @@ class _Piece:
     logprobs: dict[str, list[Any]] | None
     token_ids: tuple[int, ...]
     sources: list[SourceRun]
+    rejected: list[RejectedDraft]
 
 
 class _Choice:
@@ -53,6 +60,11 @@ class _Choice:
         self._names = order.model.names
         self._table = order.model.table
         self._echo = order.echo
+        self._rejected = (
+            RejectedDrafts(order.model.table, skip_special=sampling.skip_special_tokens)
+            if order.include_rejected_drafts
+            else None
+        )
         self._started = False
         self._counter = CharCounter(len(prompt.text))
         self._stream = TextStream(
@@ -85,7 +97,8 @@ class _Choice:
                 data = self._table.join((entry.token_id,), skip_special=self._skip_special)
                 _add_logprob(logprobs, self._counter.push(data), entry, self._names)
         self.num_tokens += len(delta.token_ids)
-        return _Piece(text, logprobs, delta.token_ids, sources)
+        rejected = [] if self._rejected is None else self._rejected.take(delta)
+        return _Piece(text, logprobs, delta.token_ids, sources, rejected)
 
     def _echo_logprobs(
         self, logprobs: dict[str, list[Any]], entries: tuple[TokenLogprob | None, ...]
@@ -171,6 +184,8 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> d
                 entry["prompt_token_ids"] = list(order.requests[i].prompt_ids)
             if order.include_token_sources:
                 entry["token_sources"] = join_runs([run for piece in own for run in piece.sources])
+            if order.include_rejected_drafts:
+                entry["rejected_drafts"] = [draft for piece in own for draft in piece.rejected]
             shown.append(entry)
     response = {
         "id": order.request_id,
@@ -225,7 +240,8 @@ class _ChunkWriter:
         ended = delta.finish_reason is not None
         has_logprobs = piece.logprobs is not None and bool(piece.logprobs["tokens"])
         has_ids = order.return_token_ids and bool(piece.token_ids)
-        if not (piece.text or ended or has_logprobs or has_ids or piece.sources):
+        has_drafts = bool(piece.sources or piece.rejected)
+        if not (piece.text or ended or has_logprobs or has_ids or has_drafts):
             return ""
         extra = ""
         if order.return_token_ids:
@@ -235,6 +251,8 @@ class _ChunkWriter:
                 extra += f',"prompt_token_ids":{json.dumps(choice.request.prompt_ids)}'
         if order.include_token_sources:
             extra += f',"token_sources":{json.dumps(piece.sources)}'
+        if order.include_rejected_drafts:
+            extra += f',"rejected_drafts":{json.dumps(piece.rejected)}'
         if choice.stop_reason is not None:
             extra += f',"stop_reason":{json.dumps(shown_stop_reason(choice.stop_reason))}'
         finish = quote(str(choice.finish_reason)) if ended else "null"

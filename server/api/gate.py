@@ -22,7 +22,7 @@ from server.api.keys import ApiKey, Keyring, Visit, check_admin
 from server.errors import ServerError, TailorError
 from server.metrics import Metrics
 
-__all__ = ["Gate", "error_response"]
+__all__ = ["OPEN_PATHS", "Gate", "error_response"]
 
 log = logging.getLogger("tailor.http")
 
@@ -49,20 +49,23 @@ def error_response(
 
 class Gate:
     """app: what is behind it. keys: empty lets everyone in. routes: paths that metrics may name
-    (a client cannot make series by inventing paths)."""
+    (a client cannot make series by inventing paths). open_paths: need no key and are not
+    logged. quiet_paths: need one, but are neither logged nor counted against its limits."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         keys: Sequence[ApiKey],
-        metrics_need_key: bool,
+        open_paths: frozenset[str] = OPEN_PATHS,
+        quiet_paths: frozenset[str] = frozenset(),
         metrics: Metrics,
         routes: Mapping[str, str],
     ) -> None:
         self.app = app
         self._keys = Keyring(keys)
-        self._open = OPEN_PATHS if metrics_need_key else OPEN_PATHS | {"/metrics"}
+        self._open = open_paths
+        self._quiet = quiet_paths
         self._metrics = metrics
         self._routes = routes
 
@@ -94,7 +97,9 @@ class Gate:
             if scope["path"] not in self._open:
                 key = self._keys.find(scope) if self._keys else None
                 check_admin(scope["path"], key)
-                if key is not None:
+                if key is not None and scope["path"] in self._quiet:
+                    visit = state["visit"] = Visit(request_id, key)
+                elif key is not None:
                     visit = state["visit"] = self._keys.enter(request_id, key)
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
@@ -127,7 +132,7 @@ class Gate:
                 is_corpus = path.endswith("/corpus")
                 route = "/v1/tasks/{task}/corpus" if is_corpus else "/v1/tasks/{task}"
             self._metrics.count_response(route, status or CLIENT_GONE, code)
-            if path not in self._open:
+            if path not in self._open and path not in self._quiet:
                 log.info(
                     "%s %s %s %d %s %.1fms",
                     request_id,

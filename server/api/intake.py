@@ -123,6 +123,7 @@ class CompletionOrder:
     return_token_ids: bool
     include_speculation: bool
     include_token_sources: bool
+    include_rejected_drafts: bool
     created: int
 
     @property
@@ -263,6 +264,7 @@ class Intake:
                     arrival_s=arrival_s,
                     grammar=grammar,
                     report_sources=bool(body.include_token_sources),
+                    report_rejected=bool(body.include_rejected_drafts),
                 )
             )
             texts.append(_echo_text(model, prompt, ids, sampling) if echo else PromptText())
@@ -289,6 +291,7 @@ class Intake:
             return_token_ids=bool(body.return_token_ids),
             include_speculation=bool(body.include_speculation),
             include_token_sources=bool(body.include_token_sources),
+            include_rejected_drafts=bool(body.include_rejected_drafts),
             created=int(time.time()),
         )
 

@@ -215,6 +215,7 @@ class GenerationBody(BodyPart):
     vocabulary: VocabularyBody | None = None
     include_speculation: bool | None = None
     include_token_sources: bool | None = None
+    include_rejected_drafts: bool | None = None
     context: ContextMarksBody | None = None
 
     # No-ops of OpenAI's other routes that clients send everywhere.

@@ -2,6 +2,8 @@
 
 A client that sets `include_token_sources` gets, per choice and chunk, a list of runs. Their texts
 joined are the chunk's text (without an echoed prompt), their token counts the chunk's tokens.
+
+With `include_rejected_drafts` a choice and a chunk tell what was drafted and not accepted, too.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TypedDict
 
-from server.api.text import TextStream
+from server.api.text import CharCounter, TextStream
+from server.token_bytes import TokenBytes
 from server.types import Delta
 
-__all__ = ["SourceRun", "join_runs", "text_by_source"]
+__all__ = ["RejectedDraft", "RejectedDrafts", "SourceRun", "join_runs", "text_by_source"]
 
 
 class SourceRun(TypedDict):
@@ -66,3 +69,49 @@ def join_runs(runs: Iterable[SourceRun]) -> list[SourceRun]:
         else:
             joined.append(run)
     return joined
+
+
+class RejectedDraft(TypedDict):
+    """One path of a draft tree from where it left the output to its end.
+
+    token: index in the choice's tokens of the one that stands in its place. offset: characters of
+    the choice's text (without an echoed prompt) before that token. source: the drafter's, of the
+    path's first token. tokens: how many. text: theirs.
+    """
+
+    token: int
+    offset: int
+    source: str
+    tokens: int
+    text: str
+
+
+class RejectedDrafts:
+    """The rejected drafts of one choice, Delta by Delta."""
+
+    __slots__ = ("_counter", "_num_tokens", "_skip_special", "_table")
+
+    def __init__(self, table: TokenBytes, *, skip_special: bool) -> None:
+        self._table = table
+        self._skip_special = skip_special
+        self._counter = CharCounter()
+        self._num_tokens = 0
+
+    def take(self, delta: Delta) -> list[RejectedDraft]:
+        """Those of one Delta. It must be called for each, in order."""
+        offsets = [
+            self._counter.push(self._table.join((token,), skip_special=self._skip_special))
+            for token in delta.token_ids
+        ]
+        before = self._num_tokens
+        self._num_tokens += len(offsets)
+        return [
+            {
+                "token": before + at,
+                "offset": offsets[at],
+                "source": source,
+                "tokens": len(ids),
+                "text": self._table.join(ids, skip_special=False).decode(errors="replace"),
+            }
+            for at, source, ids in delta.rejected_drafts
+        ]

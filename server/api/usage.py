@@ -38,7 +38,7 @@ class RequestAccount:
         self.window = 0
         self.started = False
         self._metrics = metrics
-        self._drafter = request.speculation.drafter
+        self._series = metrics.task(request.task, request.speculation.drafter, request.model)
         self._first_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
@@ -46,7 +46,7 @@ class RequestAccount:
     def observe(self, delta: Delta, now_s: float) -> None:
         """Count one Delta of this request. now_s: time.monotonic() at its arrival."""
         request = self.request
-        series = self._metrics.task(request.task, self._drafter)
+        series = self._series
         if not self.started and delta.finish_reason not in ("error", "abort"):
             self.started = True
             self.num_cached_tokens = delta.num_cached_tokens
@@ -68,7 +68,7 @@ class RequestAccount:
             self._last_s[choice] = now_s
             self._tokens[choice] = self._tokens.get(choice, 0) + num_tokens
             self.num_completion_tokens += num_tokens
-        self._metrics.count_step(request.task, self._drafter, num_tokens, counts)
+        self._metrics.count_step(series, num_tokens, counts)
         self.num_steps += counts.num_steps
         self.accepted_prediction_tokens += counts.accepted_prediction_tokens
         self.rejected_prediction_tokens += counts.rejected_prediction_tokens
@@ -89,7 +89,7 @@ class RequestAccount:
             self.num_slice_ids = max(self.num_slice_ids, delta.vocabulary.num_ids)
             self.window = delta.vocabulary.window or self.window
         if delta.finish_reason is not None:
-            self._metrics.count_choice(request.task, delta.finish_reason)
+            self._metrics.count_choice(request.task, request.model, delta.finish_reason)
             total = self._tokens.get(choice, 0)
             series.generation_size.observe(total)
             series.end_to_end.observe(now_s - request.arrival_s)
@@ -100,7 +100,7 @@ class RequestAccount:
 
     def close(self, outcome: str) -> None:
         """The request is over: "ok", "abort" or "error". Called once."""
-        self._metrics.count_outcome(self.request.task, outcome)
+        self._metrics.count_outcome(self.request.task, self.request.model, outcome)
 
 
 _VOCABULARY_SUMS = tuple(

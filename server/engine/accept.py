@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from server.engine.stops import StopMatcher
 from server.types import FinishReason, StepCounts
 
-__all__ = ["Cut", "StopRules", "count_step", "cut", "follow", "merge_counts", "sources_of"]
+__all__ = [
+    "Cut",
+    "StopRules",
+    "count_step",
+    "cut",
+    "follow",
+    "merge_counts",
+    "rejected_paths",
+    "sources_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +98,13 @@ def count_step(
     accepted: Sequence[int],
     source_names: Sequence[str],
     no_draft_reason: str,
+    survival: Sequence[float] = (),
 ) -> StepCounts:
     """The StepCounts of one decode step of one choice.
 
     parents, source: of the nodes that were verified (source may be empty: all of source 0).
-    accepted: node indexes on the accepted path that survived the cut.
+    accepted: node indexes on the accepted path that survived the cut. survival: the chance of each
+    node as its drafter claims it (may be empty: not known).
     """
     num = len(parents)
     if num == 0:
@@ -115,6 +126,12 @@ def count_step(
         name = source_names[s] if s < len(source_names) else source_names[0]
         by_source[name][1] += 1
     prediction = by_source.get("prediction", [0, 0])
+    tenths: dict[int, list[int]] = {}
+    for chance in survival:
+        tenths.setdefault(min(9, int(chance * 10.0)), [0, 0])[0] += 1
+    if tenths:
+        for i in accepted:
+            tenths[min(9, int(survival[i] * 10.0))][1] += 1
     return StepCounts(
         num_steps=1,
         num_drafts=1,
@@ -125,6 +142,8 @@ def count_step(
         by_source=tuple((name, d, a) for name, (d, a) in by_source.items()),
         accepted_prediction_tokens=prediction[1],
         rejected_prediction_tokens=prediction[0] - prediction[1],
+        expected_accepted=float(sum(survival)),
+        by_survival=tuple((tenth, d, a) for tenth, (d, a) in tenths.items()),
     )
 
 
@@ -143,6 +162,33 @@ def sources_of(
     return names + [""] * (num_kept - len(names))
 
 
+def rejected_paths(
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    source: Sequence[int],
+    accepted: Sequence[int],
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    """What was drafted and not accepted: (place, source, ids) of each path to a rejected leaf.
+
+    place: index in the step's run of the token that stands where the path left it. ids: from there
+    to the leaf. source: of the path's first node (`source` may be empty: all of source 0).
+    """
+    place = {-1: 0} | {node: i + 1 for i, node in enumerate(accepted)}
+    paths: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+    inner: set[int] = set()
+    for node, parent in enumerate(parents):
+        if node in place:
+            continue
+        if parent in place:
+            first = source[node] if len(source) == len(parents) else 0
+            paths[node] = (place[parent], first, (token_ids[node],))
+        else:
+            at, first, ids = paths[parent]
+            paths[node] = (at, first, (*ids, token_ids[node]))
+            inner.add(parent)
+    return [path for node, path in paths.items() if node not in inner]
+
+
 def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:
     """The sum of two StepCounts; the later reason stands."""
     if a.num_steps == 0:
@@ -153,6 +199,10 @@ def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:
     for name, drafted, kept in b.by_source:
         old = by_source.get(name, (0, 0))
         by_source[name] = (old[0] + drafted, old[1] + kept)
+    by_survival: dict[int, tuple[int, int]] = {tenth: (d, k) for tenth, d, k in a.by_survival}
+    for tenth, drafted, kept in b.by_survival:
+        old = by_survival.get(tenth, (0, 0))
+        by_survival[tenth] = (old[0] + drafted, old[1] + kept)
     return StepCounts(
         num_steps=a.num_steps + b.num_steps,
         num_drafts=a.num_drafts + b.num_drafts,
@@ -164,6 +214,8 @@ def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:
         no_draft_reason=b.no_draft_reason or a.no_draft_reason,
         accepted_prediction_tokens=a.accepted_prediction_tokens + b.accepted_prediction_tokens,
         rejected_prediction_tokens=a.rejected_prediction_tokens + b.rejected_prediction_tokens,
+        expected_accepted=a.expected_accepted + b.expected_accepted,
+        by_survival=tuple((tenth, d, k) for tenth, (d, k) in by_survival.items()),
     )
 
 

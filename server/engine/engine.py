@@ -18,7 +18,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from drafters.base import Drafter
-from server.engine.accept import Cut, count_step, cut, follow, merge_counts, sources_of
+from server.engine.accept import (
+    Cut,
+    count_step,
+    cut,
+    follow,
+    merge_counts,
+    rejected_paths,
+    sources_of,
+)
 from server.engine.batch import Batch, DrawError, Drawn, Int32, Runner
 from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
@@ -183,6 +191,7 @@ class Engine:
         self._suspects: list[Sequence] = []
         self._num_failures = 0
         self._logged: set[str] = set()
+        self._most_drafts = 0
         self._stats = EngineStats(num_total_blocks=self.pool.num_blocks)
 
     # -- the loop ---------------------------------------------------------------------------
@@ -376,6 +385,7 @@ class Engine:
         asked: list[tuple[int, int, int]] = []  # item, most nodes, most depth
         num_draws = 0
         total_len = 0
+        self._most_drafts = 0
         for i, item in enumerate(items):
             if not item.draws:
                 continue
@@ -402,6 +412,7 @@ class Engine:
             sum(nodes for _, nodes, _ in asked),
         )
         most = self.budget.ceiling(num_draws, plan.num_rows, mean_len, fit)
+        self._most_drafts = max(0, most)
         proposed: list[tuple[int, CheckedTree]] = []
         for i, nodes, depth in asked:
             sequence = items[i].sequence
@@ -529,9 +540,12 @@ class Engine:
             accepted,
             sequence.sources,
             sequence.no_draft_reason,
+            tree.survival.tolist() if tree is not None else (),
         )
         sequence.counts = merge_counts(sequence.counts, counts)
         self.slices.count_step(sequence)
+        if tree is not None and sequence.request.report_rejected:
+            self._keep_rejected(sequence, tree, accepted, len(kept))
         self._plan_moves(sequence, accepted)
         sequence.num_computed += len(accepted)
         sequence.num_steps += 1
@@ -554,6 +568,18 @@ class Engine:
             self.scheduler.trim(sequence)
         if sequence.num_verified > sequence.num_released:
             self._deltas.append(self._delta(sequence))
+
+    def _keep_rejected(
+        self, sequence: Sequence, tree: CheckedTree, accepted: list[int], num_kept: int
+    ) -> None:
+        """What was drafted beside the step's num_kept tokens, which are appended next."""
+        start, names = sequence.num_output, sequence.sources
+        source = tree.tree.source.tolist()
+        sequence.rejected_drafts.extend(
+            (start + place, names[first] if first < len(names) else names[0], ids)
+            for place, first, ids in rejected_paths(tree.token_ids, tree.parents, source, accepted)
+            if place < num_kept  # what lies past the end of the answer is left out
+        )
 
     def _fork(self, leader: Sequence, span: Span, drawn: Drawn, drawn_ids: list[int]) -> None:
         """Every choice draws its own first token from the prompt's last row, then runs alone."""
@@ -699,7 +725,7 @@ class Engine:
             num_rows=batch.num_rows,
             num_prefill_rows=plan.num_prefill_rows,
             num_draft_rows=batch.num_draft_rows,
-            draft_budget=batch.num_draft_rows,
+            draft_budget=self._most_drafts,
         )
 
     # -- drafts -----------------------------------------------------------------------------
@@ -910,6 +936,7 @@ class Engine:
         counts, sequence.counts = sequence.counts, _NO_COUNTS
         head = sequence.head
         vocabulary = None if head is None else head.take_counts(self.slices.window_of(head))
+        rejected = sequence.rejected_since(start) if request.report_rejected else ()
         if not is_first:
             return Delta(
                 request.request_id,
@@ -924,6 +951,7 @@ class Engine:
                 counts=counts,
                 sources=sources,
                 vocabulary=vocabulary,
+                rejected_drafts=rejected,
             )
         sequence.has_spoken = True
         queue_s = 0.0
@@ -945,6 +973,7 @@ class Engine:
             sources=sources,
             label_logprobs=sequence.label_logprobs,
             vocabulary=vocabulary,
+            rejected_drafts=rejected,
         )
 
     def _finish(

@@ -83,6 +83,7 @@ class Sequence:
         "order",
         "prompt_len",
         "prompt_logprobs",
+        "rejected_drafts",
         "request",
         "root_key",
         "rules",
@@ -168,6 +169,7 @@ class Sequence:
         self.label_logprobs: tuple[float, ...] = ()
         self.counts = _NO_COUNTS
         self.has_spoken = False  # its first Delta went out
+        self.rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = []  # when it asks
         self.first_step_s = 0.0
         self.num_steps = 0  # decode steps so far
 
@@ -257,6 +259,7 @@ class Sequence:
         self.num_computed = min(self.num_computed, self.num_tokens - 1)
         del self.logprobs[num_output:]
         del self.token_sources[num_output:]
+        self.rejected_drafts = [d for d in self.rejected_drafts if d[0] < num_output]
         if self.head is not None:
             self.head.cut(num_output - self.num_verified)
         del self.keys[self.num_tokens // self.block_size :]
@@ -273,6 +276,14 @@ class Sequence:
         self.num_released = end
         ids = self.ids[self.prompt_len + start : self.prompt_len + end].tolist()
         return tuple(ids), tuple(self.logprobs[start:end])
+
+    def rejected_since(self, start: int) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
+        """Delta.rejected_drafts of the tokens that were released from output index `start` on."""
+        return tuple(
+            (at - start, source, ids)
+            for at, source, ids in self.rejected_drafts
+            if start <= at < self.num_released
+        )
 
     def close_session(self) -> None:
         """End the draft session, if there is one. Its errors are no concern of the request's."""

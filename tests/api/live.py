@@ -84,7 +84,7 @@ class LiveServer:
         self.drafters = drafters
         self.drain_s = drain_s
         self.task_admin = task_admin
-        self.metrics = Metrics()
+        self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
         self.status: int | None = None
         self.error: BaseException | None = None
         self._wait_ready = wait_ready

@@ -512,12 +512,14 @@ def test_metrics_page() -> None:
         assert page.headers["content-type"].startswith("text/plain")
         text = page.text
         for line in (
-            'tailor_generation_tokens_total{drafter="suffix",task="completion"} 6.0',
-            'tailor_generation_tokens_total{drafter="off",task="completion"} 3.0',
-            'tailor_time_to_first_token_seconds_bucket{le="0.001",task="completion"}',
-            'tailor_spec_decode_num_accepted_tokens_per_pos_total{drafter="suffix",position="0"',
-            'tailor_request_success_total{finished_reason="length",task="completion"} 2.0',
-            'tailor_request_outcomes_total{outcome="ok",task="completion"} 2.0',
+            'tailor_generation_tokens_total{drafter="suffix",model="tiny",task="completion"} 6.0',
+            'tailor_generation_tokens_total{drafter="off",model="tiny",task="completion"} 3.0',
+            'tailor_time_to_first_token_seconds_bucket{le="0.001",model="tiny",task="completion"}',
+            'tailor_spec_decode_num_accepted_tokens_per_pos_total{drafter="suffix",'
+            'model="tiny",position="0"',
+            'tailor_request_success_total{finished_reason="length",model="tiny",'
+            'task="completion"} 2.0',
+            'tailor_request_outcomes_total{model="tiny",outcome="ok",task="completion"} 2.0',
             'tailor_engine_up{engine="engine-0",model="tiny"} 1.0',
         ):
             assert line in text, line

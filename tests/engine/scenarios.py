@@ -51,6 +51,7 @@ class Result:
     counts: list[StepCounts] = field(default_factory=list)
     vocabulary: list[VocabularyCounts] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    rejected: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     num_deltas: int = 0
 
 
@@ -72,7 +73,9 @@ class Collector:
             else:
                 result.prompt_logprobs = delta.prompt_logprobs
             result.num_deltas += 1
+            start = len(result.ids)
             result.ids.extend(delta.token_ids)
+            result.rejected += [(start + at, name, ids) for at, name, ids in delta.rejected_drafts]
             result.logprobs.extend(delta.logprobs)
             result.finish_reason = delta.finish_reason
             result.stop_reason = delta.stop_reason
@@ -210,6 +213,7 @@ def random_workload(rng: Random, *, window: int = 0) -> Workload:
             cache_salt=rng.choice(("", "", "x")),
             priority=rng.choice((0, 0, 0, 1, -1)),
             report_sources=i % 2 == 0,
+            report_rejected=i % 3 == 0,
         )
         arrival = rng.choice((0, 0, 1, 3, 8))
         abort = arrival + rng.randint(0, 8) if rng.random() < 0.2 else None

@@ -41,6 +41,7 @@ REQUEST = Request(
     arrival_s=12.5,
     report_sources=True,
     label_ids=(4, 9),
+    report_rejected=True,
 )
 DELTA = Delta(
     "r-1",
@@ -52,9 +53,10 @@ DELTA = Delta(
     stop_reason=b"\n",
     num_cached_tokens=16,
     queue_s=0.25,
-    counts=StepCounts(1, 1, 4, 1, (1,), (1,), (("prompt", 4, 1),), ""),
+    counts=StepCounts(1, 1, 4, 1, (1,), (1,), (("prompt", 4, 1),), "", 0, 0, 1.5, ((3, 4, 1),)),
     sources=("prompt", ""),
     label_logprobs=(-0.5, -2.0),
+    rejected_drafts=((1, "prompt", (7, 8)),),
 )
 
 

@@ -41,6 +41,10 @@ def _run(work: Workload, verifier: LaggingVerifier | None = None) -> None:
     asked = {r.request_id for _, r, _ in work.requests if r.report_sources}
     for (request_id, _), result in results.items():
         assert len(result.sources) == (len(result.ids) if request_id in asked else 0)
+        tells = next(r for _, r, _ in work.requests if r.request_id == request_id).report_rejected
+        assert tells or not result.rejected
+        for at, _, ids in result.rejected:  # what was drafted there is not what stands there
+            assert result.ids[at] != ids[0]
         if verifier is None and result.sources:
             accepted = sum(c.num_accepted for c in result.counts)
             assert sum(source != "" for source in result.sources) == accepted

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.accept import Cut, StopRules, count_step, cut, follow, merge_counts, sources_of
+from server.engine.accept import (
+    Cut,
+    StopRules,
+    count_step,
+    cut,
+    follow,
+    merge_counts,
+    rejected_paths,
+    sources_of,
+)
 from server.engine.stops import StopMatcher, StopTable
 from server.types import StepCounts
 
@@ -109,6 +118,27 @@ def test_every_kept_token_names_the_source_of_its_draft() -> None:
     assert sources_of([0, 2], 2, [1, 0, 0], names) == ["prediction", "own"]  # cut before the bonus
     assert sources_of([0], 2, [], names) == ["own", ""]
     assert sources_of([], 1, [], names) == [""]
+
+
+def test_what_was_rejected_is_told_as_paths() -> None:
+    #  root ── 7 ── 8 ── 9      7 and 8 are accepted; then 9 and 5 are not, nor is 6 ── 4 nor 3
+    #     ├─── 6 ── 4
+    #     └─── 3        (5 stands beside 9)
+    ids, parents, source = [7, 6, 8, 4, 9, 3, 5], [-1, -1, 0, 1, 2, -1, 2], [0, 1, 0, 0, 0, 2, 1]
+    assert rejected_paths(ids, parents, source, [0, 2]) == [
+        (0, 1, (6, 4)), (2, 0, (9,)), (0, 2, (3,)), (2, 1, (5,)),
+    ]  # fmt: skip
+    assert rejected_paths([7, 8], [-1, 0], [], []) == [(0, 0, (7, 8))]
+    assert rejected_paths([7, 8], [-1, 0], [], [0, 1]) == []
+
+
+def test_claimed_chances_are_counted_by_tenths() -> None:
+    a = count_step([-1, 0, -1], [0, 0, 0], [0], ("own",), "", [1.0, 0.55, 0.04])
+    assert a.expected_accepted == pytest.approx(1.59)
+    assert a.by_survival == ((9, 1, 1), (5, 1, 0), (0, 1, 0))
+    both = merge_counts(a, count_step([-1, 0], [0, 0], [0, 1], ("own",), "", [0.95, 0.5]))
+    assert sorted(both.by_survival) == [(0, 1, 0), (5, 2, 1), (9, 2, 2)]
+    assert both.expected_accepted == pytest.approx(3.04)
 
 
 def test_counts_of_a_step_and_their_sum() -> None:

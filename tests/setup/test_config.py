@@ -296,7 +296,9 @@ def test_shipped_files_are_right() -> None:
     assert all(task.description for task in tasks.values())
     # The shipped server.yaml says of itself that it holds the defaults.
     defaults = ServerConfig()
-    for section in ("listen", "models", "metrics", "cors", "limits", "engine", "keys", "restart"):
+    for section in (
+        "listen", "models", "metrics", "dashboard", "cors", "limits", "engine", "keys", "restart",
+    ):  # fmt: skip
         assert getattr(config, section) == getattr(defaults, section), section
 
 

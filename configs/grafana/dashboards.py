@@ -1,0 +1,602 @@
+"""The Grafana dashboards, from a list of panels: a reader maintains expressions, not coordinates.
+
+    python configs/grafana/dashboards.py            # writes configs/grafana/dashboards/*.json
+    python configs/grafana/dashboards.py --check    # fails when the files are not these
+
+Grafana reads the JSON files (provisioning/dashboards/tailor.yml). A panel is a title, what it
+means, a width of 24, and its queries; it is placed after the one before. tests/monitoring asks a
+real Prometheus, which scrapes a server under load, each of the expressions below.
+
+Counters are shown as rates over Grafana's $__rate_interval, single figures over $__range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "dashboards"
+HEIGHT = 8
+
+T = '{task=~"$task",model=~"$model"}'
+E = '{model=~"$model"}'
+
+
+@dataclass(frozen=True)
+class Query:
+    """expr: PromQL. legend: Grafana's legend format. table: an instant query as a table."""
+
+    expr: str
+    legend: str = ""
+    table: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """kind: timeseries, stat, barchart or table. x: the label on a bar chart's axis."""
+
+    title: str
+    about: str
+    queries: tuple[Query, ...]
+    kind: str = "timeseries"
+    unit: str = "short"
+    width: int = 12
+    stacked: bool = False
+    x: str = ""
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """name: of the file and part of the uid. rows: panels under a title each."""
+
+    name: str
+    title: str
+    about: str
+    rows: dict[str, tuple[Panel, ...]] = field(default_factory=dict)
+
+
+def rate(series: str, by: str, over: str = "$__rate_interval", where: str = T) -> str:
+    """Events a second, summed over everything but `by`."""
+    return f"sum by ({by}) (rate(tailor_{series}{where}[{over}]))"
+
+
+def share(part: str, whole: str, by: str, where: str = T, over: str = "$__rate_interval") -> str:
+    """One rate divided by another; nothing (and not NaN) while the whole stands still."""
+    return f"{rate(part, by, over, where)} / ({rate(whole, by, over, where)} > 0)"
+
+
+def total_share(part: str, whole: str, by: str = "", where: str = T) -> str:
+    """The same over the dashboard's time range."""
+    return share(part, whole, by, where, "$__range").replace("by () ", "")
+
+
+def quantiles(series: str, label: str, where: str = T, by: str = "") -> tuple[Query, ...]:
+    """p50, p95 and p99 of a histogram."""
+    labels = f"le, {by}" if by else "le"
+    return tuple(
+        Query(
+            f"histogram_quantile({q}, {rate(f'{series}_bucket', labels, where=where)})",
+            f"{label}p{str(q)[2:].ljust(2, '0')}",
+        )
+        for q in (0.5, 0.95, 0.99)
+    )
+
+
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
+DRAFTED = "spec_decode_num_draft_tokens_total"
+STEPS = "spec_decode_num_decode_steps_total"
+TOKENS = "generation_tokens_total"
+BOTH = "{{task}} · {{drafter}}"
+
+SPECULATION = Dashboard(
+    "speculation",
+    "Tailor: Speculation",
+    "What drafting brings and what it costs. Acceptance of trees is three figures: accepted of "
+    "verified rows, chance by depth, tokens per step. None of them replaces another.",
+    {
+        "Acceptance": (
+            Panel(
+                "Accepted / verified rows",
+                "Draft tokens that were kept, of the draft rows that were computed. A tree has "
+                "rows that cannot all be right, so this is lower than the chance of a draft.",
+                (Query(total_share(ACCEPTED, DRAFTED)),),
+                "stat", "percentunit", 6,
+            ),
+            Panel(
+                "Chance at the first position",
+                "Of the drafts, how many had the next token among the root's children.",
+                (
+                    Query(
+                        total_share(
+                            "spec_decode_num_accepted_tokens_per_pos_total",
+                            "spec_decode_num_offered_per_pos_total",
+                            where='{task=~"$task",model=~"$model",position="0"}',
+                        )
+                    ),
+                ),
+                "stat", "percentunit", 6,
+            ),
+            Panel(
+                "Tokens per step",
+                "Emitted tokens per decode step. All decode steps count, drafted or not, after the "
+                "cut at EOS, stop and max_tokens. 1 is plain decoding.",
+                (Query(total_share(TOKENS, STEPS)),),
+                "stat", "short", 6,
+            ),
+            Panel(
+                "Rows wasted",
+                "Verified draft rows that were not kept, of all rows that the engines computed.",
+                (
+                    Query(
+                        f"sum(increase(tailor_spec_decode_num_wasted_rows_total{T}[$__range])) / "
+                        f"(sum(increase(tailor_engine_rows_total{E}[$__range])) > 0)"
+                    ),
+                ),
+                "stat", "percentunit", 6,
+            ),
+            Panel(
+                "Accepted / verified rows",
+                "By task and drafter.",
+                (Query(share(ACCEPTED, DRAFTED, "task, drafter"), BOTH),),
+                unit="percentunit",
+            ),
+            Panel(
+                "Tokens per step",
+                "By task and drafter.",
+                (Query(share(TOKENS, STEPS, "task, drafter"), BOTH),),
+            ),
+            Panel(
+                "Chance by depth",
+                "Of the drafts that had a node at this position, how many were accepted there. "
+                "Position 0 is the first drafted token.",
+                (
+                    Query(
+                        total_share(
+                            "spec_decode_num_accepted_tokens_per_pos_total",
+                            "spec_decode_num_offered_per_pos_total",
+                            "position",
+                        ),
+                        table=True,
+                    ),
+                ),
+                "barchart", "percentunit", x="position",
+            ),
+            Panel(
+                "Accepted / verified rows by source",
+                "Which evidence drafts well: the task's corpus, the prompt, the output so far, "
+                "outputs of similar prompts, the client's prediction.",
+                (
+                    Query(
+                        share(
+                            "spec_decode_num_accepted_tokens_by_source_total",
+                            "spec_decode_num_draft_tokens_by_source_total",
+                            "source",
+                        ),
+                        "{{source}}",
+                    ),
+                ),
+                unit="percentunit",
+            ),
+            Panel(
+                "Accepted tokens by source",
+                "Tokens a second that each source has drafted and that were kept.",
+                (
+                    Query(
+                        rate("spec_decode_num_accepted_tokens_by_source_total", "source"),
+                        "{{source}}",
+                    ),
+                ),
+                stacked=True,
+            ),
+            Panel(
+                "Steps without a draft",
+                "Why: no_match (no source had anything), budget (rows cost more than they could "
+                "bring), cooldown (drafts of this answer kept missing), length (one token left), "
+                "prefill, off.",
+                (Query(rate("spec_decode_num_no_draft_total", "reason"), "{{reason}}"),),
+                stacked=True,
+            ),
+        ),
+        "Cost and budget": (
+            Panel(
+                "Draft budget against load",
+                "Draft rows a step, and the most that could have paid (the budget), beside the "
+                "sequences that run. The more of them, the fewer rows pay.",
+                (
+                    Query(
+                        f'sum(rate(tailor_engine_rows_total{{model=~"$model",kind="draft"}}'
+                        "[$__rate_interval])) / (sum(rate(tailor_engine_steps_total"
+                        f"{E}[$__rate_interval])) > 0)",
+                        "draft rows a step",
+                    ),
+                    Query(f"sum(tailor_draft_budget{E})", "budget of the last step"),
+                    Query(f"sum(tailor_num_requests_running{E})", "running"),
+                ),
+            ),
+            Panel(
+                "Rows a second",
+                "What the engines compute: prompt rows, the last token of each sequence, drafts.",
+                (Query(rate("engine_rows_total", "kind", where=E), "{{kind}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Wasted rows",
+                "Draft rows a second that were computed and not kept.",
+                (Query(rate("spec_decode_num_wasted_rows_total", "task, drafter"), BOTH),),
+            ),
+            Panel(
+                "Rows of a draft",
+                "Mean number of rows of the drafts that were verified.",
+                (Query(share(DRAFTED, "spec_decode_num_drafts_total", "task, drafter"), BOTH),),
+            ),
+            Panel(
+                "Time of a step",
+                "Mean seconds of a step: proposing drafts, verifying (forward pass and draws of "
+                "all rows), and the rest of the host's work.",
+                (
+                    Query(
+                        share("propose_time_seconds_sum", "engine_steps_total", "model", E),
+                        "propose {{model}}",
+                    ),
+                    Query(
+                        share("step_model_time_seconds_sum", "engine_steps_total", "model", E),
+                        "verify {{model}}",
+                    ),
+                    Query(
+                        f"({rate('step_host_time_seconds_sum', 'model', where=E)} - "
+                        f"{rate('propose_time_seconds_sum', 'model', where=E)}) / "
+                        f"({rate('engine_steps_total', 'model', where=E)} > 0)",
+                        "rest {{model}}",
+                    ),
+                ),
+                unit="s",
+            ),
+            Panel(
+                "Time to propose",
+                "Seconds that drafting takes in a step, for all its sequences together.",
+                quantiles("propose_time_seconds", "", E),
+                unit="s",
+            ),
+        ),
+        "Calibration": (
+            Panel(
+                "Claimed and observed",
+                "Share of the verified rows that the drafters' calibration claimed would be kept, "
+                "and that were. The budget is chosen by the claim.",
+                (
+                    Query(
+                        share("spec_decode_expected_accepted_tokens_total", DRAFTED, "task"),
+                        "claimed {{task}}",
+                    ),
+                    Query(share(ACCEPTED, DRAFTED, "task"), "observed {{task}}"),
+                ),
+                unit="percentunit",
+            ),
+            Panel(
+                "Observed chance by claimed chance",
+                "Verified rows by the tenth of the chance that was claimed for them (0.3 is 30 to "
+                "40 %). A true claim gives bars that rise from 5 to 95 %.",
+                (
+                    Query(
+                        total_share(
+                            "spec_decode_num_accepted_tokens_by_survival_total",
+                            "spec_decode_num_draft_tokens_by_survival_total",
+                            "survival",
+                        ),
+                        table=True,
+                    ),
+                ),
+                "barchart", "percentunit", x="survival",
+            ),
+        ),
+    },
+)  # fmt: skip
+
+SERVING = Dashboard(
+    "serving",
+    "Tailor: Serving",
+    "Latency, load and outcomes.",
+    {
+        "Latency": (
+            Panel(
+                "Time to first token", "Arrival to the first token.",
+                quantiles("time_to_first_token_seconds", ""), unit="s",
+            ),
+            Panel(
+                "Between tokens",
+                "Tokens that come in one step share its time equally.",
+                quantiles("inter_token_latency_seconds", ""), unit="s",
+            ),
+            Panel(
+                "Whole answer", "Arrival to the last token.",
+                quantiles("e2e_request_latency_seconds", ""), unit="s",
+            ),
+            Panel(
+                "Queue", "Arrival to the first step.",
+                quantiles("request_queue_time_seconds", ""), unit="s",
+            ),
+            Panel(
+                "Time per output token",
+                "Of each answer: (last token - first token) / (tokens - 1).",
+                quantiles("request_time_per_output_token_seconds", ""), unit="s",
+            ),
+            Panel(
+                "First token by task", "p95.",
+                (
+                    Query(
+                        "histogram_quantile(0.95, "
+                        + rate("time_to_first_token_seconds_bucket", "le, task")
+                        + ")",
+                        "{{task}}",
+                    ),
+                ),
+                unit="s",
+            ),
+        ),
+        "Load": (
+            Panel(
+                "Running and waiting", "Sequences in the batch; requests that wait for one.",
+                (
+                    Query(f"sum by(engine) (tailor_num_requests_running{E})", "running {{engine}}"),
+                    Query(f"sum by(engine) (tailor_num_requests_waiting{E})", "waiting {{engine}}"),
+                ),
+            ),
+            Panel(
+                "KV cache in use", "Share of the blocks. Preemptions begin near 1.",
+                (Query(f"max by (engine) (tailor_kv_cache_usage_perc{E})", "{{engine}}"),),
+                unit="percentunit",
+            ),
+            Panel(
+                "Prefix hits", "Share of the prompt tokens that were found in the prefix cache.",
+                (
+                    Query(
+                        share("prefix_cache_hits_total", "prefix_cache_queries_total", "engine", E),
+                        "{{engine}}",
+                    ),
+                ),
+                unit="percentunit",
+            ),
+            Panel(
+                "Throughput", "Tokens a second.",
+                (
+                    Query(rate("prompt_tokens_total", "task"), "prompt {{task}}"),
+                    Query(rate(TOKENS, "task"), "generated {{task}}"),
+                ),
+            ),
+            Panel(
+                "Rows of a step", "Prompt rows, last tokens and drafts together.",
+                quantiles("step_rows", "", E),
+            ),
+            Panel(
+                "Time of a step", "Wall time.",
+                quantiles("step_time_seconds", "", E), unit="s",
+            ),
+            Panel(
+                "Preemptions", "Sequences a second that lost their KV and were computed again.",
+                (Query(rate("num_preemptions_total", "engine", where=E), "{{engine}}"),),
+            ),
+            Panel(
+                "Engines up", "1 while an engine serves.",
+                (Query(f"tailor_engine_up{E}", "{{engine}}"),),
+            ),
+        ),
+        "Outcomes": (
+            Panel(
+                "Requests by outcome", "ok, error, or abort (the client left).",
+                (Query(rate("request_outcomes_total", "outcome"), "{{outcome}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Answers by finish reason", "stop: EOS, a stop string or id. length: max_tokens.",
+                (Query(rate("request_success_total", "finished_reason"), "{{finished_reason}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "HTTP responses", "All routes, by status.",
+                (
+                    Query(
+                        "sum by (status, code) (rate(tailor_http_responses_total"
+                        "[$__rate_interval]))",
+                        "{{status}} {{code}}",
+                    ),
+                ),
+                stacked=True,
+            ),
+            Panel(
+                "Tokens of requests", "Median prompt and answer.",
+                (
+                    Query(
+                        "histogram_quantile(0.5, "
+                        + rate("request_prompt_tokens_bucket", "le, task") + ")",
+                        "prompt {{task}}",
+                    ),
+                    Query(
+                        "histogram_quantile(0.5, "
+                        + rate("request_generation_tokens_bucket", "le, task") + ")",
+                        "answer {{task}}",
+                    ),
+                ),
+            ),
+        ),
+    },
+)  # fmt: skip
+
+DASHBOARDS = (SPECULATION, SERVING)
+
+
+# --- to Grafana's JSON ----------------------------------------------------------------------------
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def grafana(dashboard: Dashboard) -> dict[str, Any]:
+    """The dashboard as Grafana's JSON model."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in dashboard.rows.items():
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
+                "panels": [],
+            }
+        )
+        y += 1
+        x = height = 0
+        for panel in row:
+            tall = HEIGHT // 2 if panel.kind == "stat" else HEIGHT
+            if x + panel.width > 24:
+                x, y, height = 0, y + height, 0
+            where = {"x": x, "y": y, "w": panel.width, "h": tall}
+            panels.append(_panel(panel, len(panels) + 1, where))
+            x, height = x + panel.width, max(height, tall)
+        y += height
+    return {
+        "uid": f"tailor-{dashboard.name}",
+        "title": dashboard.title,
+        "description": dashboard.about,
+        "tags": ["tailor"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "timezone": "",
+        "links": [
+            {
+                "type": "dashboards",
+                "title": "Tailor",
+                "tags": ["tailor"],
+                "asDropdown": False,
+                "includeVars": True,
+                "keepTime": True,
+            }
+        ],
+        "annotations": {"list": []},
+        "templating": {"list": _variables()},
+        "panels": panels,
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    def labels(name: str, text: str, query: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "label": text,
+            "type": "query",
+            "datasource": SOURCE,
+            "query": {"query": query, "refId": name},
+            "definition": query,
+            "includeAll": True,
+            "allValue": ".*",
+            "multi": True,
+            "current": {"text": ["All"], "value": ["$__all"]},
+            "refresh": 2,
+            "sort": 1,
+        }
+
+    return [
+        {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus"},
+        labels("model", "Model", "label_values(tailor_engine_up, model)"),
+        labels("task", "Task", f"label_values(tailor_generation_tokens_total{E}, task)"),
+    ]
+
+
+def _panel(panel: Panel, panel_id: int, where: dict[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    options: dict[str, Any] = {}
+    transformations: list[dict[str, Any]] = []
+    if panel.kind == "timeseries":
+        defaults["custom"] = {
+            "lineWidth": 1,
+            "fillOpacity": 20 if panel.stacked else 0,
+            "showPoints": "never",
+            "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+        }
+        options = {"tooltip": {"mode": "multi", "sort": "desc"}}
+    elif panel.kind == "stat":
+        options = {
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "none",
+            "graphMode": "none",
+        }
+    elif panel.kind == "barchart":
+        options = {"xField": panel.x, "showValue": "never", "legend": {"showLegend": False}}
+        transformations = [
+            {"id": "organize", "options": {"excludeByName": {"Time": True}}},
+            {
+                "id": "convertFieldType",
+                "options": {"conversions": [{"targetField": panel.x, "destinationType": "number"}]},
+            },
+            {"id": "sortBy", "options": {"sort": [{"field": panel.x}]}},
+            {
+                "id": "convertFieldType",
+                "options": {"conversions": [{"targetField": panel.x, "destinationType": "string"}]},
+            },
+        ]
+    return {
+        "id": panel_id,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": SOURCE,
+        "gridPos": where,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "transformations": transformations,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": SOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend,
+                "instant": query.table or panel.kind == "stat",
+                "range": not (query.table or panel.kind == "stat"),
+                "format": "table" if query.table else "time_series",
+            }
+            for i, query in enumerate(panel.queries)
+        ],
+    }
+
+
+def text_of(dashboard: Dashboard) -> str:
+    """The file's content."""
+    return json.dumps(grafana(dashboard), indent=1, ensure_ascii=False) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the files. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Write Grafana's dashboards.",
+        epilog="example: python configs/grafana/dashboards.py",
+    )
+    parser.add_argument("--check", action="store_true", help="only compare with the files")
+    args = parser.parse_args(argv)
+    stale = 0
+    for dashboard in DASHBOARDS:
+        file, text = FOLDER / f"{dashboard.name}.json", text_of(dashboard)
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            continue
+        if args.check:
+            print(f"{file.name} is not what dashboards.py makes", file=sys.stderr)
+            stale += 1
+            continue
+        FOLDER.mkdir(exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+        print(f"wrote {file.name}")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

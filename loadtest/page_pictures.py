@@ -1,0 +1,152 @@
+"""Pictures of the built-in page at /dashboard, with real traffic on the server.
+
+    tailor serve &
+    python -m loadtest.page_pictures --url http://127.0.0.1:8000 --out docs
+
+Sends a few rounds of prompts that several tasks share, runs the playground's own example, and
+writes `dashboard.png` (a desktop's width) and `playground-phone.png` (a phone's). Needs Chromium
+(Debian: apt-get install chromium) and the extra `page`. Ends in one JSON line with the sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+TASK_PROMPTS = {
+    "extraction": [
+        "Text: Ada Lovelace was born in London in 1815.\nJSON: "
+        '{"name": "Ada Lovelace", "place": "London", "year": 1815}\n'
+        f"Text: {name} was born in {place} in {year}.\nJSON:"
+        for name, place, year in (
+            ("Alan Turing", "Maida Vale", 1912),
+            ("Grace Hopper", "New York City", 1906),
+            ("Emmy Noether", "Erlangen", 1882),
+            ("Kurt Goedel", "Brno", 1906),
+        )
+    ],
+    "sql": [
+        "Table: orders(id, customer, total, placed_on)\n"
+        "Question: How many orders are there?\nSQL: SELECT COUNT(*) FROM orders;\n"
+        "Question: What is the total of all orders?\nSQL: SELECT SUM(total) FROM orders;\n"
+        f"Question: {question}\nSQL:"
+        for question in (
+            "Which orders have a total above 100?",
+            "What is the largest total?",
+            "Who placed order 7?",
+            "How many customers are there?",
+        )
+    ],
+    "rag-qa": [
+        "Context: The lighthouse of Brennick was built in 1871 by Ada Merrow. It is 31 metres "
+        "high, and its lamp is seen from 20 miles. It was automated in 1984.\n"
+        f"Question: {question}\nAnswer: The lighthouse of Brennick"
+        for question in (
+            "Who built the lighthouse?",
+            "How high is the lighthouse?",
+            "When was it automated?",
+            "From how far is its lamp seen?",
+        )
+    ],
+}
+
+
+async def _traffic(url: str, headers: dict[str, str], rounds: int) -> None:
+    """All prompts of all tasks, `rounds` times, four at a time. Raises httpx.HTTPError."""
+    seats = asyncio.Semaphore(4)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client:
+
+        async def ask(task: str, prompt: str) -> None:
+            body: dict[str, Any] = {
+                "model": task, "prompt": prompt, "max_tokens": 48, "temperature": 0,
+            }  # fmt: skip
+            async with seats:
+                answer = await client.post("/v1/completions", json=body)
+                answer.raise_for_status()
+
+        await asyncio.gather(
+            *(
+                ask(task, prompt)
+                for _ in range(rounds)
+                for task, prompts in TASK_PROMPTS.items()
+                for prompt in prompts
+            )
+        )
+
+
+async def _pictures(
+    url: str, key: str, rounds: int, seconds: float, out: Path, browser_path: str
+) -> None:
+    from playwright.async_api import async_playwright
+
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    async def open_page(browser: Any, width: int, height: int) -> Any:
+        page = await browser.new_page(viewport={"width": width, "height": height})
+        await page.goto(f"{url}/dashboard")
+        if key:
+            await page.fill("#key", key)
+            await page.click("#key-form button")
+        await page.wait_for_selector("#state:has-text('ready')")
+        return page
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox"]
+        )
+        try:
+            desktop = await open_page(browser, 1100, 1000)
+            traffic = asyncio.create_task(_traffic(url, headers, rounds))
+            await desktop.wait_for_timeout(seconds * 1000)  # a few polls: curves, not points
+            await desktop.screenshot(path=out / "dashboard.png")
+            await traffic
+            phone = await open_page(browser, 390, 1100)
+            await phone.wait_for_selector("#model option", state="attached")
+            await phone.click("#run")
+            await phone.wait_for_selector("#play-state:has-text('tokens per step')", timeout=60_000)
+            await phone.evaluate("document.getElementById('play-state').scrollIntoView()")
+            await phone.screenshot(path=out / "playground-phone.png")
+        finally:
+            await browser.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when both pictures were written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.page_pictures",
+        description="Pictures of the built-in page, with traffic on the server.",
+        epilog="example: python -m loadtest.page_pictures --url http://127.0.0.1:8000 --out docs",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    parser.add_argument("--key", default="", help="an API key, if the server wants one")
+    parser.add_argument("--rounds", type=int, default=6, metavar="N", help="of all prompts (6)")
+    parser.add_argument(
+        "--seconds", type=float, default=9.0, metavar="S", help="of traffic before the picture (9)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args(argv)
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("page_pictures: Chromium is not installed", file=sys.stderr)
+        return 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        asyncio.run(_pictures(args.url, args.key, args.rounds, args.seconds, args.out, browser))
+    except Exception as error:  # a browser's or a server's: told in one line
+        print(f"page_pictures: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    names = ("dashboard.png", "playground-phone.png")
+    print(json.dumps({name: (args.out / name).stat().st_size for name in names}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

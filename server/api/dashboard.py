@@ -1,0 +1,205 @@
+"""The built-in page at /dashboard, for people without Grafana: its files, and its data.
+
+The page is static files in this package (server/api/page): no build step, nothing from other
+hosts, and a content security policy that allows neither. The files hold no data and need no key;
+what the page shows comes from `snapshot` at /dashboard/data, which needs one when there are any.
+
+Why a JSON route and not /metrics: a page that is open all day must cost next to nothing, and one
+answer of this route is about a twentieth of /metrics; it may have the open requests too, which are
+no series; and /metrics is often closed to browsers. All figures are read from the very series that
+/metrics shows, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.client import EngineClient
+from server.api.keys import ApiKey
+from server.metrics import LATENCY_BUCKETS_S, Metrics
+
+__all__ = ["DATA_PATH", "PAGE_PATHS", "Page", "snapshot"]
+
+PATH = "/dashboard"
+DATA_PATH = f"{PATH}/data"
+MAX_OPEN_SHOWN = 50
+"""Open requests in one answer, the oldest first."""
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FOLDER = Path(__file__).parent / "page"
+_FILES = {
+    PATH if file.name == "index.html" else f"{PATH}/{file.name}": file
+    for file in sorted(_FOLDER.iterdir())
+    if file.suffix in _TYPES
+}
+PAGE_PATHS = tuple(_FILES)
+"""Routes of the page's files."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Page:
+    """The page's files, read once."""
+
+    def __init__(self) -> None:
+        self._bodies = {path: file.read_bytes() for path, file in _FILES.items()}
+        self._headers = {
+            path: {
+                "content-type": _TYPES[file.suffix],
+                "content-security-policy": POLICY,
+                "x-content-type-options": "nosniff",
+                "referrer-policy": "no-referrer",
+                "cross-origin-opener-policy": "same-origin",
+                "cache-control": "no-cache",
+                "etag": f'"{hashlib.sha256(self._bodies[path]).hexdigest()[:32]}"',
+            }
+            for path, file in _FILES.items()
+        }
+
+    def response(self, request: HttpRequest) -> Response:
+        """The file that the request's path names; 304 when the browser has it already."""
+        path = request.scope["path"]
+        headers = self._headers[path]
+        if headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self._bodies[path], headers=headers)
+
+
+# Short names of the answer, and the series behind them (without `tailor_` and `_total`).
+_PER_DRAFTER = {
+    "prompt_tokens": "prompt_tokens",
+    "cached_tokens": "prompt_tokens_cached",
+    "tokens": "generation_tokens",
+    "steps": "spec_decode_num_decode_steps",
+    "drafts": "spec_decode_num_drafts",
+    "drafted": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+    "expected": "spec_decode_expected_accepted_tokens",
+    "wasted": "spec_decode_num_wasted_rows",
+}
+_PER_LABEL = {
+    "offered_by_position": ("spec_decode_num_offered_per_pos", "position"),
+    "accepted_by_position": ("spec_decode_num_accepted_tokens_per_pos", "position"),
+    "drafted_by_source": ("spec_decode_num_draft_tokens_by_source", "source"),
+    "accepted_by_source": ("spec_decode_num_accepted_tokens_by_source", "source"),
+    "drafted_by_survival": ("spec_decode_num_draft_tokens_by_survival", "survival"),
+    "accepted_by_survival": ("spec_decode_num_accepted_tokens_by_survival", "survival"),
+    "no_draft": ("spec_decode_num_no_draft", "reason"),
+}
+_LATENCIES = {
+    "ttft": "time_to_first_token",
+    "inter_token": "inter_token_latency",
+    "end_to_end": "e2e_request_latency",
+    "queue": "request_queue_time",
+}
+_GAUGES = {
+    "up": "engine_up",
+    "running": "num_requests_running",
+    "waiting": "num_requests_waiting",
+    "waiting_tokens": "num_tokens_waiting",
+    "kv_usage": "kv_cache_usage_perc",
+    "draft_budget": "draft_budget",
+}
+_ENGINE_SUMS = {
+    "steps": "engine_steps_total",
+    "step_s": "step_time_seconds_sum",
+    "model_s": "step_model_time_seconds_sum",
+    "propose_s": "propose_time_seconds_sum",
+    "preemptions": "num_preemptions_total",
+    "prefix_queries": "prefix_cache_queries_total",
+    "prefix_hits": "prefix_cache_hits_total",
+}
+
+_DRAFTER_OF = {f"tailor_{series}_total": name for name, series in _PER_DRAFTER.items()}
+_LABEL_OF = {
+    f"tailor_{series}_total": (name, label) for name, (series, label) in _PER_LABEL.items()
+}
+_BUCKETS_OF = {f"tailor_{series}_seconds_bucket": name for name, series in _LATENCIES.items()}
+_ENGINE_OF = {f"tailor_{series}": name for name, series in (_GAUGES | _ENGINE_SUMS).items()}
+_ROWS, _OUTCOMES = "tailor_engine_rows_total", "tailor_request_outcomes_total"
+_NAMES = (*_DRAFTER_OF, *_LABEL_OF, *_BUCKETS_OF, *_ENGINE_OF, _ROWS, _OUTCOMES)
+_NUM_BUCKETS = len(LATENCY_BUCKETS_S) + 1
+
+
+def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict[str, Any]:
+    """All that the page shows, as cumulative counts; the page takes differences itself.
+
+    now_s: a clock to divide differences by. edges_s: upper edges of the latency buckets; one more
+    bucket has no upper edge. drafts: sums by task, drafter and model. tasks: outcomes, and counts
+    per latency bucket, by task and model. engines: gauges and sums. open: the oldest open
+    requests, without any text of theirs; num_open: all of them.
+
+    key: whose view it is. A key sees the tasks that it may use and, unless it is an admin key,
+    its own open requests; None (a server without keys) sees everything.
+    """
+    drafts: dict[tuple[str, ...], dict[str, Any]] = {}
+    tasks: dict[tuple[str, ...], dict[str, Any]] = {}
+    engines: dict[str, dict[str, Any]] = {
+        engine["name"]: {**engine, "rows": {}} for engine in client.engines()
+    }
+    for family in metrics.families(_NAMES):
+        for sample in family.samples:
+            name, labels, value = sample.name, sample.labels, sample.value
+            task = labels.get("task")
+            if task is not None and key is not None and not key.may_use(task, labels["model"]):
+                continue
+            if name in _ENGINE_OF or name == _ROWS:
+                engine = engines.get(labels["engine"])
+                if engine is None:
+                    continue
+                if name == _ROWS:
+                    engine["rows"][labels["kind"]] = value
+                else:
+                    engine[_ENGINE_OF[name]] = value
+            elif name in _BUCKETS_OF or name == _OUTCOMES:
+                entry = _entry(tasks, labels, ("task", "model"))
+                if name == _OUTCOMES:
+                    entry.setdefault("outcomes", {})[labels["outcome"]] = value
+                else:
+                    entry.setdefault(_BUCKETS_OF[name], []).append(value)
+            elif name in _DRAFTER_OF:
+                _entry(drafts, labels, ("task", "drafter", "model"))[_DRAFTER_OF[name]] = value
+            else:
+                short, label = _LABEL_OF[name]
+                entry = _entry(drafts, labels, ("task", "drafter", "model"))
+                entry.setdefault(short, {})[labels[label]] = value
+    for entry in tasks.values():
+        for short in _LATENCIES:
+            counts = entry.get(short, [0.0] * _NUM_BUCKETS)
+            entry[short] = [
+                int(count - before) for count, before in zip(counts, [0.0, *counts], strict=False)
+            ]
+    open_requests = client.open_requests(None if key is None or key.admin else key.key_id)
+    return {
+        "now_s": time.monotonic(),
+        "edges_s": LATENCY_BUCKETS_S,
+        "drafts": list(drafts.values()),
+        "tasks": list(tasks.values()),
+        "engines": list(engines.values()),
+        "num_open": len(open_requests),
+        "open": open_requests[:MAX_OPEN_SHOWN],
+    }
+
+
+def _entry(
+    entries: dict[tuple[str, ...], dict[str, Any]], labels: dict[str, str], names: tuple[str, ...]
+) -> dict[str, Any]:
+    key = tuple(labels[name] for name in names)
+    entry = entries.get(key)
+    if entry is None:
+        entry = entries[key] = {name: labels[name] for name in names}
+    return entry

@@ -1,0 +1,382 @@
+// The figures: polls dashboard/data, keeps the last minutes, draws.
+
+import { call } from "./access.js";
+import { bar, byId, element, fill, replaceIfNew } from "./dom.js";
+import { between, NONE, number, percent, quantile, ratio, seconds, total } from "./figures.js";
+
+const POLL_MS = 2000;
+const KEEP_S = 310;
+const SVG = "http://www.w3.org/2000/svg";
+
+const history = [];
+let paused = false;
+let timer = 0;
+
+const taskSelect = byId("task");
+const windowSelect = byId("window");
+const state = byId("state");
+
+function tell(text, bad = false) {
+  if (state.textContent !== text) state.textContent = text;
+  state.classList.toggle("bad", bad);
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (paused || document.hidden) return;
+  try {
+    const response = await call("dashboard/data");
+    if (!response.ok) throw new Error(`the server answered ${response.status}`);
+    const snapshot = await response.json();
+    if (paused) return;
+    take(snapshot);
+  } catch (error) {
+    tell(`No figures: ${error.message}`, true);
+  }
+  clearTimeout(timer);
+  timer = setTimeout(poll, POLL_MS);
+}
+
+function take(snapshot) {
+  const last = history.at(-1);
+  if (last && numSteps(snapshot) < numSteps(last)) history.length = 0; // the server was restarted
+  history.push(snapshot);
+  while (history.length > 2 && snapshot.now_s - history[0].now_s > KEEP_S) history.shift();
+  draw();
+}
+
+const numSteps = (snapshot) => snapshot.drafts.reduce((all, entry) => all + (entry.steps ?? 0), 0);
+
+/** The snapshot that the chosen window begins with; null is the server's start. */
+function windowStart(newest) {
+  const length = Number(windowSelect.value);
+  if (length === 0) return null;
+  return history.find((old) => newest.now_s - old.now_s <= length + 0.5) ?? newest;
+}
+
+function draw() {
+  const newest = history.at(-1);
+  if (!newest) return;
+  byId("version").textContent = newest.version;
+  const states = newest.engines.map((engine) => engine.state);
+  const ready = states.filter((s) => s === "ready").length;
+  tell(
+    ready === states.length
+      ? `Live: ${ready === 1 ? "the engine is" : `all ${ready} engines are`} ready`
+      : `${ready} of ${states.length} engines ready`,
+    ready < states.length,
+  );
+  offerTasks(newest);
+
+  const task = taskSelect.value;
+  const wanted = (entry) => task === "" || entry.task === task;
+  const start = windowStart(newest);
+  const span = between(newest, start);
+  const drafts = total(span.drafts.filter(wanted));
+  const tasks = total(span.tasks.filter(wanted));
+  const engines = total(span.engines);
+  const busy = (drafts.steps ?? 0) > 0;
+  byId("span").textContent = !busy
+    ? "Nothing was generated in this time."
+    : start === null
+      ? "All since the server started."
+      : `The last ${seconds(span.seconds)}.`;
+
+  drawTiles(newest, span, drafts, tasks, engines);
+  drawCharts(wanted);
+  drawTasks(span, wanted);
+  drawDrafts(drafts);
+  drawSlices(span, wanted);
+  drawEngines(span);
+  drawOpen(newest, wanted);
+}
+
+function offerTasks(newest) {
+  const names = [...new Set(newest.tasks.map((entry) => entry.task))].sort();
+  const chosen = taskSelect.value;
+  replaceIfNew(taskSelect, names.join("\0"), () => [
+    element("option", { value: "" }, "all tasks"),
+    ...names.map((name) => element("option", { value: name }, name)),
+  ]);
+  taskSelect.value = names.includes(chosen) ? chosen : "";
+}
+
+function drawTiles(newest, span, drafts, tasks, engines) {
+  const q = (counts, at) => seconds(quantile(span.edges_s, counts, at));
+  const num = span.engines.length || 1;
+  const tiles = [
+    ["Running", number(engines.running), `${number(engines.waiting)} waiting`],
+    ["Tokens per second", number(span.seconds ? (drafts.tokens ?? 0) / span.seconds : null), ""],
+    ["Tokens per step", number(ratio(drafts.tokens, drafts.steps)), "all decode steps"],
+    ["Accepted of verified rows", percent(ratio(drafts.accepted, drafts.drafted)),
+      `${number(drafts.wasted ?? 0)} wasted`],
+    ["First token", q(tasks.ttft, 0.5), `95 %: ${q(tasks.ttft, 0.95)}`],
+    ["Between tokens", q(tasks.inter_token, 0.5), `95 %: ${q(tasks.inter_token, 0.95)}`],
+    ["Whole answer", q(tasks.end_to_end, 0.5), `95 %: ${q(tasks.end_to_end, 0.95)}`],
+    ["Draft rows a step", number(ratio(engines.rows?.draft, engines.steps)),
+      `budget now ${number(engines.draft_budget)}`],
+    ["KV cache in use", percent((engines.kv_usage ?? 0) / num),
+      `${percent(ratio(engines.prefix_hits, engines.prefix_queries))} prefix hits`],
+    ["Errors", number(tasks.outcomes?.error ?? 0), `${number(tasks.outcomes?.ok ?? 0)} answered`],
+  ];
+  const list = byId("tiles");
+  if (list.children.length !== tiles.length) {
+    list.replaceChildren(
+      ...tiles.map(([title]) =>
+        element("div", {}, element("dt", {}, title), element("dd", {}, "")),
+      ),
+    );
+  }
+  tiles.forEach(([, value, more], i) => {
+    const place = list.children[i].lastChild;
+    const text = `${value}\0${more}`;
+    replaceIfNew(place, text, () => [`${value} `, element("small", {}, more)]);
+  });
+}
+
+const CHARTS = [
+  { title: "Tokens per second", of: (d, s) => (d.tokens ?? 0) / s.seconds },
+  { title: "Tokens per step", of: (d) => ratio(d.tokens, d.steps) },
+  { title: "Accepted of verified rows", of: (d) => ratio(d.accepted, d.drafted), show: percent },
+  {
+    title: "Draft rows a step",
+    of: (d, s) => ratio(total(s.engines).rows?.draft, total(s.engines).steps),
+    second: "running requests",
+    other: (d, s) => total(s.engines).running ?? 0,
+  },
+];
+
+function drawCharts(wanted) {
+  const spans = history.slice(1).map((snapshot, i) => between(snapshot, history[i]));
+  const sums = spans.map((span) => total(span.drafts.filter(wanted)));
+  const box = byId("charts");
+  if (!box.children.length) box.append(...CHARTS.map(emptyChart));
+  CHARTS.forEach((chart, n) => {
+    const show = chart.show ?? number;
+    const values = spans.map((span, i) => chart.of(sums[i], span));
+    const others = chart.other ? spans.map((span, i) => chart.other(sums[i], span)) : [];
+    const known = values.filter((value) => value !== null);
+    const most = Math.max(...known, ...others, 1e-9);
+    const [figure] = [box.children[n]];
+    const now = known.length ? show(known.at(-1)) : NONE;
+    figure.querySelector("span").textContent = `${now} (most ${known.length ? show(Math.max(...known)) : NONE})`;
+    const svg = figure.querySelector("svg");
+    svg.setAttribute("aria-label", `${chart.title}: now ${now}`);
+    svg.querySelector(".first").setAttribute("d", line(values, most));
+    if (chart.other) svg.querySelector(".second").setAttribute("d", line(others, most));
+  });
+}
+
+function emptyChart(chart) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", "chart");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("viewBox", "0 0 150 60");
+  svg.setAttribute("preserveAspectRatio", "none");
+  for (const name of ["second", "first"]) {
+    const path = document.createElementNS(SVG, "path");
+    path.setAttribute("class", name);
+    svg.append(path);
+  }
+  const caption = element("figcaption", {}, chart.title, element("span", {}));
+  const figure = element("figure", {}, caption, svg);
+  if (chart.second) {
+    figure.append(element("p", { class: "note" }, element("i", { class: "dash" }), ` ${chart.second}`));
+  }
+  return figure;
+}
+
+/** An SVG path over the last 150 polls (5 minutes); gaps where there is no value. */
+function line(values, most) {
+  let path = "";
+  let pen = false;
+  values.slice(-150).forEach((value, i, shown) => {
+    if (value === null) {
+      pen = false;
+      return;
+    }
+    const x = 150 - shown.length + i;
+    const y = 58 - (56 * value) / most;
+    path += pen ? `L${x} ${y.toFixed(1)}` : `M${x - 0.5} ${y.toFixed(1)}L${x} ${y.toFixed(1)}`;
+    pen = true;
+  });
+  return path;
+}
+
+function drawTasks(span, wanted) {
+  const rows = span.tasks
+    .filter(wanted)
+    .map((entry) => {
+      const drafts = total(
+        span.drafts.filter((d) => d.task === entry.task && d.model === entry.model),
+      );
+      const q = (counts, at) => seconds(quantile(span.edges_s, counts, at));
+      return {
+        name: entry.task,
+        model: entry.model,
+        answered: entry.outcomes?.ok ?? 0,
+        failed: entry.outcomes?.error ?? 0,
+        tokens: drafts.tokens ?? 0,
+        perStep: ratio(drafts.tokens, drafts.steps),
+        accepted: ratio(drafts.accepted, drafts.drafted),
+        wasted: drafts.wasted ?? 0,
+        ttft: q(entry.ttft, 0.5),
+        between: q(entry.inter_token, 0.5),
+        whole: q(entry.end_to_end, 0.95),
+      };
+    })
+    .filter((row) => row.tokens > 0 || row.answered > 0 || row.failed > 0);
+  byId("tasks").classList.add("cards");
+  fill(
+    byId("tasks"),
+    [
+      { title: "Task", of: (r) => r.name },
+      { title: "Model", of: (r) => r.model },
+      { title: "Answered", of: (r) => number(r.answered) },
+      { title: "Failed", of: (r) => number(r.failed) },
+      { title: "Tokens", of: (r) => number(r.tokens) },
+      { title: "Tokens per step", of: (r) => number(r.perStep) },
+      { title: "Accepted", of: (r) => percent(r.accepted) },
+      { title: "Wasted rows", of: (r) => number(r.wasted) },
+      { title: "First token", of: (r) => r.ttft },
+      { title: "Between", of: (r) => r.between },
+      { title: "Whole, 95 %", of: (r) => r.whole },
+    ],
+    rows,
+    "No task had a request in this time.",
+  );
+}
+
+function drawDrafts(drafts) {
+  const keys = (object) => Object.keys(object ?? {});
+  const offered = drafts.offered_by_position ?? {};
+  const positions = keys(offered)
+    .map(Number)
+    .sort((a, b) => a - b)
+    .filter((position) => offered[position] > 0)
+    .map((position) => ({
+      name: String(position + 1),
+      offered: offered[position],
+      share: ratio(drafts.accepted_by_position?.[position], offered[position]),
+    }));
+  fill(
+    byId("positions"),
+    [
+      { title: "Position", of: (r) => r.name },
+      { title: "Drafts", of: (r) => number(r.offered) },
+      { title: "Accepted", of: (r) => percent(r.share) },
+      { title: "Share", meter: true, of: (r) => bar(r.share) },
+    ],
+    positions,
+    "No drafts in this time.",
+  );
+
+  const drafted = drafts.drafted_by_source ?? {};
+  const sources = keys(drafted)
+    .filter((name) => drafted[name] > 0)
+    .sort((a, b) => drafted[b] - drafted[a])
+    .map((name) => ({
+      name,
+      rows: drafted[name],
+      share: ratio(drafts.accepted_by_source?.[name], drafted[name]),
+    }));
+  fill(
+    byId("sources"),
+    [
+      { title: "Source", of: (r) => element("span", { class: `drafted ${r.name}` }, r.name) },
+      { title: "Rows", of: (r) => number(r.rows) },
+      { title: "Accepted", of: (r) => percent(r.share) },
+      { title: "Share", meter: true, of: (r) => bar(r.share) },
+    ],
+    sources,
+    "No drafts in this time.",
+  );
+
+  const claimed = drafts.drafted_by_survival ?? {};
+  const tenths = keys(claimed)
+    .filter((tenth) => claimed[tenth] > 0)
+    .sort()
+    .map((tenth) => ({
+      name: `${(Number(tenth) * 100).toFixed(0)}–${(Number(tenth) * 100 + 10).toFixed(0)}\u00a0%`,
+      rows: claimed[tenth],
+      share: ratio(drafts.accepted_by_survival?.[tenth], claimed[tenth]),
+    }));
+  fill(
+    byId("survivals"),
+    [
+      { title: "Claimed", of: (r) => r.name },
+      { title: "Rows", of: (r) => number(r.rows) },
+      { title: "Observed", of: (r) => percent(r.share) },
+      { title: "Share", meter: true, of: (r) => bar(r.share) },
+    ],
+    tenths,
+    "No drafts in this time.",
+  );
+}
+
+function drawSlices(span, wanted) {
+  const rows = span.tasks.filter(wanted).filter((entry) => entry.slice_tokens > 0);
+  byId("no-slices").hidden = rows.length > 0;
+  byId("slices").hidden = rows.length === 0;
+}
+
+function drawEngines(span) {
+  byId("engines").classList.add("cards");
+  fill(
+    byId("engines"),
+    [
+      { title: "Engine", of: (e) => e.name },
+      { title: "Device", of: (e) => e.device },
+      { title: "State", of: (e) => e.state },
+      { title: "Running", of: (e) => number(e.running) },
+      { title: "Waiting", of: (e) => number(e.waiting) },
+      { title: "KV in use", of: (e) => percent(e.kv_usage) },
+      { title: "Rows a step", of: (e) => number(ratio(rowsOf(e), e.steps)) },
+      { title: "Draft budget", of: (e) => number(e.draft_budget) },
+      { title: "Step", of: (e) => seconds(ratio(e.step_s, e.steps)) },
+      { title: "Proposing", of: (e) => seconds(ratio(e.propose_s, e.steps)) },
+      { title: "Preempted", of: (e) => number(e.preemptions) },
+      { title: "Restarts", of: (e) => number(e.restarts) },
+    ],
+    span.engines,
+    "There is no engine.",
+  );
+}
+
+const rowsOf = (engine) => Object.values(engine.rows ?? {}).reduce((a, b) => a + b, 0);
+
+function drawOpen(newest, wanted) {
+  const rows = newest.open.filter(wanted);
+  byId("open-note").textContent =
+    newest.num_open > newest.open.length
+      ? `The oldest ${newest.open.length} of ${newest.num_open}.`
+      : "";
+  byId("open").classList.add("cards");
+  fill(
+    byId("open"),
+    [
+      { title: "Task", of: (r) => r.task },
+      { title: "State", of: (r) => r.state },
+      { title: "Age", of: (r) => seconds(r.age_s) },
+      { title: "Prompt", of: (r) => number(r.prompt_tokens) },
+      { title: "Tokens", of: (r) => `${r.tokens} of ${r.max_tokens}` },
+      { title: "Tokens per step", of: (r) => number(ratio(r.tokens, r.steps)) },
+      { title: "Accepted", of: (r) => percent(ratio(r.accepted, r.drafted)) },
+      { title: "Drafter", of: (r) => r.drafter },
+      { title: "Engine", of: (r) => r.engine },
+    ],
+    rows,
+    "No request is open.",
+  );
+}
+
+taskSelect.addEventListener("change", draw);
+windowSelect.addEventListener("change", draw);
+byId("pause").addEventListener("click", () => {
+  paused = !paused;
+  byId("pause").setAttribute("aria-pressed", String(paused));
+  if (paused) tell("Paused");
+  else poll();
+});
+document.addEventListener("visibilitychange", poll);
+poll();

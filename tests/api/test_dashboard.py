@@ -1,0 +1,267 @@
+"""GET /dashboard and its data, rejected drafts in answers, and vLLM's names in /metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.api.dashboard import PAGE_PATHS
+from server.config import ServerConfig, TaskConfig
+from server.types import Request
+from tests.api.live import LiveServer, as_bytes, encode, wait_until
+from tests.api.test_completions import events
+from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
+from tests.monitoring.live_engine import monitored
+
+IDS = encode(" over the lazy dog. Once upon a time")
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    with monitored() as server:
+        yield server
+
+
+# --- the page ---
+
+
+def test_every_file_is_served_closed_against_everything_foreign(live: LiveServer) -> None:
+    page = httpx.get(live.url + "/dashboard")
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "/dashboard/live.js" in PAGE_PATHS
+    for path in PAGE_PATHS:
+        answer = httpx.get(live.url + path)
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert httpx.head(live.url + path).headers["etag"] == answer.headers["etag"]
+        again = httpx.get(live.url + path, headers={"if-none-match": answer.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+        # No host is named but that of the SVG namespace, which nothing fetches.
+        hosts = set(re.findall(r"https?://[^/\"'\s]+", answer.text))
+        assert hosts <= {"http://www.w3.org"}, (path, hosts)
+        assert not re.search(r"\bon[a-z]+=|style=|javascript:", answer.text), path
+
+
+def test_all_that_the_page_names_is_there(live: LiveServer) -> None:
+    page = httpx.get(live.url + "/dashboard").text
+    wanted = set(re.findall(r'(?:href|src)="(dashboard/[^"]+)"', page))
+    assert wanted >= {"dashboard/page.css", "dashboard/live.js", "dashboard/playground.js"}
+    scripts = [path for path in PAGE_PATHS if path.endswith(".js")]
+    for path in scripts:
+        source = httpx.get(live.url + path).text
+        wanted |= {f"dashboard/{name}" for name in re.findall(r'from "\./([^"]+)"', source)}
+        ids = set(re.findall(r'byId\("([^"]+)"\)', source))
+        assert ids <= set(re.findall(r'id="([^"]+)"', page)), path
+    assert {f"/{name}" for name in wanted} <= set(PAGE_PATHS)
+    for label in re.findall(r'<label for="([^"]+)"', page):
+        assert f'id="{label}"' in page
+
+
+def test_the_page_can_be_switched_off() -> None:
+    config = ServerConfig.model_validate({"dashboard": {"enabled": False}})
+    with LiveServer([ScriptedEngine(saying(IDS))], config=config) as off:
+        for path in (*PAGE_PATHS, "/dashboard/data"):
+            assert httpx.get(off.url + path).status_code == 404
+
+
+# --- its data ---
+
+
+def data(server: LiveServer, key: str = "") -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = httpx.get(server.url + "/dashboard/data", headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    figures: dict[str, Any] = answer.json()
+    return figures
+
+
+def test_the_data_are_the_sums_of_the_reports() -> None:
+    tasks = {"tags": TaskConfig(name="tags")}
+    with monitored(tasks=tasks) as server:
+        before = data(server)
+        assert {entry["task"] for entry in before["tasks"]} == {"tags"}  # shown before any request
+        answers = [
+            server.post(
+                model="tags", prompt="the quick brown fox", max_tokens=20 + i, temperature=0,
+                ignore_eos=True, include_speculation=True,
+            ).json()
+            for i in range(6)
+        ]  # fmt: skip
+        figures = data(server)
+    reports = [answer["speculation"] for answer in answers]
+    [drafts] = figures["drafts"]
+    assert (drafts["task"], drafts["drafter"], drafts["model"]) == ("tags", "suffix", "tiny")
+    for name, field in (("steps", "steps"), ("drafted", "drafted_tokens"),
+                        ("accepted", "accepted_tokens")):  # fmt: skip
+        assert drafts[name] == sum(report[field] for report in reports) > 0
+    assert drafts["tokens"] == sum(a["usage"]["completion_tokens"] for a in answers)
+    assert drafts["wasted"] == drafts["drafted"] - drafts["accepted"]
+    by_position = [0] * 40
+    for report in reports:
+        for depth, number in enumerate(report["accepted_by_depth"]):
+            by_position[depth] += number
+    assert {int(p): n for p, n in drafts["accepted_by_position"].items() if n} == {
+        p: n for p, n in enumerate(by_position) if n
+    }
+    for kind in ("source", "survival"):
+        assert sum(drafts[f"drafted_by_{kind}"].values()) == drafts["drafted"]
+        assert sum(drafts[f"accepted_by_{kind}"].values()) == drafts["accepted"]
+    assert 0 < drafts["expected"] <= drafts["drafted"]
+    [task] = figures["tasks"]
+    assert task["outcomes"] == {"ok": 6, "abort": 0, "error": 0}
+    assert sum(task["ttft"]) == sum(task["end_to_end"]) == 6
+    assert sum(task["inter_token"]) == drafts["tokens"] - 6
+    assert len(task["ttft"]) == len(figures["edges_s"]) + 1
+    [engine] = figures["engines"]
+    assert engine["state"] == "ready" and engine["up"] == 1
+    assert engine["rows"]["draft"] == drafts["drafted"]
+    assert engine["steps"] >= drafts["steps"] and engine["step_s"] > engine["propose_s"] > 0
+    assert figures["open"] == [] and figures["num_open"] == 0
+
+
+def test_open_requests_are_listed_without_their_text() -> None:
+    engine = ScriptedEngine(saying(IDS, per_step=2))
+    with LiveServer([engine]) as server:
+        client = httpx.Client(timeout=10)
+        body = {"model": "tiny", "prompt": "SECRET fox", "max_tokens": 50, "stream": True}
+        with client.stream("POST", server.url + "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            engine.gate.clear()
+            wait_until(lambda: data(server)["open"][0]["tokens"] >= 2)
+            figures = data(server)
+            [entry] = figures["open"]
+            assert (entry["task"], entry["state"], entry["drafter"]) == (
+                "completion", "running", "suffix",
+            )  # fmt: skip
+            assert entry["max_tokens"] == 50 and 0 < entry["tokens"] <= 50
+            assert entry["accepted"] == entry["steps"] == entry["tokens"] // 2
+            assert entry["age_s"] > 0 and figures["num_open"] == 1
+            assert "SECRET" not in str(figures)
+            engine.gate.set()
+            for _ in lines:
+                pass
+        assert data(server)["open"] == []
+        client.close()
+
+
+def test_a_key_sees_its_own_and_polling_costs_it_nothing() -> None:
+    config = ServerConfig.model_validate(
+        {
+            "keys": (
+                {"id": "a", "key": "sk-a", "tasks": ("tags",), "requests_per_minute": 3},
+                {"id": "b", "key": "sk-b"},
+                {"id": "root", "key": "sk-root", "admin": True},
+            )
+        }
+    )
+    engine = ScriptedEngine(saying(IDS))
+    tasks = {"tags": TaskConfig(name="tags"), "other": TaskConfig(name="other")}
+    with LiveServer([engine], config=config, tasks=tasks) as server:
+        assert httpx.get(server.url + "/dashboard").status_code == 200  # files hold no data
+        refused = httpx.get(server.url + "/dashboard/data")
+        assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        for _ in range(5):  # a page polls more often than a key may ask
+            assert {entry["task"] for entry in data(server, "sk-a")["tasks"]} == {"tags"}
+        assert {entry["task"] for entry in data(server, "sk-b")["tasks"]} == {"tags", "other"}
+        engine.gate.clear()
+        body = {"model": "tags", "prompt": "the", "max_tokens": 5, "stream": True}
+        with httpx.Client(timeout=10, headers={"authorization": "Bearer sk-a"}) as client:
+            request = client.build_request("POST", server.url + "/v1/completions", json=body)
+            answer = client.send(request, stream=True)
+            wait_until(lambda: data(server, "sk-a")["num_open"] == 1)
+            assert data(server, "sk-b")["num_open"] == 0
+            assert data(server, "sk-root")["num_open"] == 1
+            engine.gate.set()
+            answer.read()
+            answer.close()
+
+
+# --- rejected drafts ---
+
+
+def test_rejected_drafts_stand_where_they_were_drafted() -> None:
+    ids = as_bytes("né 日本!")
+
+    def script(request: Request) -> Any:
+        from dataclasses import replace
+
+        steps = steps_of(request, ids, per_step=4)
+        paths = ((0, "suffix", tuple(as_bytes("XY"))), (3, "corpus", tuple(as_bytes("é"))))
+        return [[replace(steps[0][0], rejected_drafts=paths)], *steps[1:]]
+
+    with LiveServer([ScriptedEngine(script)]) as server:
+        options: dict[str, Any] = {"max_tokens": 20, "include_rejected_drafts": True}
+        [choice] = server.post(**options).json()["choices"]
+        assert choice["text"] == "né 日本!"
+        assert choice["rejected_drafts"] == [
+            {"token": 0, "offset": 0, "source": "suffix", "tokens": 2, "text": "XY"},
+            {"token": 3, "offset": 2, "source": "corpus", "tokens": 2, "text": "é"},
+        ]
+        chunks = events(server.post(stream=True, **options))
+        streamed = [d for c in chunks for d in c["choices"][0]["rejected_drafts"]]
+        assert streamed == choice["rejected_drafts"]
+        assert "rejected_drafts" not in server.post(max_tokens=3).json()["choices"][0]
+
+
+def test_rejected_drafts_of_the_engine_account_for_wasted_rows(live: LiveServer) -> None:
+    [choice], report = (
+        (body := live.post(
+            prompt="the quick brown fox", max_tokens=60, temperature=0.9, seed=3, ignore_eos=True,
+            include_rejected_drafts=True, include_speculation=True, include_token_sources=True,
+        ).json())["choices"],
+        body["speculation"],
+    )  # fmt: skip
+    wasted = report["drafted_tokens"] - report["accepted_tokens"]
+    rejected = choice["rejected_drafts"]
+    assert rejected and wasted > 0
+    # Paths share their first nodes, and what lies past the end is left out: bounds, not equality.
+    assert max(d["tokens"] for d in rejected) <= wasted
+    assert sum(d["tokens"] for d in rejected) >= 0.8 * wasted
+    assert all(0 <= d["token"] < 60 and d["offset"] <= len(choice["text"]) for d in rejected)
+    assert all(d["source"] in report["by_source"] for d in rejected)
+
+
+# --- vLLM's names ---
+
+
+def test_vllm_names_tell_the_same_figures_and_only_on_request() -> None:
+    config = ServerConfig.model_validate({"metrics": {"vllm_aliases": True}})
+    tasks = {"tags": TaskConfig(name="tags")}
+    with monitored(config=config, tasks=tasks) as server:
+        for i in range(4):
+            server.post(
+                model=("tags", "tiny")[i % 2], max_tokens=120, ignore_eos=True, temperature=0
+            )
+        text = httpx.get(server.url + "/metrics").text
+
+        def value(line: str) -> float:
+            [found] = re.findall(rf"^{re.escape(line)} (\S+)$", text, re.M)
+            return float(found)
+
+        model = 'model_name="tiny"'
+        assert value(f"vllm:generation_tokens_total{{{model}}}") == 480
+        assert value(f'vllm:num_requests_running{{engine="0",{model}}}') >= 0
+        assert value(f"vllm:time_to_first_token_seconds_count{{{model}}}") == 4
+        assert value(f'vllm:time_to_first_token_seconds_bucket{{le="+Inf",{model}}}') == 4
+        assert value(f'vllm:request_success_total{{finished_reason="length",{model}}}') == 4
+        accepted = server.sample("tailor_spec_decode_num_accepted_tokens_total")
+        assert value(f"vllm:spec_decode_num_accepted_tokens_total{{{model}}}") == accepted > 0
+        by_position = re.findall(
+            r"^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*\} (\S+)$", text, re.M
+        )
+        assert sum(map(float, by_position)) == accepted
+        total = server.sample("tailor_e2e_request_latency_seconds_sum")
+        assert value(f"vllm:e2e_request_latency_seconds_sum{{{model}}}") == pytest.approx(total)
+        names = re.findall(r"^# TYPE (\S+) ", text, re.M)
+        assert len(names) == len(set(names))
+    with LiveServer([ScriptedEngine(saying(IDS))]) as plain:
+        plain.post(max_tokens=3)
+        assert "vllm:" not in httpx.get(plain.url + "/metrics").text

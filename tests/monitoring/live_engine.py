@@ -1,0 +1,56 @@
+"""The engine behind the monitored server: the real one on the FakeRunner, with long contexts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from drafters.suffix import SuffixDrafter
+from server.api.client import EngineSpec
+from server.engine.batch import Batch
+from server.engine.engine import Engine, EngineSettings
+from server.engine.host import start_thread
+from server.engine.stops import StopTable
+from tests.api.live import TABLE, LiveServer
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+CONTEXT = 2048
+POISON = TABLE.vocab_size - 1
+"""A prompt that begins with this id cannot be computed: its request fails, and no other does."""
+
+
+def _fail_on_poison(batch: Batch) -> None:
+    if POISON in batch.token_ids[batch.positions == 0]:
+        raise MemoryError("out of memory")
+
+
+def make_engine(step_s: float) -> Engine:
+    """Texts repeat themselves, not always, so that drafts are often right, not always.
+
+    step_s: seconds a step takes.
+    """
+    info = fake_info(
+        vocab_size=TABLE.vocab_size,
+        num_blocks=1024,
+        block_size=16,
+        max_model_len=CONTEXT,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        eos_token_ids=(0,),
+    )
+    model = FakeModel(TABLE.vocab_size, context=1, boost=5.5)
+    runner = FakeRunner(model, info, step_s=step_s, fail=_fail_on_poison)
+    return Engine(
+        runner,
+        {"suffix": SuffixDrafter()},
+        EngineSettings(max_num_seqs=16, max_num_batched_tokens=256, prefill_rows=128),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+    )
+
+
+def monitored(*, step_s: float = 0.0, **options: Any) -> LiveServer:
+    """A LiveServer with one such engine. The drafter is compiled before it starts."""
+    SuffixDrafter().warm_up()
+    start = partial(start_thread, partial(make_engine, step_s), name="tiny/0", device="cpu")
+    spec = EngineSpec("tiny/0", "tiny", "cpu", start)
+    return LiveServer([spec], max_model_len=CONTEXT, **options)

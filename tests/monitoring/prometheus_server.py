@@ -1,0 +1,114 @@
+"""Debian's real Prometheus, as a process of its own that scrapes one server under test.
+
+It runs configs/prometheus as it is shipped, but for the target, the intervals (a second instead of
+five) and the folder. `apt-get install prometheus` brings the binaries; without them tests skip.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "prometheus"
+
+
+def binary(name: str) -> str:
+    """The path of `prometheus` or `promtool`; skips the test where it is not installed."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (Debian: apt-get install prometheus)")
+    return found
+
+
+class Prometheus:
+    """A running Prometheus; a context manager. folder: for its configuration and its data."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
+        for file in (CONFIG / "rules").glob("*.yml"):
+            rules = yaml.safe_load(file.read_text())
+            for group in rules["groups"]:
+                group.pop("interval", None)
+            (folder / file.name).write_text(yaml.safe_dump(rules))
+        config["rule_files"] = ["recording.yml", "alerts.yml"]
+        [job] = config["scrape_configs"]
+        job["file_sd_configs"] = [{"files": ["target.yml"]}]
+        (folder / "target.yml").write_text(yaml.safe_dump([{"targets": [target]}]))
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = (folder / "log").open("wb")
+        self._process = subprocess.Popen(
+            [
+                binary("prometheus"),
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--log.level=warn",
+            ],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self._client = httpx.Client(base_url=self.url, timeout=10)
+
+    def __enter__(self) -> Prometheus:
+        end_s = time.monotonic() + 20
+        while True:
+            assert self._process.poll() is None, Path(self._log.name).read_text()
+            try:
+                if self._client.get("/-/ready").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < end_s, "Prometheus did not start"
+            time.sleep(0.05)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+        self._process.terminate()
+        self._process.wait(20)
+        self._log.close()
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """The vector that an instant query returns. Fails for an expression that is none."""
+        answer = self._client.get("/api/v1/query", params={"query": expr}).json()
+        assert answer["status"] == "success", (expr, answer)
+        data = answer["data"]
+        assert data["resultType"] == "vector", expr
+        result: list[dict[str, Any]] = data["result"]
+        return result
+
+    def values(self, expr: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """The values of a vector by some of their labels."""
+        return {
+            tuple(entry["metric"][label] for label in labels): float(entry["value"][1])
+            for entry in self.query(expr)
+        }
+
+    def wait_scraped_after(self, unix_s: float) -> None:
+        """Return once all that happened before `unix_s` has been scraped."""
+        end_s = time.monotonic() + 20
+        while True:
+            scraped = self.values("min(timestamp(tailor_engine_up)) or vector(0)")
+            if scraped[()] > unix_s:
+                return
+            assert time.monotonic() < end_s, "nothing was scraped"
+            time.sleep(0.1)

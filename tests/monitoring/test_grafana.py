@@ -1,0 +1,126 @@
+"""configs/grafana: the files are what dashboards.py makes, and Grafana can lay them out.
+
+What their expressions return is asked in test_prometheus.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from server.metrics import Metrics
+
+GRAFANA = Path(__file__).parents[2] / "configs" / "grafana"
+
+
+def _source() -> Any:
+    import sys
+
+    module_spec = importlib.util.spec_from_file_location("dashboards", GRAFANA / "dashboards.py")
+    assert module_spec and module_spec.loader
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules.setdefault(module_spec.name, module)  # dataclasses look their module up
+    module_spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def dashboards() -> dict[str, dict[str, Any]]:
+    """The shipped files, by name."""
+    return {
+        file.stem: json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted((GRAFANA / "dashboards").glob("*.json"))
+    }
+
+
+PANELS = [
+    (name, panel)
+    for name, board in dashboards().items()
+    for panel in board["panels"]
+    if panel["type"] != "row"
+]
+
+
+def test_the_files_are_what_the_source_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    source = _source()
+    assert source.main(["--check"]) == 0, capsys.readouterr().err
+    assert {board.name for board in source.DASHBOARDS} == set(dashboards())
+
+
+def test_check_tells_a_stale_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = _source()
+    monkeypatch.setattr(source, "FOLDER", tmp_path / "dashboards")
+    assert source.main([]) == 0
+    first = tmp_path / "dashboards" / "serving.json"
+    first.write_text(first.read_text().replace("Latency", "Lateness"))
+    assert source.main(["--check"]) == 1
+    assert "serving.json is not what dashboards.py makes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_layout(name: str) -> None:
+    board = dashboards()[name]
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [panel["gridPos"] for panel in panels]
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
+    for a, b in combinations(places, 2):
+        apart = (
+            a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        )  # fmt: skip
+        assert apart, (name, a, b)
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_variables(name: str) -> None:
+    board = dashboards()[name]
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert {"datasource", "task", "model"} <= variables
+    used = {n for n in re.findall(r"\$\{?(\w+)", json.dumps(board)) if not n.startswith("__")}
+    assert used <= variables
+    by_task = [p for d, p in PANELS if d == name and "$task" in p["targets"][0]["expr"]]
+    assert len(by_task) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "panel"), PANELS, ids=lambda v: v if isinstance(v, str) else v["title"]
+)
+def test_panels_say_what_they_show_and_read_series_that_exist(
+    name: str, panel: dict[str, Any]
+) -> None:
+    assert len(panel["description"]) >= 4 and panel["title"]
+    known = {
+        sample
+        for family in Metrics().registry.collect()
+        for sample in _sample_names(family.name, family.type)
+    }
+    for target in panel["targets"]:
+        series = set(re.findall(r"\btailor_\w+", target["expr"]))
+        assert series and series <= known, series - known
+
+
+def _sample_names(name: str, kind: str) -> tuple[str, ...]:
+    if kind == "counter":
+        return (f"{name}_total",)
+    if kind == "histogram":
+        return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
+    return (name,)
+
+
+def test_provisioning_agrees_with_the_dashboards() -> None:
+    sources = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())
+    [source] = sources["datasources"]
+    assert source["type"] == "prometheus" and source["isDefault"]
+    providers = yaml.safe_load((GRAFANA / "provisioning/dashboards/tailor.yml").read_text())
+    assert providers["providers"][0]["options"]["path"]

@@ -1,0 +1,302 @@
+"""The page at /dashboard in a real headless Chromium, at a desktop's and a phone's width.
+
+    apt-get install chromium; pip install -e '.[page]'
+
+Without a browser or Playwright these tests skip. TAILOR_SCREENSHOTS=DIR keeps pictures of what
+they saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.config import ServerConfig, SpeculationConfig, TaskConfig
+from tests.api.live import LiveServer, wait_until
+from tests.api.test_end_to_end import PROMPTS
+from tests.monitoring.live_engine import monitored
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"width": 360, "height": 740}
+TASKS = {
+    "sql": TaskConfig(name="sql"),
+    "plain": TaskConfig(name="plain", speculation=SpeculationConfig(drafter="off")),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with monitored(step_s=0.004, tasks=TASKS) as live:
+        for i in range(8):
+            live.post(model="sql", prompt=PROMPTS[i % 4], max_tokens=40, temperature=0)
+        live.post(model="plain", max_tokens=10)
+        yield live
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # Root, as in a container, may not use Chromium's own sandbox.
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Visitor:
+    """A page that a test looks at, and all that went wrong or elsewhere meanwhile."""
+
+    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+        self.context = browser.new_context(**{"viewport": DESKTOP, **context})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(10_000)
+        self.problems: list[str] = []
+        self.elsewhere: list[str] = []
+        self.page.on(
+            "console",
+            lambda m: self.problems.append(m.text) if m.type in ("error", "warning") else None,
+        )
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on(
+            "request",
+            lambda r: None if r.url.startswith(url) else self.elsewhere.append(r.url),
+        )
+        self.page.goto(f"{url}/dashboard")
+
+    def see(self, name: str) -> None:
+        """Keep a picture where TAILOR_SCREENSHOTS says so."""
+        folder = os.environ.get("TAILOR_SCREENSHOTS")
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+    def since_the_start(self) -> None:
+        """All figures, not those of the last minute."""
+        self.page.wait_for_selector("#state:has-text('ready')")
+        self.page.select_option("#window", "0")
+
+    def close(self) -> None:
+        """The page must not have complained, nor asked another host for anything."""
+        assert self.problems == []
+        assert self.elsewhere == []
+        self.context.close()
+
+
+def cell(page: Any, table: str, row: str, column: str) -> str:
+    """A cell's text by its row's head and its column's."""
+    heads = page.locator(f"#{table} thead th").all_inner_texts()
+    place = page.locator(f"#{table} tbody tr", has=page.locator(f"th:text-is('{row}')"))
+    text: str = place.locator("th, td").nth(heads.index(column)).inner_text()
+    return text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_figures_are_the_server_s(
+    server: LiveServer, browser: Any, size: dict[str, int], scheme: str
+) -> None:
+    visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
+    page = visitor.page
+    visitor.since_the_start()
+    drafted = server.sample("tailor_spec_decode_num_draft_tokens_total", task="sql")
+    accepted = server.sample("tailor_spec_decode_num_accepted_tokens_total", task="sql")
+    tokens = server.sample("tailor_generation_tokens_total", task="sql")
+    steps = server.sample("tailor_spec_decode_num_decode_steps_total", task="sql")
+    page.select_option("#task", "sql")
+    if size is DESKTOP:
+        assert cell(page, "tasks", "sql", "Tokens per step") == f"{tokens / steps:.2f}"
+        assert cell(page, "tasks", "sql", "Accepted") == f"{accepted / drafted:.0%}".replace(
+            "%", " %"
+        )
+    tile = page.locator("#tiles div", has_text="Tokens per step").locator("dd").inner_text()
+    assert tile.startswith(f"{tokens / steps:.2f}")
+    assert page.locator("#positions tbody tr").count() >= 3
+    assert page.locator("#sources tbody tr").count() >= 1
+    assert page.locator("#survivals tbody tr").count() >= 2
+    assert "ready" in page.locator("#state").inner_text()
+    page.select_option("#task", "plain")
+    assert page.locator("#positions tbody tr").inner_text() == "No drafts in this time."
+    page.select_option("#task", "")
+    width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert width[0] <= width[1], "the page scrolls sideways"
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, background[4:-1].split(","))) > 384
+    assert light == (scheme == "light")
+    visitor.see(f"figures-{size['width']}-{scheme}")
+    visitor.close()
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_playground_shows_who_drafted_what(
+    server: LiveServer, browser: Any, size: dict[str, int]
+) -> None:
+    visitor = Visitor(browser, server.url, viewport=size)
+    page = visitor.page
+    page.wait_for_selector("#model option[value=sql]", state="attached")
+    page.select_option("#model", "sql")
+    page.fill("#prompt", PROMPTS[0])
+    page.fill("#max-tokens", "60")
+    page.click("#run")
+    page.wait_for_selector("#play-state:has-text('tokens per step')")
+    answer = server.post(
+        model="sql", prompt=PROMPTS[0], max_tokens=60, temperature=0, include_speculation=True,
+    ).json()  # fmt: skip
+    shown = page.evaluate(
+        "[...document.querySelectorAll('#answer > span')].map(s => s.textContent).join('')"
+    )
+    assert shown == answer["choices"][0]["text"]
+    report = answer["speculation"]
+    said = page.locator("#play-state").inner_text()
+    assert said.startswith(f"{answer['usage']['completion_tokens']} tokens in {report['steps']} ")
+    assert f"{report['accepted_tokens']} accepted" in said
+    assert page.locator("#answer .drafted").count() > 0
+    sources = page.locator("#legend .drafted").all_inner_texts()
+    assert set(sources) <= set(report["by_source"]) and sources
+    rejected = page.locator("#answer del")
+    assert rejected.count() > 0 and rejected.first.is_visible()
+    page.uncheck("#show-rejected")
+    assert not rejected.first.is_visible()
+    page.check("#show-rejected")
+    page.click("#steps-box summary")
+    assert page.locator("#steps tbody tr").count() == report["steps"]
+    width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert width[0] <= width[1], "the page scrolls sideways"
+    visitor.see(f"playground-{size['width']}")
+
+    page.select_option("#drafting", "off")
+    page.click("#run")
+    page.wait_for_selector("#play-state:has-text('0 rows drafted')")
+    again = page.evaluate("document.getElementById('answer').textContent")
+    assert again == shown and page.locator("#answer .drafted").count() == 0
+    visitor.close()
+
+
+def test_a_refusal_is_told_in_words(server: LiveServer, browser: Any) -> None:
+    visitor = Visitor(browser, server.url)
+    page = visitor.page
+    page.wait_for_selector("#model option[value=sql]", state="attached")
+    page.fill("#prompt", "the quick brown fox " * 4000)
+    page.click("#run")
+    page.wait_for_selector("#play-state.bad:has-text('context')")
+    assert page.locator("#run").inner_text() == "Run"
+    visitor.problems.clear()  # the browser notes the 400 itself
+    visitor.close()
+
+
+def test_the_keyboard_is_enough(server: LiveServer, browser: Any) -> None:
+    visitor = Visitor(browser, server.url)
+    page = visitor.page
+    page.wait_for_selector("#model option[value=sql]", state="attached")
+    reached: list[str] = []
+    while True:
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement === document.body"):
+            break  # past the end
+        reached.append(
+            page.evaluate("document.activeElement.id || document.activeElement.textContent")
+        )
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", reached[-1]
+    assert reached[:2] == ["Skip to the figures", "Skip to the playground"]
+    order = ["task", "window", "pause", "model", "max-tokens", "temperature", "drafting", "prompt",
+             "run", "show-rejected", "answer"]  # fmt: skip
+    assert [name for name in reached if name in order] == order
+    page.focus("#prompt")
+    page.fill("#prompt", "Once upon a time")
+    page.fill("#max-tokens", "200")
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#answer span")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#play-state:has-text('Stopped')")
+    wait_until(lambda: server.client.num_open == 0)  # the server was told, too
+    page.focus("#pause")
+    page.keyboard.press("Space")
+    assert page.get_attribute("#pause", "aria-pressed") == "true"
+    assert page.locator("#state").inner_text() == "Paused"
+    visitor.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_that_axe_finds_is_wrong(server: LiveServer, browser: Any, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
+    for size in (DESKTOP, PHONE):
+        visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
+        visitor.since_the_start()
+        page = visitor.page
+        page.wait_for_selector("#model option[value=sql]", state="attached")
+        page.fill("#prompt", PROMPTS[1])
+        page.select_option("#model", "sql")
+        page.click("#run")
+        page.wait_for_selector("#play-state:has-text('tokens per step')")
+        page.click("#steps-box summary")
+        page.click("#pause")
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        visitor.close()
+
+
+def test_a_server_with_keys_asks_for_one(browser: Any) -> None:
+    config = ServerConfig.model_validate({"keys": ({"id": "one", "key": "sk-one"},)})
+    with monitored(config=config, tasks=TASKS) as live:
+        visitor = Visitor(browser, live.url)
+        page = visitor.page
+        page.wait_for_selector("#key-form:visible")
+        visitor.see("key")
+        page.fill("#key", "sk-wrong")
+        page.click("#key-form button")
+        page.wait_for_selector("#key-note:has-text('not valid')")
+        page.fill("#key", "sk-one")
+        page.click("#key-form button")
+        page.wait_for_selector("#state:has-text('ready')")
+        page.wait_for_selector("#model option[value=sql]", state="attached")
+        assert not page.is_visible("#key-form")
+        assert page.evaluate("localStorage.length") == 0  # kept for this tab only
+        page.click("#run")
+        page.wait_for_selector("#play-state:has-text('tokens per step')")
+        assert all("401" in problem for problem in visitor.problems)
+        visitor.problems.clear()
+        visitor.close()
+
+
+def test_a_server_that_goes_away_is_told(browser: Any) -> None:
+    with monitored(tasks=TASKS) as live:
+        visitor = Visitor(browser, live.url)
+        visitor.page.wait_for_selector("#state:has-text('ready')")
+        assert httpx.get(live.url + "/dashboard/data").status_code == 200
+    visitor.page.wait_for_selector("#state.bad:has-text('No figures')")
+    visitor.problems.clear()  # the browser notes the refused connection itself
+    visitor.close()
+
+
+def test_the_pictures_of_the_readme_can_be_made(tmp_path: Path) -> None:
+    from loadtest.page_pictures import TASK_PROMPTS
+
+    def run(url: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "loadtest.page_pictures", "--url", url]
+        command += ["--rounds", "1", "--seconds", "0.5", "--out", str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    tasks = {name: TaskConfig(name=name) for name in TASK_PROMPTS}
+    with monitored(tasks=tasks) as live:
+        done = run(live.url)
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(done.stdout)
+    assert set(sizes) == {"dashboard.png", "playground-phone.png"}
+    for name, size in sizes.items():
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and size > 5_000
+    gone = run(live.url)
+    assert gone.returncode == 1 and gone.stderr.startswith("page_pictures: ")
