@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -134,6 +135,26 @@ def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
     # Ctrl-C reaches every process of the terminal's group, engines included.
     assert server.stop(signal.SIGINT) == 0
     assert "Traceback" not in "".join(server.lines)
+
+
+def test_a_folders_chat_template_is_served_and_a_broken_one_is_told(
+    tiny_folder: Path, tmp_path: Path, own_cache: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "talker"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+
+    def chat() -> Any:
+        return served_model(ModelConfig(name="talker", path=str(folder)), folder, None).chat
+
+    assert chat() is None and not caplog.records
+    config = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert chat().render([{"role": "user", "content": "hi"}]).text == "<s>hi"
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    assert chat() is None
+    assert "talker cannot chat: the chat template, line 1" in caplog.text
 
 
 def test_busy_port_is_told_at_once(tiny_folder: Path) -> None:
