@@ -80,6 +80,7 @@ class ChatOrder:
         return ToolReader(
             self.style,
             frozenset(self.tools.callable),
+            strict=self.tools.strict,
             max_calls=None if self.tools.parallel else 1,
             begun=self.forced is not None and self.forced.begun,
             forced=None if self.forced is None else self.forced.name,
@@ -233,7 +234,10 @@ class ChatIntake:
         if talker.tells_tools:
             messages, shown = tell_tools(messages, shown), None
         adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        num_chars = sum(len(message["content"]) for message in messages)
+        num_chars = tools.num_chars + sum(len(message["content"]) + 64 for message in messages)
+        for message in body.messages:
+            for call in message.tool_calls or ():
+                num_chars += len(call.function.arguments) if call.function is not None else 0
         return await self._intake.work(
             lambda: template.render(
                 messages,
@@ -243,7 +247,7 @@ class ChatIntake:
                 variables=variables,
                 opening=opening,
             ),
-            num_chars + 64 * (len(messages) + len(tools.shown or ())),
+            num_chars,
         )
 
 

@@ -7,6 +7,7 @@ unknown.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,9 +16,11 @@ from pydantic import FailFast, Field, WithJsonSchema
 
 from server.api.body import parse_object
 from server.api.protocol import INT31, BodyPart, GenerationBody, joined_texts
+from server.api.strict_arguments import StrictArguments
 from server.errors import (
     InvalidBodyError,
     InvalidRequestError,
+    LimitExceededError,
     UnsupportedFieldError,
     echoed,
 )
@@ -34,6 +37,7 @@ __all__ = [
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 1 << 18
 MAX_CALLS = 128
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -126,7 +130,7 @@ class FunctionBody(BodyPart):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments")
     strict: bool | None = Field(
-        None, description="true only with a tool_choice that forces a call: then it always holds"
+        None, description="true: a call is reported only with arguments that fit parameters"
     )
 
 
@@ -331,13 +335,17 @@ class ChosenTools:
     """What tools, tool_choice and parallel_tool_calls come to.
 
     shown: the tools as templates read them, None for none. callable: parameters' schemas of those
-    that may be called, by name. must_call: whether the answer is a call for certain.
+    that may be called, by name. strict: checks of those that are held to their schema by looking.
+    must_call: whether the answer is a call for certain (a grammar holds it then).
+    num_chars: of all descriptions and schemas.
     """
 
     shown: tuple[dict[str, Any], ...] | None
     callable: Mapping[str, Mapping[str, Any]]
+    strict: Mapping[str, StrictArguments]
     must_call: bool
     parallel: bool
+    num_chars: int
 
 
 def chosen_tools(body: ChatBody) -> ChosenTools:
@@ -347,7 +355,8 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     shown = []
-    strict: str | None = None
+    strict: dict[str, str] = {}
+    num_chars = 0
     for i, tool in enumerate(body.tools or ()):
         at = f"tools[{i}]"
         if tool.type != "function" or tool.custom is not None:
@@ -364,8 +373,13 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
                 f"{at}.function.name: {function.name} is there twice.", param=f"{at}.function.name"
             )
         if function.strict:
-            strict = f"{at}.function.strict"
+            strict[function.name] = f"{at}.function.parameters"
         parameters = function.parameters or {"type": "object", "properties": {}}
+        num_chars += len(json.dumps(parameters)) + len(function.description or "")
+        if num_chars > MAX_TOOLS_CHARS:
+            raise LimitExceededError(
+                f"tools: at most {MAX_TOOLS_CHARS} characters altogether.", param="tools"
+            )
         if parameters.get("type", "object") != "object":
             raise InvalidRequestError(
                 f"{at}.function.parameters: the type must be object.",
@@ -387,18 +401,19 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
         )
     mode, allowed = _choice(body.tool_choice, schemas)
     if mode == "none" or not schemas:
-        return ChosenTools(None, {}, False, False)
-    if strict is not None and mode == "auto":
-        raise UnsupportedFieldError(
-            f"{strict}: arguments are held to their schema only where a call is certain "
-            "(tool_choice required, or a function). Leave it out with auto.",
-            param=strict,
-        )
+        return ChosenTools(None, {}, {}, False, False, 0)
+    checks: dict[str, StrictArguments] = {}
+    if mode == "auto":
+        checks = {
+            name: StrictArguments(schemas[name], strict[name]) for name in allowed if name in strict
+        }
     return ChosenTools(
         shown=tuple(shown),
         callable={name: schemas[name] for name in allowed},
+        strict=checks,
         must_call=mode == "required",
         parallel=body.parallel_tool_calls is not False,
+        num_chars=num_chars,
     )
 
 

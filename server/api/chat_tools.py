@@ -12,6 +12,9 @@ have begun; from then on they are passed through as the model writes them. What 
 and is none (another name, no JSON) stays text. Whole and streamed answers come from the same
 reader, so they say the same.
 
+A call of a strict tool waits for its end: it is reported if its arguments fit the tool's schema,
+and stays text otherwise.
+
 A model whose template says nothing of tools is told of them by the server, in Hermes' form, as text
 of the system's message (`tell_tools`).
 
@@ -27,6 +30,8 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from server.api.strict_arguments import StrictArguments
 
 __all__ = [
     "ArgumentsPiece",
@@ -121,9 +126,14 @@ class _CallScanner:
     def raw(self) -> str:
         return "".join(self._read)
 
+    @property
+    def arguments(self) -> str:
+        """The arguments' text that was not taken yet."""
+        return "".join(self._arguments)
+
     def take_arguments(self) -> str:
-        """The arguments' text since the last time."""
-        text = "".join(self._arguments)
+        """The same, once."""
+        text = self.arguments
         self._arguments.clear()
         return text
 
@@ -246,7 +256,8 @@ def _json_of(text: str) -> Any:
 class ToolReader:
     """Splits the text of one choice into content and calls.
 
-    names: the tools that may be called. max_calls: calls beyond it, and all that follows, are not
+    names: the tools that may be called. strict: what the arguments of some of them must fit.
+    max_calls: calls beyond it, and all that follows, are not
     reported. begun: the text goes on behind a marker that the server wrote. forced: it goes on
     behind a name, too: all of it is that call's arguments.
 
@@ -259,6 +270,7 @@ class ToolReader:
         style: ToolFormat,
         names: frozenset[str],
         *,
+        strict: Mapping[str, StrictArguments] | None = None,
         max_calls: int | None = None,
         begun: bool = False,
         forced: str | None = None,
@@ -267,6 +279,7 @@ class ToolReader:
         self._style = style
         self._marker = MARKERS[style][0]
         self._names = names
+        self._strict = strict or {}
         self._max_calls = max_calls
         self._forced = forced
         self._new_id = new_id or (_short_id if style == "mistral" else _long_id)
@@ -395,7 +408,11 @@ class ToolReader:
             except _NotACall:
                 failed = True
             at += 1
-        if call.is_known and not self._reported:
+        check = self._strict.get(call.name or "")
+        if check is not None and call.done:
+            failed = not check.fits(call.arguments)
+        may_report = call.is_known and not failed if check is None else call.done and not failed
+        if may_report and not self._reported:
             assert call.name is not None
             events.append(CallStart(self.num_calls, self._new_id(), call.name))
             self.num_calls += 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
@@ -620,6 +621,31 @@ def test_an_unknown_tool_and_a_cut_call(
     assert '{"city": "Paris"}'.startswith(call["function"]["arguments"])
 
 
+def test_a_call_of_a_strict_tool_is_reported_when_its_arguments_fit(
+    server: LiveServer, engines: dict[str, ScriptedEngine]
+) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+        unit: Literal["C", "F"]
+
+    client = server.openai()
+    tool = openai.pydantic_function_tool(Weather)
+    assert tool["function"].get("strict") is True
+    for arguments, fits in (('{"unit": "C", "city": "Rome"}', True), ('{"city": "Rome"}', False)):
+        call = f'<tool_call>{{"name": "Weather", "arguments": {arguments}}}</tool_call>'
+        engines["hermes"].script = says(call, per_step=2)
+        answer = client.chat.completions.parse(
+            model="hermes", messages=[{"role": "user", "content": "x"}], tools=[tool]
+        )
+        [choice] = answer.choices
+        if fits:
+            [found] = choice.message.tool_calls or ()
+            assert found.function.parsed_arguments == Weather(city="Rome", unit="C")
+        else:
+            assert choice.message.content == call and choice.finish_reason == "stop"
+            assert not choice.message.tool_calls
+
+
 FORCED = {
     "chatml": '<tool_call>\n{"name": "get_weather", "arguments":',
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments":',
@@ -715,7 +741,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"text": "x"}]}, "documents"),
     ({"model": "coder", "tools": [weather()]}, "tools"),
     ({"model": "hermes", "tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
-    ({"model": "hermes", "tools": [weather(strict=True)]}, "tools[0].function.strict"),
+    ({"model": "hermes", "tools": [weather(strict=True, parameters={"pattern": "(a+)+$"})]},
+     "tools[0].function.parameters"),
     ({"model": "hermes", "tools": [weather()], "tool_choice": {"type": "custom"}}, "tool_choice"),
     ({"model": "hermes", "tools": [weather()], "response_format": {"type": "json_object"}},
      "response_format"),
@@ -811,6 +838,8 @@ def test_unknown_fields_and_too_many(server: LiveServer) -> None:
         (one(content=[{"type": "text", "text": "a", "cache": 1}]), "messages[0].content[0].cache"),
     ):
         check(chat(server, **body), 400, "unknown_parameter", param)
+    big = weather(parameters={"type": "object", "description": "x" * (1 << 18)})
+    check(chat(server, model="hermes", tools=[big]), 400, "limit_exceeded", "tools")
     check(chat(server, messages=MESSAGES * 4097), 400, "invalid_value", "messages")
     check(chat(server, model="hermes", tools=[weather(f"f{i}") for i in range(129)]), 400,
           "invalid_value", "tools")  # fmt: skip
