@@ -10,7 +10,13 @@ from typing import Any
 from server.api.chat_intake import ChatOrder
 from server.api.chat_tools import ArgumentsPiece, CallStart, ToolEvent
 from server.api.client import Submission
-from server.api.sources import SourceRun, join_runs, text_by_source
+from server.api.sources import (
+    RejectedDraft,
+    RejectedDrafts,
+    SourceRun,
+    join_runs,
+    text_by_source,
+)
 from server.api.streaming import (
     LOWEST_LOGPROB,
     ChunkFrame,
@@ -33,6 +39,7 @@ class _Piece:
     logprobs: list[dict[str, Any]]
     token_ids: tuple[int, ...]
     sources: list[SourceRun]
+    rejected: list[RejectedDraft]
 
 
 class _Choice:
@@ -46,6 +53,11 @@ class _Choice:
         self._request = request
         self._order = order
         self._reader = order.new_reader()
+        self._rejected = (
+            RejectedDrafts(order.table, skip_special=request.sampling.skip_special_tokens)
+            if order.order.include_rejected_drafts
+            else None
+        )
         self._stream = TextStream(
             order.table,
             stop=request.sampling.stop,
@@ -68,7 +80,8 @@ class _Choice:
             ended = delta.finish_reason == "stop"
             self.finish_reason = "tool_calls" if called and ended else delta.finish_reason
             self.stop_reason = delta.stop_reason
-        return _Piece(events, self._logprobs(delta), delta.token_ids, sources)
+        rejected = [] if self._rejected is None else self._rejected.take(delta)
+        return _Piece(events, self._logprobs(delta), delta.token_ids, sources, rejected)
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         """Of the tokens that are the message's: an id that only ends it is none of them."""
@@ -106,6 +119,7 @@ class _Message:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sources: list[SourceRun] = field(default_factory=list)
+    rejected: list[RejectedDraft] = field(default_factory=list)
 
     def add(self, piece: _Piece) -> None:
         for event in piece.events:
@@ -119,6 +133,7 @@ class _Message:
         self.logprobs += piece.logprobs
         self.token_ids += piece.token_ids
         self.sources += piece.sources
+        self.rejected += piece.rejected
 
     def object(self) -> dict[str, Any]:
         """OpenAI's message."""
@@ -152,13 +167,15 @@ async def chat_object(order: ChatOrder, submission: Submission) -> dict[str, Any
         }
         if inner.logprobs is not None:
             entry["logprobs"] = {"content": message.logprobs, "refusal": None}
-        if choice.stop_reason is not None:
-            entry["stop_reason"] = shown_stop_reason(choice.stop_reason)
+        if (reason := shown_stop_reason(choice.stop_reason)) is not None:
+            entry["stop_reason"] = reason
         if inner.return_token_ids:
             entry["token_ids"] = message.token_ids
             entry["prompt_token_ids"] = list(inner.requests[0].prompt_ids)
         if inner.include_token_sources:
             entry["token_sources"] = join_runs(message.sources)
+        if inner.include_rejected_drafts:
+            entry["rejected_drafts"] = message.rejected
         shown.append(entry)
     response = {
         "id": inner.request_id,
@@ -224,14 +241,10 @@ class _ChunkWriter:
                 logprobs = json.dumps({"content": piece.logprobs, "refusal": None})
             chunks.append(self._chunk(choice, text, logprobs, extra=extra if i == 0 else ""))
         if ended:
-            reason = ""
-            if choice.stop_reason is not None:
-                reason = f',"stop_reason":{json.dumps(shown_stop_reason(choice.stop_reason))}'
-            chunks.append(
-                self._chunk(
-                    choice, "", "null", finish=quote(str(choice.finish_reason)), extra=reason
-                )
-            )
+            reason = shown_stop_reason(choice.stop_reason)
+            told = "" if reason is None else f',"stop_reason":{json.dumps(reason)}'
+            finish = quote(str(choice.finish_reason))
+            chunks.append(self._chunk(choice, "", "null", finish=finish, extra=told))
         return chunks
 
     def _extra(self, choice: _Choice, piece: _Piece) -> str:
@@ -245,6 +258,8 @@ class _ChunkWriter:
                 extra += f',"prompt_token_ids":{json.dumps(inner.requests[0].prompt_ids)}'
         if piece.sources:
             extra += f',"token_sources":{json.dumps(piece.sources)}'
+        if piece.rejected:
+            extra += f',"rejected_drafts":{json.dumps(piece.rejected)}'
         return extra
 
     def _chunk(

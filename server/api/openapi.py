@@ -104,6 +104,10 @@ SPECULATION = {
 
 TOKEN_SOURCES = _list(_object({"source": NAME_OR_NULL, "tokens": COUNT, "text": TEXT}))
 
+REJECTED_DRAFTS = _list(
+    _object({"token": COUNT, "offset": COUNT, "source": TEXT, "tokens": COUNT, "text": TEXT})
+)
+
 FINISH_REASONS = {"enum": ["stop", "length", "content_filter", "tool_calls", "function_call"]}
 
 COMPLETION = _object(
@@ -136,6 +140,7 @@ COMPLETION = _object(
                 token_ids=_list(ID),
                 prompt_token_ids=_list(ID),
                 token_sources=TOKEN_SOURCES,
+                rejected_drafts=REJECTED_DRAFTS,
             )
         ),
         "usage": USAGE,
@@ -185,6 +190,7 @@ CHAT = _object(
                 token_ids=_list(ID),
                 prompt_token_ids=_list(ID),
                 token_sources=TOKEN_SOURCES,
+                rejected_drafts=REJECTED_DRAFTS,
             )
         ),
         "usage": USAGE,

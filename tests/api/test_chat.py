@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import httpx
@@ -360,6 +361,25 @@ def test_speculation_and_sources_are_reported(server: LiveServer, engine: Script
     assert engine.submitted[-1].report_sources
 
 
+def test_rejected_drafts_are_told(server: LiveServer, engine: ScriptedEngine) -> None:
+    draft = (1, "suffix", (5, 6))
+
+    def script(request: Request) -> Any:
+        assert request.report_rejected
+        return [
+            [replace(delta, rejected_drafts=(draft,)) for delta in step]
+            for step in steps_of(request, as_bytes("abcd"), per_step=2)
+        ]
+
+    engine.script = script
+    [choice] = chat(server, include_rejected_drafts=True).json()["choices"]
+    told = choice["rejected_drafts"]
+    assert [(d["token"], d["offset"], d["tokens"]) for d in told] == [(1, 1, 2), (3, 3, 2)]
+    chunks = events(chat(server, include_rejected_drafts=True, stream=True))
+    streamed = [d for c in chunks for d in c["choices"][0].get("rejected_drafts", ())]
+    assert streamed == told
+
+
 def test_errors_before_and_in_a_stream(server: LiveServer, engine: ScriptedEngine) -> None:
     engine.script = lambda r: [
         [steps_of(r, [], finish_reason="error")[0][0]]
@@ -406,8 +426,6 @@ def test_a_prediction_becomes_ids_of_the_request(
 def test_accepted_and_rejected_predictions_are_in_the_usage(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    from dataclasses import replace
-
     def script(request: Request) -> Any:
         return [
             [
