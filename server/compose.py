@@ -121,6 +121,7 @@ def build_engine(order: EngineOrder) -> Engine:
     )
     from server import token_bytes
     from server.engine.engine import Engine, EngineSettings
+    from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
     from server.engine.memory import TaskMemory
     from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
@@ -157,6 +158,15 @@ def build_engine(order: EngineOrder) -> Engine:
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, about a minute")
     cost = load_or_measure(runner, cost_file)
+    grammars = GrammarCompiler(
+        functools.partial(
+            load_grammar_tokenizer,
+            Path(order.folder) / "tokenizer.json",
+            runner.info.vocab_size,
+            runner.info.eos_token_ids,
+        ),
+        runner.info.vocab_size,
+    )
     profiles = ProfileFiles(table, runner.info.eos_token_ids)
     engine = Engine(
         runner,
@@ -164,6 +174,7 @@ def build_engine(order: EngineOrder) -> Engine:
         settings,
         stop_table=stops,
         cost=cost,
+        grammars=grammars,
         profiles=profiles,
         memory=memory,
     )

@@ -241,7 +241,8 @@ class Delta:
     prompt_logprobs: on the first delta of a choice that asked for them: one per prompt token,
         None for the first.
     finish_reason: set on the last delta of a choice.
-    stop_reason: the stop string (bytes) or stop id that ended it, if one did; None for EOS.
+    stop_reason: the stop string (bytes) or stop id that ended it, if one did; None for EOS; b""
+        when a grammar's text is complete (its last token has text, unlike an EOS).
     error: a message when finish_reason is "error".
     num_cached_tokens: prompt tokens read from the prefix cache (first delta).
     queue_s: seconds between arrival and the first step (first delta).

@@ -22,7 +22,9 @@ quote = json.encoder.encode_basestring_ascii
 
 def shown_stop_reason(stop_reason: int | bytes | None) -> int | str | None:
     """A choice's stop_reason as JSON has it."""
-    return stop_reason.decode() if isinstance(stop_reason, bytes) else stop_reason
+    if isinstance(stop_reason, bytes):
+        return stop_reason.decode() or None  # b"" is a grammar's end
+    return stop_reason
 
 
 class ChunkFrame:

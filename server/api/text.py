@@ -111,17 +111,19 @@ class TextStream:
         """The rest of the text, once the choice ended with these last ids.
 
         A stop string ends inside the last id: the text is cut there. An EOS or stop id (reason
-        "stop" without a string) has no text. Bytes that never became a character are U+FFFD.
+        "stop" without a string) has no text; the id that completes a grammar (stop_reason b"") has.
+        Bytes that never became a character are U+FFFD.
         """
         if finish_reason == "stop" and not isinstance(stop_reason, bytes):
             if token_ids and not self._include_stop:
                 token_ids = token_ids[:-1]
                 self.dropped_last = True
             stop_reason = None
+        assert not isinstance(stop_reason, int)
         before = self._pending + self._table.join(token_ids[:-1], skip_special=self._skip_special)
         last = self._table.join(token_ids[-1:], skip_special=self._skip_special)
         text = before + last
-        if isinstance(stop_reason, bytes):
+        if stop_reason:
             at = text.find(stop_reason, max(0, len(before) - len(stop_reason) + 1))
             if at >= 0:
                 text = text[: at + len(stop_reason) if self._include_stop else at]

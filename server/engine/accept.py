@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from server.engine.grammar import GrammarState
 from server.engine.stops import StopMatcher
 from server.types import FinishReason, StepCounts
 
@@ -68,14 +69,22 @@ def follow(
     return path
 
 
-def cut(run: Sequence[int], num_output: int, rules: StopRules, matcher: StopMatcher | None) -> Cut:
+def cut(
+    run: Sequence[int],
+    num_output: int,
+    rules: StopRules,
+    matcher: StopMatcher | None,
+    grammar: GrammarState | None = None,
+) -> Cut:
     """Where the run of newly drawn ids ends the choice.
 
     run: ids in order, at least one. num_output: tokens the choice had before. The matcher, if any,
-    has taken exactly those; afterwards it has taken the kept ones too.
+    has taken exactly those; afterwards it has taken the kept ones too. So has the grammar's state,
+    but for an EOS, stop id or stop string that ends the choice.
 
-    Order at each token: EOS, stop id, stop string, length. The token that ends the choice is kept
-    (usage counts it); the text of an EOS or stop id, and of a stop string, is the API's to drop.
+    Order at each token: EOS, stop id, stop string, a grammar that is complete, length. The token
+    that ends the choice is kept (usage counts it); the text of an EOS or stop id, and of a stop
+    string, is the API's to drop.
     """
     for i, token in enumerate(run):
         if token in rules.eos_ids:
@@ -87,6 +96,8 @@ def cut(run: Sequence[int], num_output: int, rules: StopRules, matcher: StopMatc
             found = matcher.push(token)
             if found is not None and count > rules.min_tokens:
                 return Cut(i + 1, "stop", found)
+        if grammar is not None and (not grammar.consume(token) or grammar.is_complete):
+            return Cut(i + 1, "stop", b"")
         if count >= rules.max_output:
             return Cut(i + 1, "length")
     return Cut(len(run))

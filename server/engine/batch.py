@@ -215,6 +215,10 @@ class SlicingRunner(Runner, Protocol):
         """
 
 
+NO_TOKEN_LEFT = "no token is left to draw: the request's constraints exclude all ids"
+"""The message of a failed draw whose constraints leave nothing; any other means broken numbers."""
+
+
 class DrawError(ValueError):
     """Some draws of a step have no answer: NaN logits, or constraints that exclude every id.
 

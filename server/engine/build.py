@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.engine.batch import Batch, DrawParams
+from server.engine.batch import Batch, DrawParams, UInt32
 from server.engine.drafting import CheckedTree
 from server.engine.scheduler import Scheduled
 
@@ -46,8 +46,13 @@ def build_batch(
     trees: SequenceOf[CheckedTree | None],
     *,
     num_prefill_rows: int,
+    masks: SequenceOf[UInt32 | None] | None = None,
 ) -> Built:
-    """All rows of one step. trees[i] hangs off the last row of items[i], or is None."""
+    """All rows of one step. trees[i] hangs off the last row of items[i], or is None.
+
+    masks[i]: the grammar's, uint32 [1 + nodes, words]: the root's row (all choices that fork off it
+    share it), then one per node; or None.
+    """
     num_nodes = sum(len(t.token_ids) for t in trees if t is not None)
     num_rows = sum(item.num_rows for item in items) + num_nodes
     num_blocks = max(item.sequence.num_blocks for item in items)
@@ -62,6 +67,9 @@ def build_batch(
     draw_params: list[int] = []
     draw_parent: list[int] = []
     draw_positions: list[int] = []
+    draw_mask: list[int] = []
+    given_masks: list[UInt32] = []
+    num_masks = 0
     score_rows: list[int] = []
     score_targets: list[int] = []
     score_top: list[int] = []
@@ -113,8 +121,17 @@ def build_batch(
             draw_parent.append(-1)
             draw_positions.append(root + 1)
             params.append(choice.draw_params())
+        own_masks = masks[s] if masks is not None else None
+        draw_mask.extend([-1 if own_masks is None else num_masks] * (len(draw_rows) - draw))
 
         tree = trees[s]
+        if own_masks is not None:
+            given_masks.append(own_masks)
+            num_nodes_of = own_masks.shape[0] - 1
+            draw_mask.extend(range(num_masks + 1, num_masks + 1 + num_nodes_of))
+            num_masks += 1 + num_nodes_of
+        elif tree is not None:
+            draw_mask.extend([-1] * len(tree.token_ids))
         if tree is None:
             continue
         num = len(tree.token_ids)
@@ -156,8 +173,8 @@ def build_batch(
         draw_params=np.array(draw_params, np.int32),
         draw_parent=np.array(draw_parent, np.int32),
         draw_positions=np.array(draw_positions, np.int32),
-        draw_mask=np.full(len(draw_rows), -1, np.int32),
-        masks=_NO_MASKS,
+        draw_mask=np.array(draw_mask, np.int32),
+        masks=np.concatenate(given_masks) if given_masks else _NO_MASKS,
         params=tuple(params),
         score_rows=np.array(score_rows, np.int32),
         score_targets=np.array(score_targets, np.int32),

@@ -109,6 +109,18 @@ class CheckedTree:
         self.depths = depths
         self.survival = np.asarray(survival, np.float64)
 
+    def chances(self, trust: float) -> npt.NDArray[np.float64]:
+        """The survivals as far as the drafter is trusted: what the draft budget ranks by."""
+        return self.survival * trust
+
+    def evidence(self, accepted: Sequence[int]) -> tuple[float, int] | None:
+        """(tokens that were claimed, tokens that were accepted) for the drafter's record."""
+        return float(self.survival.sum()), len(accepted)
+
+    def for_session(self, accepted: Sequence[int]) -> tuple[DraftTree, Sequence[int]] | None:
+        """The tree and the accepted nodes as the session that proposed it knows them."""
+        return self.tree, accepted
+
     def keep(self, num_nodes: int) -> CheckedTree:
         """The num_nodes likeliest nodes; closed under parents, order kept."""
         if num_nodes >= len(self.token_ids):

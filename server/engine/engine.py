@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,11 +28,19 @@ from server.engine.accept import (
     rejected_paths,
     sources_of,
 )
-from server.engine.batch import Batch, DrawError, Drawn, Int32, Runner
+from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, Int32, Runner, UInt32
 from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import Built, Span, build_batch
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry, check_tree
+from server.engine.grammar import (
+    FORCED,
+    GrammarCompiler,
+    GrammarState,
+    GrammarTemplate,
+    constrain,
+    fill_masks,
+)
 from server.engine.memory import TaskMemory
 from server.engine.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence, SequenceMark, Status
@@ -52,10 +61,6 @@ __all__ = ["Engine", "EngineSettings", "RunnerBrokenError", "Verdict", "Verifier
 
 _log = logging.getLogger(__name__)
 _NO_COUNTS = StepCounts()
-_NO_TOKEN = (
-    "no token could be drawn: the request's constraints exclude every token, or the model "
-    "produced NaN"
-)
 
 
 class RunnerBrokenError(RuntimeError):
@@ -109,6 +114,15 @@ class Verifier(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request that waits for its grammar, at most until deadline_s (time.monotonic())."""
+
+    leader: Sequence
+    template: Future[GrammarTemplate]
+    deadline_s: float
+
+
 class _StepFailed(Exception):
     """The runner raised `error`."""
 
@@ -129,12 +143,14 @@ class Engine:
         stop_table: StopTable | None = None,
         cost: CostTable | None = None,
         verifier: Verifier | None = None,
+        grammars: GrammarCompiler | None = None,
         controls: Mapping[str, Callable[[Any], Any]] | None = None,
         profiles: ProfileSource | None = None,
         memory: TaskMemory | None = None,
     ) -> None:
         """stop_table: id -> bytes, for stop strings. cost: the draft budget's (None: no pruning).
 
+        grammars: for requests with a grammar (None: they are refused); closed with the engine.
         profiles: vocabulary profiles by the name that requests give (None: no slices).
         controls: what ("control", ...) messages may call, by name, with plain values; beside
         these: task_report, task_forget and drafters_reload. memory: what is kept of tasks; closed
@@ -181,6 +197,9 @@ class Engine:
         self.num_failed_steps = 0
         self._cost = cost
         self._verifier = verifier
+        self._grammars = grammars
+        self._compiling: list[_Compiling] = []
+        self._problems: dict[int, str] = {}  # why a draw of the last step has no answer
         self._stop_table = stop_table
         self._eos = frozenset(self.info.eos_token_ids)
         self._open: dict[str, list[Sequence]] = {}
@@ -203,11 +222,14 @@ class Engine:
         RunnerBrokenError, and what `meanwhile` raises.
         """
         began = time.perf_counter()
+        if self._compiling:
+            self._admit_compiled()
         plan = self._schedule()
         if not plan.items:
             return self.take_deltas()
         trees, propose_s = self._propose(plan)
-        built = build_batch(plan.items, trees, num_prefill_rows=plan.num_prefill_rows)
+        masks = self._masks(plan, trees)
+        built = build_batch(plan.items, trees, num_prefill_rows=plan.num_prefill_rows, masks=masks)
         batch = self._cut_heads(plan, built)
         try:
             launched = time.perf_counter()
@@ -232,7 +254,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
-        return bool(self._open)
+        return len(self._open) > len(self._compiling) or any(
+            wait.template.done() or time.monotonic() > wait.deadline_s for wait in self._compiling
+        )
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar: has_work may turn true by itself."""
+        return bool(self._compiling)
 
     @property
     def num_open(self) -> int:
@@ -256,7 +285,7 @@ class Engine:
             slice_evictions=slices.index.num_evictions,
             verify_window=slices.last_window,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_waiting_tokens=scheduler.num_waiting_tokens,
             num_free_blocks=self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -313,7 +342,38 @@ class Engine:
                 sequence.num_cached_tokens = 0
                 self._finish(sequence, "length")
             return
-        self.scheduler.enqueue(leader)
+        if request.grammar is None:
+            self.scheduler.enqueue(leader)
+            return
+        assert self._grammars is not None
+        template = self._grammars.compile(request.grammar)
+        deadline_s = time.monotonic() + self._grammars.timeout_s
+        self._compiling.append(_Compiling(leader, template, deadline_s))
+
+    def _admit_compiled(self) -> None:
+        """Requests whose grammar is there join the queue; those whose grammar is not fail."""
+        waiting, self._compiling = self._compiling, []
+        now = time.monotonic()
+        for wait in waiting:
+            leader = wait.leader
+            if leader.status is Status.FINISHED:  # aborted meanwhile
+                continue
+            if not wait.template.done():
+                if now > wait.deadline_s:
+                    self._fail(leader, "the grammar takes too long to compile", "limit_exceeded")
+                else:
+                    self._compiling.append(wait)
+                continue
+            error = wait.template.exception()
+            if error is None:
+                for sequence in (leader, *leader.siblings):
+                    sequence.grammar = GrammarState(wait.template.result())
+                self.scheduler.enqueue(leader)
+            elif isinstance(error, ValueError):
+                self._fail(leader, f"the grammar cannot be used: {error}"[:200], "invalid_value")
+            else:
+                _log.error("a grammar could not be compiled", exc_info=error)
+                self._fail(leader, "the grammar could not be compiled", "engine_error")
 
     def abort(self, request_id: str) -> None:
         """End every open choice of a request now; unknown ids are fine (it has just finished)."""
@@ -335,6 +395,8 @@ class Engine:
         self.abort_all()
         if self.memory is not None:
             self.memory.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self.runner.close()
 
     def check(self) -> None:
@@ -383,6 +445,7 @@ class Engine:
         items = plan.items
         trees: list[CheckedTree | None] = [None] * len(items)
         asked: list[tuple[int, int, int]] = []  # item, most nodes, most depth
+        allowances: list[int] = []  # most nodes of the drafter's own
         num_draws = 0
         total_len = 0
         self._most_drafts = 0
@@ -396,12 +459,15 @@ class Engine:
             if reason:
                 continue
             allowed = sequence.draft_record.allowance()
-            if allowed == 0:
+            if allowed == 0 and sequence.grammar is None:
                 sequence.no_draft_reason = "cooldown"
                 continue
             depth = sequence.rules.max_output - sequence.num_output - 1
-            nodes = min(allowed, sequence.request.speculation.max_draft_tokens)
+            nodes = sequence.request.speculation.max_draft_tokens
+            if sequence.grammar is None:
+                nodes = min(allowed, nodes)
             asked.append((i, nodes, depth))
+            allowances.append(allowed)
         if not asked or self._suspects:
             return trees, 0.0
         began = time.perf_counter()
@@ -414,18 +480,21 @@ class Engine:
         most = self.budget.ceiling(num_draws, plan.num_rows, mean_len, fit)
         self._most_drafts = max(0, most)
         proposed: list[tuple[int, CheckedTree]] = []
-        for i, nodes, depth in asked:
+        for (i, nodes, depth), allowed in zip(asked, allowances, strict=True):
             sequence = items[i].sequence
             sequence.no_draft_reason = "budget"
             if most <= 0:
                 continue
-            tree = self._ask(sequence, min(nodes, most), depth)
+            if sequence.grammar is None:
+                tree = self._ask(sequence, min(nodes, most), depth)
+            else:
+                tree = self._ask_constrained(sequence, allowed, min(nodes, most), depth)
             if tree is None:
-                sequence.no_draft_reason = "no_match"
+                sequence.no_draft_reason = "no_match" if allowed else "cooldown"
             else:
                 proposed.append((i, tree))
         if proposed:
-            survivals = [t.survival * items[i].sequence.draft_record.trust for i, t in proposed]
+            survivals = [t.chances(items[i].sequence.draft_record.trust) for i, t in proposed]
             kept = self.budget.choose(survivals, num_draws, plan.num_rows, mean_len, fit)
             for (i, tree), num in zip(proposed, kept, strict=True):
                 sequence = items[i].sequence
@@ -436,6 +505,28 @@ class Engine:
                 else:
                     sequence.draft_record.forgive()
         return trees, time.perf_counter() - began
+
+    def _masks(self, plan: Plan, trees: list[CheckedTree | None]) -> list[UInt32 | None] | None:
+        """The grammars' masks per item: of the root, then of each node. None: nobody has one."""
+        if not any(item.draws and item.sequence.grammar is not None for item in plan.items):
+            return None
+        return [
+            self._masks_of(grammar, tree)
+            if item.draws
+            and (grammar := item.sequence.grammar) is not None
+            and item.sequence.rules.max_output > 0
+            else None
+            for item, tree in zip(plan.items, trees, strict=True)
+        ]
+
+    def _masks_of(self, grammar: GrammarState, tree: CheckedTree | None) -> UInt32:
+        try:
+            return fill_masks(grammar, tree)
+        except Exception as error:  # its draws fail, and so does its request alone
+            _log.exception("a grammar failed", exc_info=error)
+            grammar.problem = "an internal error"
+            num_nodes = 0 if tree is None else len(tree.token_ids)
+            return np.zeros((1 + num_nodes, grammar.num_words), np.uint32)
 
     def _launch(self, plan: Plan, batch: Batch) -> None:
         try:
@@ -458,9 +549,11 @@ class Engine:
                     self._disable_drafts(item.sequence, error)
 
     def _wait(self) -> Drawn:
+        self._problems = {}
         try:
             return self.runner.wait()
         except DrawError as error:
+            self._problems = dict(error.failed)
             return error.drawn  # some ids are -1: only the requests they belong to fail
         except Exception as error:
             raise _StepFailed(error) from error
@@ -471,6 +564,8 @@ class Engine:
         drawn_ids: list[int] = drawn.token_ids.tolist()
         for item, tree, span in zip(plan.items, trees, built.spans, strict=True):
             sequence = item.sequence
+            if sequence.status is Status.FINISHED:
+                continue  # another choice of its request has failed, and taken it along
             sequence.num_computed = item.start + item.num_rows
             if span.num_scores:
                 _take_scores(sequence, built.batch, drawn, span)
@@ -512,18 +607,23 @@ class Engine:
         head = sequence.head
         is_kept = head is not None and head.mode == "exact" and head.proposes
         is_short = min(run) < 0
-        if is_short and is_kept and (run[0] >= 0 or sequence.num_output > sequence.num_verified):
-            # The failed draw stands behind tokens that may be wrong: those are checked first.
+        if is_short:
+            # What comes before the failed draw stands, as it would without drafts, and its last
+            # token is the next step's root, where the draw fails again. Tokens of a slice may be
+            # wrong: they are checked first.
+            if run[0] < 0 and not (is_kept and sequence.num_output > sequence.num_verified):
+                self._fail_draw(sequence, self._problems.get(draw, NO_TOKEN_LEFT))
+                return
             run = run[: next(i for i, token in enumerate(run) if token < 0)]
-            path = path[: max(0, len(run) - 1)]  # the last token's row is fed again
+            path, draws = path[: max(0, len(run) - 1)], draws[: len(run)]
             if not run:
                 sequence.num_computed -= 1
                 self._unchecked.append((sequence, Cut(0), True))
                 return
-        elif is_short:
-            self._fail(sequence, _NO_TOKEN, "no_token")
+        end = cut(run, sequence.num_output, sequence.rules, sequence.matcher, sequence.grammar)
+        if sequence.grammar is not None and sequence.grammar.problem:
+            self._fail_draw(sequence, NO_TOKEN_LEFT)
             return
-        end = cut(run, sequence.num_output, sequence.rules, sequence.matcher)
         kept = run[: end.num_kept]
         accepted = path[: end.num_kept]
         if is_kept:
@@ -653,8 +753,10 @@ class Engine:
         sequences = [sequence for sequence, _, _ in unchecked]
         began = time.perf_counter()
         try:
+            self._problems = {}
             drawn = self.slices.verify(sequences)
         except DrawError as error:
+            self._problems = dict(error.failed)
             drawn = error.drawn
         except Exception as error:
             raise _StepFailed(error) from error
@@ -685,9 +787,10 @@ class Engine:
         if stands < num:
             token = right[stands]
             if token < 0:
-                self._fail(sequence, _NO_TOKEN, "no_token")
+                self._fail_draw(sequence, self._problems.get(draws[stands], NO_TOKEN_LEFT))
                 return
-            end = cut([token], sequence.num_output, sequence.rules, sequence.matcher)
+            rules, grammar = sequence.rules, sequence.grammar
+            end = cut([token], sequence.num_output, rules, sequence.matcher, grammar)
             if sequence.request.report_sources:
                 sequence.token_sources.append("")
             sequence.append([token])
@@ -743,6 +846,8 @@ class Engine:
             )
             sequence.drafter_name = drafter.name
             sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
+            if sequence.grammar is not None:
+                sequence.sources = (*sequence.sources, FORCED)
         except Exception as error:
             self._disable_drafts(sequence, error)
 
@@ -754,6 +859,37 @@ class Engine:
         if sequence.rules.max_output - sequence.num_output <= 1:
             return "length"
         return ""
+
+    def _ask_constrained(
+        self, sequence: Sequence, allowed: int, nodes: int, depth: int
+    ) -> CheckedTree | None:
+        """What the grammar forces, then up to `allowed` nodes of the drafter's that it permits."""
+        state, session = sequence.grammar, sequence.session
+        assert state is not None and session is not None
+        forced = state.forced()[: min(nodes, depth)]
+        proposed: CheckedTree | None = None
+        left = min(allowed, nodes - len(forced))
+        if left > 0 and len(forced) < depth:
+            try:
+                if forced:  # the drafter is asked how the text goes on after them
+                    mark = session.checkpoint()
+                    session.extend(forced)
+                    proposed = self._ask(sequence, left, depth - len(forced))
+                    if sequence.session is not None:
+                        session.rollback(mark)
+                else:
+                    proposed = self._ask(sequence, left, depth)
+            except Exception as error:
+                self._disable_drafts(sequence, error)
+                return None
+        return constrain(
+            state,
+            forced,
+            proposed,
+            max_nodes=nodes,
+            max_depth=depth,
+            source=len(sequence.sources) - 1,
+        )
 
     def _ask(self, sequence: Sequence, nodes: int, depth: int) -> CheckedTree | None:
         session = sequence.session
@@ -778,14 +914,16 @@ class Engine:
         accepted: list[int],
         kept: list[int],
     ) -> None:
-        if tree is not None:
-            sequence.draft_record.observe(float(tree.survival.sum()), len(accepted))
+        evidence = None if tree is None else tree.evidence(accepted)
+        if evidence is not None:
+            sequence.draft_record.observe(*evidence)
         session = sequence.session
         if session is None:
             return
         try:
-            if tree is not None:
-                session.feedback(tree.tree, accepted)
+            known = None if tree is None else tree.for_session(accepted)
+            if known is not None:
+                session.feedback(*known)
             session.extend(kept)
         except Exception as error:
             self._disable_drafts(sequence, error)
@@ -885,7 +1023,7 @@ class Engine:
             )
         if -(-num_prompt // size) > self.pool.num_blocks:
             return "the KV cache is too small for this prompt", "context_length_exceeded"
-        if len(scheduler.waiting) >= settings.max_waiting_requests:
+        if len(scheduler.waiting) + len(self._compiling) >= settings.max_waiting_requests:
             return "too many requests are waiting", "queue_full"
         if scheduler.waiting and (
             scheduler.num_waiting_tokens + num_prompt > settings.max_waiting_tokens
@@ -894,7 +1032,10 @@ class Engine:
         if request.sampling.stop and (self._stop_table is None or not all(request.sampling.stop)):
             return "stop strings are not available", "unsupported_parameter"
         if request.grammar is not None:
-            return "structured outputs are not available", "unsupported_parameter"
+            if self._grammars is None or not self._eos:
+                return "structured outputs are not available", "unsupported_parameter"
+            if request.sampling.ignore_eos:
+                return "ignore_eos cannot be combined with a grammar", "unsupported_parameter"
         refusal = self.slices.refusal(request)
         if refusal is not None:
             return refusal
@@ -996,6 +1137,27 @@ class Engine:
             del self._open[request_id]
         if self.memory is not None:
             self._remember(self.memory, sequence, finish_reason in ("stop", "length"))
+
+    def _fail_draw(self, sequence: Sequence, problem: str) -> None:
+        """No token could be drawn for a choice: its request fails, and says why."""
+        if problem != NO_TOKEN_LEFT:
+            self._fail(sequence, problem, "engine_error")
+            return
+        grammar = sequence.grammar
+        if grammar is not None and grammar.problem and not grammar.is_dead_end:
+            self._fail(
+                sequence,
+                f"the grammar cannot be followed any further: {grammar.problem}",
+                "limit_exceeded",
+            )
+            return
+        what = "grammar, " if grammar is not None else ""
+        self._fail(
+            sequence,
+            f"No token satisfies the request's constraints after {sequence.num_output} tokens: "
+            f"{what}allowed_token_ids, logit_bias and min_tokens together exclude every one.",
+            "constraint_unsatisfiable",
+        )
 
     def _fail(self, sequence: Sequence, message: str, code: str) -> None:
         """A request fails as a whole: every open choice gets the error."""

@@ -34,6 +34,7 @@ EngineFactory = Callable[[], Engine]
 """Builds the engine inside its process. For start_process it must be picklable."""
 
 _STOP_SIGNAL = signal.SIGUSR1
+_COMPILING_MS = 1  # between looks at a grammar that is being compiled, while nothing else is open
 _MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
 
 
@@ -77,9 +78,10 @@ class EngineHost:
                     self._flush()
                     channel.send(connection, ("stats", channel.pack_stats(engine.stats())))
                     announced = True
-                if self._draining:
+                if self._draining and not engine.is_compiling:
                     return 0
-                poller.poll(engine.tend())
+                wait_ms = engine.tend()
+                poller.poll(_COMPILING_MS if engine.is_compiling else wait_ms)
         except (EOFError, BrokenPipeError, ConnectionError):
             return 1  # the API process is gone
         finally:

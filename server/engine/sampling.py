@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import DrawParams, UInt32
+from server.engine.batch import NO_TOKEN_LEFT, DrawParams, UInt32
 from server.types import TokenLogprob
 
 Float64 = npt.NDArray[np.float64]
@@ -146,7 +146,7 @@ def draw(
     """
     x = process_logits(logits, params, path_tokens, mask)
     if not np.isfinite(x.max()):
-        raise ValueError("no token is left to draw: the request's constraints exclude all ids")
+        raise ValueError(NO_TOKEN_LEFT)
     if params.sampling.temperature == 0.0:
         return int(np.argmax(x))
     kept = np.flatnonzero(np.isfinite(x))

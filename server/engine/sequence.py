@@ -19,6 +19,7 @@ from drafters.base import DraftSession
 from server.engine.accept import StopRules
 from server.engine.batch import DrawParams, Int32
 from server.engine.budget import DraftRecord
+from server.engine.grammar import GrammarState
 from server.engine.slices import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.types import Request, StepCounts, TokenLogprob
@@ -64,6 +65,7 @@ class Sequence:
         "draft_record",
         "drafter_name",
         "first_step_s",
+        "grammar",
         "has_spoken",
         "head",
         "ids",
@@ -147,6 +149,9 @@ class Sequence:
             self.matcher = StopMatcher(sampling.stop, stop_table, sampling.skip_special_tokens)
         if sampling.has_penalties:
             self._recount()
+
+        # Set by the engine once it is compiled; consumes in accept.cut, goes back in rollback().
+        self.grammar: GrammarState | None = None
 
         # Marks (beside num_tokens): written by the engine through verify() and release().
         self.num_verified = 0
@@ -265,6 +270,8 @@ class Sequence:
         del self.keys[self.num_tokens // self.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())
+        if self.grammar is not None:
+            self.grammar.rollback(min(self.grammar.num_consumed, num_output))
         if self.request.sampling.has_penalties:
             self._recount()
         if self.session is not None:

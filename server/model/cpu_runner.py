@@ -19,7 +19,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawError, Drawn, DrawParams, HeadSlice, Int32
+from server.engine.batch import (
+    NO_TOKEN_LEFT,
+    Batch,
+    DrawError,
+    Drawn,
+    DrawParams,
+    HeadSlice,
+    Int32,
+)
 from server.engine.sampling import noise_key
 from server.model import cpu_forward, cpu_sampler
 from server.model.cpu_kernels import LANES, PANEL, pack_panels
@@ -568,6 +576,10 @@ class CpuRunner:
         if plain:
             return int(cpu_sampler.argmax(logits))
         params = batch.params[batch.draw_params[d]]
+        mask_id = int(batch.draw_mask[d])
+        mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
+        if not ids.shape[0] and _is_plain_greedy(params, -1):  # but for its grammar
+            return int(cpu_sampler.masked_argmax(logits, mask, num))
         s = params.sampling
         path = _path_tokens(batch, d)
         counted, out, prompt = _EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS
@@ -583,8 +595,6 @@ class CpuRunner:
         allowed = _EMPTY_IDS
         if s.allowed_token_ids is not None:
             allowed = np.array(s.allowed_token_ids, np.int64)
-        mask_id = int(batch.draw_mask[d])
-        mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
         if ids.shape[0]:  # from ids to columns; what is not in the slice cannot be drawn anyway
             bias_ids, found = _columns(ids, bias_ids)
             biases = biases[found]
@@ -657,7 +667,7 @@ class _Answers:
 def _reason(hidden: Float32) -> str:
     """Why no id could be drawn from a hidden state."""
     if cpu_sampler.is_finite_row(hidden):
-        return "no token is left to draw: the request's constraints exclude all ids"
+        return NO_TOKEN_LEFT
     return "the model produced values that are not finite"
 
 

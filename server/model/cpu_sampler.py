@@ -61,6 +61,31 @@ def greedy(rows, logits, hidden, out):
 
 
 @_serial
+def masked_argmax(x, mask, vocab_size):
+    """Lowest index of the largest of float32 x[:vocab_size] whose bit of `mask` (uint32 words) is
+    set; FAILED when there is none above -inf. A grammar's masks are mostly empty or full words."""
+    best = np.float32(-np.inf)
+    where = FAILED
+    for w in range(mask.shape[0]):
+        word = mask[w]
+        start = 32 * w
+        if word == np.uint32(0) or start >= vocab_size:
+            continue
+        end = min(start + 32, vocab_size)
+        if word == np.uint32(0xFFFFFFFF):
+            top = best
+            for i in range(start, end):
+                top = max(top, x[i])
+            if top <= best:
+                continue
+        for i in range(start, end):
+            if (word >> np.uint32(i - start)) & np.uint32(1) != np.uint32(0) and x[i] > best:
+                best = x[i]
+                where = i
+    return where
+
+
+@_serial
 def _fmix32(h):
     h ^= h >> np.uint32(16)
     h = np.uint32(h * np.uint32(0x85EBCA6B))

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from server.engine.batch import Batch, DrawError, Drawn, DrawParams, Int32
+from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, DrawParams, Int32
 from server.model import attention as paged
 from server.model.graphs import DecodeGraphs, row_bucket
 from server.model.kv_cache import KvCache
@@ -737,7 +737,7 @@ def _read_back(step: _InFlight) -> Drawn:
             d,
             "the model produced NaN logits"
             if token_ids[d] == NAN_LOGITS
-            else "no token is left to draw: the request's constraints exclude all ids",
+            else NO_TOKEN_LEFT,
         )
         for d in np.flatnonzero(token_ids < 0).tolist()
     )

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher
 
 from server.engine.batch import DrawParams
 from server.engine.sampling import draw, token_logprob
+from server.grammar_text import grammar_text
 from server.types import Request, TokenLogprob
 from tests.fakes.fake_runner import FakeModel
 
@@ -52,6 +55,7 @@ def one_token_loop(
     max_model_len: int,
     token_bytes: list[bytes],
     slice_ids: set[int] | None = None,
+    grammar_tokenizer: Any = None,
 ) -> Outcome:
     """Run one choice of a request to its end.
 
@@ -79,6 +83,10 @@ def one_token_loop(
             out.prompt_logprobs.append(_as_sent(lp))
     ends = set(s.stop_token_ids) | (set() if s.ignore_eos else set(eos))
     banned = np.asarray(sorted(ends) if s.min_tokens else [], np.int32)
+    matcher = None
+    if request.grammar is not None:
+        matcher = LLMatcher(grammar_tokenizer, grammar_text(request.grammar), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
     while True:
         if len(out.ids) >= s.max_tokens or len(tokens) >= max_model_len:
             out.finish_reason = "length"
@@ -96,15 +104,21 @@ def one_token_loop(
             len(out.ids),
         )
         logits = seen = model.logits(row, tokens)
+        mask = None
+        if matcher is not None:
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            padded = np.zeros(-(-model.vocab_size // 32) * 4, np.uint8)
+            padded[: bits.shape[0]] = bits[: padded.shape[0]]
+            mask = padded.view(np.uint32)
         if slice_ids is not None:
             inside = sorted(slice_ids)
             seen = np.full_like(logits, -np.inf)
             seen[inside] = logits[inside]
         try:
             try:
-                token = draw(seen, params, len(tokens), [])
+                token = draw(seen, params, len(tokens), [], mask)
             except ValueError:
-                token = draw(logits, params, len(tokens), [])
+                token = draw(logits, params, len(tokens), [], mask)
                 seen = logits
         except ValueError:
             out.finish_reason = "error"
@@ -122,5 +136,10 @@ def one_token_loop(
             found = _stop_string(request, token_bytes, out.ids)
             if found is not None:
                 out.finish_reason, out.stop_reason = "stop", found
+                return out
+        if matcher is not None:
+            assert matcher.consume_token(token)
+            if matcher.is_stopped():
+                out.finish_reason, out.stop_reason = "stop", b""
                 return out
         row = feed(token)

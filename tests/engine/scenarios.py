@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 
 from server.engine.budget import CostTable
 from server.engine.engine import Engine, EngineSettings, Verdict, Verifier
+from server.engine.grammar import GrammarCompiler
 from server.engine.sequence import Sequence
 from server.engine.stops import StopTable
 from server.types import (
@@ -123,6 +125,7 @@ class Workload:
     cost: CostTable | None
     window: int
     rng: Random
+    grammar_tokenizer: Any = None  # an LLTokenizer over token_bytes, for requests with a grammar
     profiles: dict[str, VocabProfile] = field(default_factory=dict)
 
     def slice_ids(self, request: Request) -> set[int] | None:
@@ -146,6 +149,7 @@ class Workload:
                 max_model_len=self.max_model_len,
                 token_bytes=skipped if request.sampling.skip_special_tokens else self.token_bytes,
                 slice_ids=self.slice_ids(request),
+                grammar_tokenizer=self.grammar_tokenizer,
             )
             for _, request, _ in self.requests
             for choice in range(request.num_choices)
@@ -293,7 +297,7 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
             start = expected[request.request_id, choice].ids
             more = one_token_loop(
                 work.model,
-                replace(request, sampling=endless, echo_logprobs=None),
+                replace(request, sampling=endless, echo_logprobs=None, grammar=None),
                 choice,
                 eos=EOS,
                 max_model_len=work.max_model_len,
@@ -312,6 +316,12 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
 def make_engine(
     work: Workload, drafter: FakeDrafter, verifier: Verifier | None = None
 ) -> tuple[Engine, FakeRunner]:
+    grammars = None
+    if work.grammar_tokenizer is not None:
+        grammars = GrammarCompiler(lambda: work.grammar_tokenizer, work.model.vocab_size)
+        for _, request, _ in work.requests:  # so that arrivals stay at their steps
+            if request.grammar is not None:
+                grammars.compile(request.grammar).exception()
     info = fake_info(
         vocab_size=work.model.vocab_size,
         num_blocks=work.num_blocks,
@@ -330,6 +340,7 @@ def make_engine(
         cost=work.cost,
         verifier=verifier,
         profiles=work.profiles.__getitem__ if work.profiles else None,
+        grammars=grammars,
     )
     return engine, runner
 

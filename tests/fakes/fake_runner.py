@@ -274,6 +274,8 @@ class FakeRunner:
             logits = self.model.logits(hashes[row], recents[row])
             position = int(batch.draw_positions[d])
             assert position == int(batch.positions[row]) + 1
+            mask_id = int(batch.draw_mask[d])
+            mask = batch.masks[mask_id] if mask_id >= 0 else None
             keep = -1 if batch.draw_keep is None else int(batch.draw_keep[d])
             if keep >= 0:
                 self._kept[keep] = hashes[row], recents[row]
@@ -282,12 +284,12 @@ class FakeRunner:
                 seen = self._sliced(logits, batch.slices[int(batch.draw_slice[d])])
             try:
                 try:
-                    ids[d] = draw(seen, params, position, path)
+                    ids[d] = draw(seen, params, position, path, mask)
                 except ValueError:
                     if seen is logits:
                         raise
                     seen = logits
-                    ids[d] = draw(logits, params, position, path)
+                    ids[d] = draw(logits, params, position, path, mask)
             except (ValueError, FloatingPointError) as error:
                 ids[d] = -1
                 failed.append((d, str(error)))

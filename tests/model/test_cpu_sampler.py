@@ -162,3 +162,31 @@ def test_a_row_with_nan_fails_alone() -> None:
     out = np.zeros(2, np.int32)
     cpu_sampler.greedy(np.array([0, 1]), logits, hidden, out)
     assert out.tolist() == [0, cpu_sampler.FAILED]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    row_seed=st.integers(0, 2**32 - 1),
+    ties=st.booleans(),
+    words=st.lists(
+        st.sampled_from([0, 0xFFFFFFFF, 1, 1 << 31, 0x00FF0000]), min_size=4, max_size=4
+    ),
+    floor=st.booleans(),
+)
+def test_a_masked_argmax_is_the_reference(
+    row_seed: int, ties: bool, words: list[int], floor: bool
+) -> None:
+    rng = np.random.default_rng(row_seed)
+    logits = _row(rng, ties)
+    if floor:
+        logits[rng.integers(0, 2, VOCAB).astype(bool)] = -np.inf
+    mask = np.asarray(words, np.uint32)
+    empty = np.empty(0, np.int32)
+    params = DrawParams(SamplingParams(temperature=0.0), 0, empty, empty, empty, empty, 0)
+    try:
+        want = sampling.draw(logits, params, 5, [], mask)
+    except ValueError:
+        want = cpu_sampler.FAILED
+    padded = np.full(PADDED, -np.inf, np.float32)
+    padded[:VOCAB] = logits
+    assert cpu_sampler.masked_argmax(padded, mask, VOCAB) == want

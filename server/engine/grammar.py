@@ -1,0 +1,458 @@
+"""Grammars in the step loop: compiled off it, followed by a state per choice, masks per row.
+
+    grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
+    template = grammars.compile(spec)         # a Future; equal specs share one
+    state = GrammarState(template.result())   # one per choice
+    state.fill_mask(row); state.consume(token_id); state.is_complete; state.rollback(num_tokens)
+
+What a choice may say next depends on the tokens it has consumed and on nothing else, so the masks,
+and with them the text, are the same with and without drafts. `constrain` walks a draft tree with
+the state, drops what the grammar forbids before the draft budget is spent, and hangs in what the
+grammar forces: tokens that are certain, and so drafts that cost a row and are never wrong.
+
+llguidance (Moskal and others, github.com/guidance-ai/llguidance) parses with an Earley parser over
+a lexer of derivatives and walks the vocabulary as a trie. Forced bytes are tokenized the way the
+tokenizer would, and the mask then allows that one token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drafters.tree import DraftTree
+from server.engine.batch import UInt32
+from server.engine.drafting import CheckedTree
+from server.grammar_text import grammar_limits, grammar_text
+from server.types import GrammarSpec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = [
+    "FORCED",
+    "ConstrainedTree",
+    "GrammarCompiler",
+    "GrammarState",
+    "GrammarTemplate",
+    "constrain",
+    "fill_masks",
+    "forced_tree",
+    "load_grammar_tokenizer",
+]
+
+FORCED = "forced"
+"""The name of the source that forced tokens are counted under."""
+
+
+class GrammarTemplate:
+    """A compiled grammar before its first token; `GrammarState` copies it."""
+
+    __slots__ = ("matcher", "num_words", "vocab_size")
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.num_words = (vocab_size + 31) // 32
+
+
+def load_grammar_tokenizer(
+    tokenizer_file: Path | str, vocab_size: int, eos_token_ids: Sequence[int]
+) -> LLTokenizer:
+    """llguidance's view of a tokenizer.json. Takes about 0.3 s for 49,000 ids.
+
+    vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
+    """
+    from llguidance import LLTokenizer
+
+    spec = json.loads(Path(tokenizer_file).read_text(encoding="utf-8"))
+    spec["truncation"] = spec["padding"] = None
+    return LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer in threads of its own, and keeps the last ones.
+
+    load_tokenizer: called once, in a thread, when the first grammar comes. max_kept: compiled
+    grammars that are kept, least recently used ones go. timeout_s: how long a request may wait for
+    its grammar (the engine gives up on it then). Calls come from the engine's thread.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], LLTokenizer],
+        vocab_size: int,
+        *,
+        timeout_s: float = 10.0,
+        max_kept: int = 64,
+        num_threads: int = 2,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.vocab_size = vocab_size
+        self._load_tokenizer = load_tokenizer
+        self._max_kept = max_kept
+        self._kept: OrderedDict[GrammarSpec, Future[GrammarTemplate]] = OrderedDict()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._tokenizer: Future[LLTokenizer] | None = None
+
+    def compile(self, spec: GrammarSpec) -> Future[GrammarTemplate]:
+        """The compiled grammar, sooner or later. The Future raises ValueError for one that cannot
+        be compiled for this tokenizer."""
+        future = self._kept.get(spec)
+        if future is not None and not (future.done() and _failed(future)):
+            self._kept.move_to_end(spec)
+            return future
+        if self._tokenizer is None:
+            # Done by whichever thread comes first; the others wait in their own.
+            self._tokenizer = self._threads.submit(self._load_tokenizer)
+        future = self._threads.submit(self._work, spec, self._tokenizer)
+        self._kept[spec] = future
+        if len(self._kept) > self._max_kept:
+            self._kept.popitem(last=False)
+        return future
+
+    @property
+    def num_kept(self) -> int:
+        """Grammars that are kept or under way."""
+        return len(self._kept)
+
+    def close(self) -> None:
+        """End the threads; what is being compiled is left to itself. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, spec: GrammarSpec, tokenizer: Future[LLTokenizer]) -> GrammarTemplate:
+        from llguidance import LLMatcher
+
+        try:
+            known = tokenizer.result()
+        except Exception as error:
+            raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
+        matcher = LLMatcher(known, grammar_text(spec), log_level=0, limits=grammar_limits())
+        if matcher.is_error():
+            raise ValueError(_one_line(matcher.get_error()))
+        return GrammarTemplate(matcher, self.vocab_size)
+
+
+def _failed(future: Future[GrammarTemplate]) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
+def _one_line(message: str) -> str:
+    message = " ".join(message.replace("<non-verbose/>", "").split())
+    return message.encode("ascii", "backslashreplace").decode()[:200]
+
+
+class GrammarState:
+    """Where one choice stands in its grammar: a function of the tokens consumed.
+
+    `problem` is "" or why the grammar cannot be followed any further (one of llguidance's limits
+    was reached, or a token was consumed that no mask had allowed); a state with a problem allows no
+    token, so that the draw fails and with it the request.
+    """
+
+    __slots__ = ("_consumed", "_matcher", "_template", "problem")
+
+    def __init__(self, template: GrammarTemplate) -> None:
+        self._template = template
+        self._matcher = template.matcher.deep_copy()
+        self._consumed: list[int] = []
+        self.problem = ""
+
+    @property
+    def num_consumed(self) -> int:
+        """Tokens consumed."""
+        return len(self._consumed)
+
+    @property
+    def num_words(self) -> int:
+        """uint32 words of a mask."""
+        return self._template.num_words
+
+    @property
+    def is_dead_end(self) -> bool:
+        """Whether the text so far can be no part of one that matches."""
+        return self.problem.startswith("NoExtension")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output matches and nothing can follow it."""
+        return not self.problem and self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    def consume(self, token_id: int) -> bool:
+        """Go on by one token. False, and a problem, when the grammar does not allow it here."""
+        if self.problem:
+            return False
+        if self._matcher.try_consume_tokens([token_id]) != 1 or self._matcher.is_error():
+            self.problem = _one_line(self._matcher.get_error()) or "a token does not match"
+            return False
+        self._consumed.append(token_id)
+        return True
+
+    def rollback(self, num_consumed: int) -> None:
+        """Back to the first `num_consumed` tokens. Raises ValueError for a mark that lies ahead."""
+        num = len(self._consumed) - num_consumed
+        if num < 0:
+            raise ValueError(f"cannot go back to {num_consumed} of {len(self._consumed)} tokens")
+        if num == 0 and not self.problem:
+            return
+        del self._consumed[num_consumed:]
+        if self.problem or not self._matcher.rollback(num):
+            self.rebuild()
+
+    def rebuild(self) -> None:
+        """The state again from the grammar's start: a matcher that failed stays as it is."""
+        self._matcher = self._template.matcher.deep_copy()
+        self.problem = ""
+        consumed, self._consumed = self._consumed, []
+        for token_id in consumed:
+            if not self.consume(token_id):
+                return
+
+    def fill_mask(self, row: UInt32) -> None:
+        """Write the allowed ids into `row` (uint32 [num_words], contiguous); none on a problem."""
+        if not self.problem:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if not self._matcher.is_error():
+                return
+            self.problem = _one_line(self._matcher.get_error())
+        row[:] = 0
+
+    def forced(self) -> list[int]:
+        """Tokens that are the only way on, in order; often none. EOS is never among them."""
+        if self.problem or self._matcher.is_stopped():
+            return []
+        forced = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error():
+            self.problem = _one_line(self._matcher.get_error())
+            return []
+        return forced
+
+
+class ConstrainedTree(CheckedTree):
+    """A CheckedTree that a grammar has been over.
+
+    own: per node its index in the session's tree, -1 for a forced one. num_certain: the first so
+    many nodes are a chain that the grammar forces from the root on: they are accepted whatever
+    the model says. session_tree: what the session had proposed, or None.
+    """
+
+    __slots__ = ("num_certain", "own", "session_tree")
+
+    def __init__(
+        self,
+        tree: DraftTree,
+        token_ids: list[int],
+        parents: list[int],
+        depths: list[int],
+        survival: list[float],
+        own: list[int],
+        num_certain: int,
+        session_tree: DraftTree | None,
+    ) -> None:
+        super().__init__(tree, token_ids, parents, depths, survival)
+        self.own = own
+        self.num_certain = num_certain
+        self.session_tree = session_tree
+
+    def chances(self, trust: float) -> npt.NDArray[np.float64]:
+        """Forced nodes at the root are certain however the drafter has fared."""
+        chances = self.survival * trust
+        chances[: self.num_certain] = 1.0
+        return chances
+
+    def keep(self, num_nodes: int) -> CheckedTree:
+        """See CheckedTree.keep."""
+        if num_nodes >= len(self.token_ids):
+            return self
+        order = np.argsort(-self.survival, kind="stable")[:num_nodes]
+        order.sort()
+        kept = super().keep(num_nodes)
+        return ConstrainedTree(
+            kept.tree,
+            kept.token_ids,
+            kept.parents,
+            kept.depths,
+            kept.survival.tolist(),
+            [self.own[i] for i in order.tolist()],
+            min(self.num_certain, num_nodes),
+            self.session_tree,
+        )
+
+    def evidence(self, accepted: Sequence[int]) -> tuple[float, int] | None:
+        """Only what the drafter claimed counts for or against it."""
+        if len(self.token_ids) == self.num_certain:
+            return None
+        claimed = float(self.survival[self.num_certain :].sum())
+        return claimed, sum(node >= self.num_certain for node in accepted)
+
+    def for_session(self, accepted: Sequence[int]) -> tuple[DraftTree, list[int]] | None:
+        """The session's own nodes among these, and which of them were accepted."""
+        tree = self.session_tree
+        if tree is None:
+            return None
+        kept = sorted(node for node in self.own if node >= 0)
+        if not kept:
+            return None
+        place = {node: i for i, node in enumerate(kept)}
+        where = np.asarray(kept, np.int64)
+        parents = [place.get(parent, -1) for parent in tree.parents[where].tolist()]
+        own = DraftTree(
+            tree.token_ids[where],
+            np.asarray(parents, np.int32),
+            tree.survival[where],
+            tree.source[where] if tree.source.shape[0] else tree.source,
+            tree.cell[where] if tree.cell.shape[0] else tree.cell,
+        )
+        return own, [place[self.own[node]] for node in accepted if self.own[node] >= 0]
+
+
+def forced_tree(forced: Sequence[int], source: int) -> ConstrainedTree:
+    """A chain of tokens that the grammar forces from the root on; `source` is FORCED's index."""
+    return _Growth(source, forced).tree(None)
+
+
+class _Growth:
+    """The nodes of a ConstrainedTree as they are found, depth first."""
+
+    def __init__(self, source: int, forced: Sequence[int]) -> None:
+        self.forced_source = source
+        self.num_certain = len(forced)
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.survival: list[float] = []
+        self.source: list[int] = []
+        self.own: list[int] = []
+        for token in forced:
+            self.add(token, len(self.token_ids) - 1, 1.0, source, -1)
+
+    def add(self, token: int, parent: int, survival: float, source: int, own: int) -> int:
+        self.token_ids.append(token)
+        self.parents.append(parent)
+        self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+        self.survival.append(survival)
+        self.source.append(source)
+        self.own.append(own)
+        return len(self.token_ids) - 1
+
+    def tree(self, session_tree: DraftTree | None) -> ConstrainedTree:
+        return ConstrainedTree(
+            DraftTree(
+                np.asarray(self.token_ids, np.int32),
+                np.asarray(self.parents, np.int32),
+                np.asarray(self.survival, np.float32),
+                np.asarray(self.source, np.uint8),
+            ),
+            self.token_ids,
+            self.parents,
+            self.depths,
+            self.survival,
+            self.own,
+            self.num_certain,
+            session_tree,
+        )
+
+
+def constrain(
+    state: GrammarState,
+    forced: Sequence[int],
+    proposed: CheckedTree | None,
+    *,
+    max_nodes: int,
+    max_depth: int,
+    source: int,
+) -> CheckedTree | None:
+    """The tree that the grammar leaves of a proposal, with what it forces hung in.
+
+    state: at the root; it is moved about and put back. forced: what state.forced() said at the
+    root, cut to max_nodes and max_depth; it comes first. proposed: what the session proposes to
+    follow it, or None. source: FORCED's index in the sequence's sources. A node is kept when the
+    mask at its parent allows its token, so nothing is verified that could not be drawn. Where a
+    drafted path ends or leaves what the grammar forces, the forced tokens go on from it, with the
+    path's own chance. Of more than max_nodes the likeliest stay. None when nothing is left.
+    """
+    growth = _Growth(source, forced)
+    if proposed is None:
+        return growth.tree(None) if forced else None
+    root = state.num_consumed
+    sources = proposed.tree.source.tolist() or [0] * len(proposed.token_ids)
+    children: list[list[int]] = [[] for _ in range(len(proposed.token_ids) + 1)]
+    for node, parent in enumerate(proposed.parents):
+        children[parent].append(node)
+    row = np.empty(state.num_words, np.uint32)
+    for token in forced:
+        state.consume(token)
+    base = len(forced)
+    # (node of the proposal, node grown for its parent)
+    stack: list[tuple[int, int]] = []
+
+    def visit(node: int, grown: int) -> None:
+        """The state is at `grown`: hang in what is forced there, push the children allowed."""
+        depth = 0 if grown < 0 else growth.depths[grown]
+        if depth >= max_depth or state.problem:
+            return
+        ahead = state.forced() if node >= 0 else []
+        if ahead:
+            match = [c for c in children[node] if proposed.token_ids[c] == ahead[0]]
+            if match:
+                stack.append((match[0], grown))
+                return
+            chance, at = growth.survival[grown], grown
+            for token in ahead[: min(max_depth - depth, max_nodes)]:
+                at = growth.add(token, at, chance, source, -1)
+            return
+        if children[node]:
+            state.fill_mask(row)
+            for child in reversed(children[node]):
+                token = proposed.token_ids[child]
+                if (int(row[token >> 5]) >> (token & 31)) & 1:
+                    stack.append((child, grown))
+
+    visit(-1, base - 1)
+    while stack:
+        node, parent = stack.pop()
+        depth = base if parent < 0 else growth.depths[parent]
+        state.rollback(root + depth)
+        if not state.consume(proposed.token_ids[node]):
+            continue
+        chance = min(float(proposed.survival[node]), 1.0)
+        grown = growth.add(proposed.token_ids[node], parent, chance, sources[node], node)
+        visit(node, grown)
+    state.rollback(root)
+    return growth.tree(proposed.tree).keep(max_nodes) if growth.token_ids else None
+
+
+def fill_masks(state: GrammarState, tree: CheckedTree | None) -> UInt32:
+    """The masks of a root and of a tree's nodes below it: uint32 [1 + num_nodes, num_words].
+
+    state: at the root; it is moved about and put back.
+    """
+    num = 0 if tree is None else len(tree.token_ids)
+    masks = np.zeros((1 + num, state.num_words), np.uint32)
+    state.fill_mask(masks[0])
+    if state.problem:
+        # What drafts made the matcher remember counts against its limits: once more, without it.
+        state.rebuild()
+        state.fill_mask(masks[0])
+    if tree is None or state.problem:
+        return masks
+    root = state.num_consumed
+    children: list[list[int]] = [[] for _ in range(num + 1)]
+    for node, parent in enumerate(tree.parents):
+        children[parent].append(node)
+    stack = children[-1][::-1]
+    while stack:
+        node = stack.pop()
+        state.rollback(root + tree.depths[node] - 1)
+        if state.consume(tree.token_ids[node]):  # else it is never reached: its mask stays empty
+            state.fill_mask(masks[1 + node])
+            stack.extend(reversed(children[node]))
+    state.rollback(root)
+    return masks

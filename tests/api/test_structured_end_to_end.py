@@ -1,0 +1,207 @@
+"""Structured outputs over a real socket: the real Engine and llguidance, on the FakeRunner."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from drafters import make_drafter
+from server.api.client import EngineSpec
+from server.engine.engine import Engine, EngineSettings
+from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
+from server.engine.host import start_thread
+from server.engine.stops import StopTable
+from tests.api.live import TABLE, TOKENIZER, LiveServer
+from tests.api.test_completions import events
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+VOCAB = TABLE.vocab_size
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "pattern": "^[A-Za-z ]{1,8}$"},
+        "year": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "kind": {"enum": ["big", "small"]},
+    },
+    "required": ["city", "year", "kind"],
+    "additionalProperties": False,
+}
+
+
+def make_engine(tokenizer_file: Path) -> Engine:
+    info = fake_info(
+        vocab_size=VOCAB, num_blocks=256, block_size=8, max_model_len=256, eos_token_ids=(0,)
+    )
+    return Engine(
+        FakeRunner(FakeModel(VOCAB, context=1, boost=4.0), info),
+        {"suffix": make_drafter("suffix")},
+        EngineSettings(max_num_seqs=8, max_num_batched_tokens=64),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        grammars=GrammarCompiler(
+            partial(load_grammar_tokenizer, tokenizer_file, VOCAB, (0,)), VOCAB
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
+    with LiveServer([EngineSpec("e", "tiny", "cpu", factory)]) as live:
+        yield live
+
+
+def _texts(server: LiveServer, **body: Any) -> list[tuple[str, str]]:
+    response = server.post(**{"max_tokens": 120, **body})
+    assert response.status_code == 200, response.text
+    return [(c["text"], c["finish_reason"]) for c in response.json()["choices"]]
+
+
+def test_openai_and_vllm_fields_give_json_of_the_schema(server: LiveServer) -> None:
+    client = server.openai()
+    ways: list[dict[str, Any]] = [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "place", "schema": SCHEMA, "strict": True},
+            }
+        },
+    ]
+    texts = set()
+    for body in ways:
+        answer = client.completions.create(
+            model="tiny", prompt="Once upon a time", max_tokens=120, seed=3, extra_body=body
+        )
+        choice = answer.choices[0]
+        assert choice.finish_reason == "stop"
+        place = json.loads(choice.text)
+        assert list(place) == ["city", "year", "kind"] and place["kind"] in ("big", "small")
+        assert 0 <= place["year"] <= 9999
+        texts.add(choice.text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"choice": ["yes", 'say "héllo"', "no\nway"]}, r'yes|say "héllo"|no\nway'),
+        ({"grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
+        ({"json": SCHEMA, "disable_any_whitespace": True}, r'\{"city":"[^"]+","year":\d+,.*\}'),
+        ({"json": SCHEMA, "whitespace_pattern": "  "}, r'\{(  )?"city"(  )?:.*\}'),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 1.3])
+def test_every_form_matches_with_and_without_drafts(
+    server: LiveServer, fields: dict[str, Any], pattern: str, temperature: float
+) -> None:
+    prompts = ["the quick brown fox", "Once upon", "SELECT name FROM users"]
+    body = {
+        "prompt": prompts, "structured_outputs": fields, "seed": 11, "temperature": temperature,
+        "n": 2, "stream": False,
+    }  # fmt: skip
+    plain = _texts(server, speculation={"drafter": "off"}, **body)
+    assert _texts(server, **body) == plain
+    streamed: dict[int, str] = {}
+    for chunk in events(server.post(**{**body, "max_tokens": 120, "stream": True})):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] = streamed.get(choice["index"], "") + choice["text"]
+    assert [streamed[i] for i in range(6)] == [text for text, _ in plain]
+    for text, finish_reason in plain:
+        if finish_reason == "stop":
+            assert re.fullmatch(pattern, text), text
+    assert any(finish_reason == "stop" for _, finish_reason in plain)
+
+
+def test_json_object_is_an_object(server: LiveServer) -> None:
+    for body in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ):
+        for text, finish_reason in _texts(server, n=4, seed=1, **body):
+            assert text.startswith("{")
+            if finish_reason == "stop":
+                assert isinstance(json.loads(text), dict)
+
+
+def test_forced_tokens_are_reported_as_a_source(server: LiveServer) -> None:
+    response = server.post(
+        structured_outputs={"json": SCHEMA, "disable_any_whitespace": True},
+        max_tokens=120,
+        seed=2,
+        include_speculation=True,
+    )
+    body = response.json()
+    forced = body["speculation"]["by_source"]["forced"]
+    assert forced["accepted_tokens"] == forced["drafted_tokens"] > 8
+    assert body["speculation"]["mean_tokens_per_step"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"structured_outputs": {"regex": "(a"}}, "invalid_value", "structured_outputs.regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x y"}}},
+            "invalid_value",
+            "response_format.json_schema.name",
+        ),
+        (
+            {"structured_outputs": {"json": {"not": {}}}},
+            "invalid_value",
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json_object": True}, "ignore_eos": True},
+            "unsupported_parameter",
+            "ignore_eos",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "invalid_value",
+            "response_format",
+        ),
+    ],
+)
+def test_what_cannot_be_is_a_400_that_names_the_field(
+    server: LiveServer, body: dict[str, Any], code: str, param: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            server.openai().completions.create(
+                model="tiny", prompt="the", stream=stream, extra_body=body
+            )
+        assert (caught.value.code, caught.value.param) == (code, param)
+
+
+def test_a_dead_end_is_a_clear_error_even_within_a_stream(server: LiveServer) -> None:
+    the = TOKENIZER.encode("the").ids
+    body = {
+        "structured_outputs": {"choice": ["the fox"]},
+        "allowed_token_ids": [*the, 2],
+        "max_tokens": 9,
+    }
+    response = server.post(**body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "constraint_unsatisfiable"
+    chunks = events(server.post(**body, stream=True))
+    assert "".join(c["text"] for chunk in chunks[:-1] for c in chunk["choices"]) == "the"
+    assert chunks[-1]["error"]["code"] == "constraint_unsatisfiable"
+    assert _texts(server, max_tokens=2)
+
+
+def test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output(server: LiveServer) -> None:
+    text, finish_reason = _texts(
+        server, prompt="the", echo=True, logprobs=1, structured_outputs={"choice": ["fox", "dog"]}
+    )[0]
+    assert text in ("thefox", "thedog") and finish_reason == "stop"

@@ -1,0 +1,622 @@
+"""Grammars in the engine: the masks are a function of the text, and so is the text."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from drafters.tree import DraftTree
+from server import token_bytes
+from server.engine.drafting import check_tree
+from server.engine.engine import Engine, EngineSettings
+from server.engine.grammar import (
+    ConstrainedTree,
+    GrammarCompiler,
+    GrammarState,
+    constrain,
+    fill_masks,
+    load_grammar_tokenizer,
+)
+from server.engine.stops import StopTable
+from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.engine.scenarios import (
+    EOS,
+    Collector,
+    LaggingVerifier,
+    Result,
+    Workload,
+    compare,
+    drive,
+    make_drafter,
+    make_engine,
+    random_workload,
+)
+from tests.engine.tiny_vocabularies import tokenizer_over
+from tests.fakes.fake_drafters import FakeDrafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+SEEDS = st.integers(0, 2**48)
+
+GRAMMARS = (
+    GrammarSpec("regex", "[ab]{1,6}"),
+    GrammarSpec("regex", "(ab)*"),
+    GrammarSpec("regex", "a*b"),
+    GrammarSpec("regex", "(aab|abb)+a"),
+    GrammarSpec("regex", "[ab]*aaaa"),
+    GrammarSpec("lark", 'start: "a" start "b" | "b"'),
+    GrammarSpec("lark", 'start: "abab" | "abba" | "aa" | "b"'),
+    GrammarSpec("lark", 'start: "aabbaabb" x "abab"\nx: /[ab]?/'),
+)
+
+
+def _constrained_workload(rng: Random, window: int = 0) -> Workload:
+    work = random_workload(rng, window=window)
+    work.token_bytes[2:4] = [b"a", b"b"]
+    # Only bytes that grammars know: an id without bytes is in no mask.
+    work.grammar_tokenizer = tokenizer_over(work.token_bytes, work.special_ids, EOS)
+    requests = []
+    for at, request, abort in work.requests:
+        if rng.random() < 0.8:
+            sampling = replace(request.sampling, ignore_eos=False)
+            if rng.random() < 0.7:  # else some of them cannot be satisfied
+                sampling = replace(sampling, allowed_token_ids=None, logit_bias=(), min_tokens=0)
+            request = replace(request, sampling=sampling, grammar=rng.choice(GRAMMARS))
+        requests.append((at, request, abort))
+    work.requests = requests
+    return work
+
+
+def _run(work: Workload, verifier: LaggingVerifier | None = None) -> None:
+    note(f"{work}")
+    expected = work.expected()
+    drafter = make_drafter(work, expected)
+    engine, _ = make_engine(work, drafter, verifier)
+    results = drive(work, engine)
+    compare(work, expected, results)
+    assert engine.num_failed_steps == 0
+    assert engine.num_open == 0
+    assert engine.pool.num_free == work.num_blocks
+    assert drafter.num_open == 0
+    if work.drafter != "broken":
+        assert engine.num_drafter_errors == 0
+    for result in results.values():
+        assert result.error_code in (None, "constraint_unsatisfiable")
+        if verifier is None and result.finish_reason in ("stop", "length"):
+            steps = sum(c.num_steps for c in result.counts)
+            accepted = sum(c.num_accepted for c in result.counts)
+            assert accepted + steps - len(result.ids) in (0, 1)
+            for c in result.counts:
+                assert sum(d for _, d, _ in c.by_source) == c.num_drafted
+                assert sum(a for _, _, a in c.by_source) == c.num_accepted
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
+    _run(_constrained_workload(Random(seed)))
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(SEEDS, st.integers(1, 6), st.sampled_from((0.2, 0.5)))
+def test_unverified_windows_roll_back(seed: int, window: int, cut_chance: float) -> None:
+    rng = Random(seed)
+    work = _constrained_workload(rng, window)
+    _run(work, LaggingVerifier(Random(rng.random()), window, cut_chance))
+
+
+# -- the state ------------------------------------------------------------------------------------
+
+TOKENIZER = byte_level_tokenizer()
+VOCAB = 400
+TABLE = token_bytes.build(TOKENIZER, VOCAB)
+SCHEMA = GrammarSpec(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "year": {"type": "integer"},
+                "kind": {"enum": ["the quick", "the slow", "other"]},
+            },
+            "required": ["name", "year", "kind"],
+            "additionalProperties": False,
+        }
+    ),
+    " ?",
+)
+COMPACT = replace(SCHEMA, whitespace="")
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    padded = byte_level_tokenizer()
+    padded.enable_truncation(8)
+    padded.enable_padding()
+    file.write_text(padded.to_str(), encoding="utf-8")
+    made = GrammarCompiler(partial(load_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
+    yield made
+    made.close()
+
+
+def _state(compiler: GrammarCompiler, spec: GrammarSpec) -> GrammarState:
+    return GrammarState(compiler.compile(spec).result())
+
+
+def _allowed(state: GrammarState) -> list[int]:
+    row = np.zeros(state.num_words, np.uint32)
+    state.fill_mask(row)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    assert not bits[VOCAB:].any()
+    return [int(i) for i in np.flatnonzero(bits)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_state_is_a_function_of_the_tokens(
+    compiler: GrammarCompiler, data: st.DataObject
+) -> None:
+    """However it got there: by rollbacks, failed tokens, masks and forced tokens asked or not."""
+    spec = data.draw(st.sampled_from([SCHEMA, COMPACT, GrammarSpec("regex", "(the |quick )*fox")]))
+    state = _state(compiler, spec)
+    tokens: list[int] = []
+    rng = data.draw(st.randoms(use_true_random=False))
+    for _ in range(12):
+        action = rng.random()
+        if action < 0.3 and tokens:
+            keep = rng.randrange(len(tokens))
+            state.rollback(keep)
+            del tokens[keep:]
+        elif action < 0.45:
+            state.forced()
+        elif action < 0.55:
+            wrong = [i for i in range(VOCAB) if i not in _allowed(state)]
+            if not state.consume(rng.choice(wrong)):
+                assert state.problem and not _allowed(state)
+                state.rollback(len(tokens))
+            else:  # right bytes in another tokenization: no mask allows it, the parser follows it
+                state.rollback(len(tokens))
+        else:
+            choices = [i for i in _allowed(state) if i != 0]
+            if choices:
+                tokens.append(rng.choice(choices))
+                assert state.consume(tokens[-1])
+        fresh = _state(compiler, spec)
+        for token in tokens:
+            assert fresh.consume(token)
+        assert _allowed(state) == _allowed(fresh)
+        assert state.forced() == fresh.forced()
+        assert state.is_complete == fresh.is_complete
+        assert state.num_consumed == len(tokens)
+
+
+def test_a_mark_that_lies_ahead(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match="cannot go back"):
+        _state(compiler, SCHEMA).rollback(1)
+
+
+def test_eos_only_where_the_text_matches(compiler: GrammarCompiler) -> None:
+    state = _state(compiler, GrammarSpec("regex", "(the )+"))
+    for token in TOKENIZER.encode("the the ").ids[:-1]:
+        assert (0 in _allowed(state)) == (state.num_consumed > 0 and _text(state).endswith(b"the "))
+        state.consume(token)
+
+
+def _text(state: GrammarState) -> bytes:
+    return b"".join(TABLE.bytes_of(i) for i in state._consumed)
+
+
+def test_what_is_forced_is_all_that_the_masks_allow(compiler: GrammarCompiler) -> None:
+    state = _state(compiler, COMPACT)
+    forced = state.forced()
+    assert b'{"name":"'.startswith(b"".join(TABLE.bytes_of(i) for i in forced)) and len(forced) > 2
+    for token in forced:
+        assert _allowed(state) == [token]
+        assert state.consume(token)
+    assert len(_allowed(state)) > 1
+
+
+# -- trees ----------------------------------------------------------------------------------------
+
+
+def _ids(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text).ids
+    return ids
+
+
+def _tree(paths: list[tuple[list[int], float]]) -> DraftTree:
+    tokens: list[int] = []
+    parents: list[int] = []
+    survival: list[float] = []
+    places: dict[tuple[int, int], int] = {}
+    for path, chance in paths:
+        at = -1
+        for token in path:
+            if (at, token) not in places:
+                places[at, token] = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+                survival.append(chance)
+            at = places[at, token]
+    return DraftTree(
+        np.asarray(tokens, np.int32),
+        np.asarray(parents, np.int32),
+        np.asarray(survival, np.float32),
+        np.ones(len(tokens), np.uint8),
+        np.arange(len(tokens), dtype=np.int32),
+    )
+
+
+def _paths(tree: ConstrainedTree) -> set[bytes]:
+    texts: list[bytes] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        texts.append((texts[parent] if parent >= 0 else b"") + TABLE.bytes_of(token))
+    inner = set(tree.parents)
+    return {text for i, text in enumerate(texts) if i not in inner}
+
+
+def _constrain(
+    state: GrammarState,
+    paths: list[tuple[list[int], float]],
+    *,
+    max_nodes: int = 64,
+    depth: int = 64,
+) -> ConstrainedTree:
+    forced = state.forced()[: min(max_nodes, depth)]
+    proposed = check_tree(_tree(paths), VOCAB, 64) if paths else None
+    tree = constrain(state, forced, proposed, max_nodes=max_nodes, max_depth=depth, source=3)
+    assert isinstance(tree, ConstrainedTree)
+    assert len(tree.token_ids) <= max_nodes and max(tree.depths) <= depth
+    check_tree(tree.tree, VOCAB, depth)  # it is a tree like any other
+    return tree
+
+
+def test_forced_tokens_come_first_and_the_drafts_follow_them(compiler: GrammarCompiler) -> None:
+    state = _state(compiler, COMPACT)
+    forced = state.forced()
+    tree = _constrain(state, [(_ids("the"), 0.4)])
+    num = len(forced)
+    assert tree.token_ids[:num] == forced and tree.num_certain == num
+    assert tree.parents[: num + 1] == list(range(-1, num))
+    assert tree.survival[:num].tolist() == [1.0] * num
+    assert tree.survival[num] == pytest.approx(0.4)
+    assert tree.chances(0.5)[:num].tolist() == [1.0] * num
+    assert tree.chances(0.5)[num] == pytest.approx(0.2)
+    assert tree.tree.source.tolist()[:num] == [3] * num and tree.tree.source[num] == 1
+    assert state.num_consumed == 0  # put back
+    assert _allowed(state) == forced[:1]
+
+
+def test_what_the_grammar_forbids_is_dropped_with_all_below(compiler: GrammarCompiler) -> None:
+    state = _state(compiler, SCHEMA)
+    for token in _ids('{"name":"'):
+        state.consume(token)
+    right = _ids('fox"')
+    wrong = [*_ids("fox"), 0, *_ids("lazy")]  # EOS within a string
+    tree = _constrain(state, [(right, 0.5), (wrong, 0.4), (_ids("}"), 0.3)], depth=len(right))
+    assert 0 not in tree.token_ids
+    assert _paths(tree) == {b'fox"', b"}"}
+
+
+def test_forced_tokens_go_on_from_where_a_draft_ends(compiler: GrammarCompiler) -> None:
+    state = _state(compiler, COMPACT)
+    for token in _ids('{"name":"fox'):
+        state.consume(token)
+    tree = _constrain(state, [([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("es"), 0.2)])
+    assert _paths(tree) == {b'","year":', b"es"}
+    forced = [i for i, own in enumerate(tree.own) if own < 0]
+    assert forced and all(tree.survival[i] == 0.5 for i in forced)
+    assert all(tree.tree.source[i] == 3 for i in forced)
+
+
+def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: GrammarCompiler) -> None:
+    state = _state(compiler, COMPACT)
+    for token in _ids('{"name":"fox'):
+        state.consume(token)
+    tree = _constrain(
+        state, [(_ids("es"), 0.2), ([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("jum"), 0.1)]
+    )
+    kept = tree.keep(4)
+    assert isinstance(kept, ConstrainedTree)
+    assert kept.survival.tolist() == [0.5] * 4
+    path: list[int] = []
+    for node, parent in enumerate(kept.parents):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    told = kept.for_session(path)
+    assert told is not None
+    own, accepted = told
+    own.validate()
+    assert accepted == list(range(len(own))) and len(own) == sum(o >= 0 for o in kept.own)
+    assert own.cell.tolist() == [o for o in kept.own if o >= 0]
+    assert kept.evidence(path) == (2.0, 4)
+    only_forced = _constrain(_state(compiler, COMPACT), [])
+    assert only_forced.for_session([0]) is None and only_forced.evidence([0]) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_node_is_left_that_could_not_be_drawn(
+    compiler: GrammarCompiler, data: st.DataObject
+) -> None:
+    """Every node's token is in its parent's mask, and the masks are those of a fresh state."""
+    rng = data.draw(st.randoms(use_true_random=False))
+    state = _state(compiler, rng.choice([SCHEMA, COMPACT]))
+    text = '{"name": "foxes", "year": 42, "kind": "the slow"}'.replace(
+        ": ", ":" if rng.random() < 0.5 else ": "
+    )
+    ids = _ids(text)
+    for token in ids[: rng.randrange(len(ids))]:
+        if not state.consume(token):
+            state.rollback(state.num_consumed)
+            break
+    start = list(state._consumed)
+    paths = []
+    for _ in range(rng.randint(0, 4)):
+        at = rng.randrange(len(ids))
+        paths.append((ids[at : at + rng.randint(1, 6)], rng.random()))
+    forced = state.forced()[:8]
+    proposed = check_tree(_tree_of(paths), VOCAB, 64) if paths else None
+    tree = constrain(state, forced, proposed, max_nodes=12, max_depth=9, source=2)
+    masks = fill_masks(state, tree)
+    assert list(state._consumed) == start
+    nodes = 0 if tree is None else len(tree.token_ids)
+    assert masks.shape == (1 + nodes, state.num_words)
+    for node in range(-1, nodes):
+        path: list[int] = []
+        at = node
+        while at >= 0:
+            assert tree is not None
+            parent = tree.parents[at]
+            token = tree.token_ids[at]
+            assert (int(masks[1 + parent, token >> 5]) >> (token & 31)) & 1
+            path.insert(0, token)
+            at = parent
+        fresh = GrammarState(state._template)
+        for token in start + path:
+            assert fresh.consume(token)
+        row = np.zeros(state.num_words, np.uint32)
+        fresh.fill_mask(row)
+        assert (masks[1 + node] == row).all()
+
+
+def _tree_of(paths: list[tuple[list[int], float]]) -> DraftTree:
+    """Paths of falling chance, so that no node survives more often than its parent."""
+    return _tree(sorted(paths, key=lambda path: -path[1]))
+
+
+# -- in the engine --------------------------------------------------------------------------------
+
+
+def _engine(compiler: GrammarCompiler | None, **options: Any) -> Engine:
+    info = fake_info(
+        vocab_size=VOCAB, num_blocks=128, block_size=8, max_model_len=256, eos_token_ids=(0,)
+    )
+    return Engine(
+        FakeRunner(FakeModel(VOCAB, seed=3), info),
+        {"none": FakeDrafter(lambda tokens, budget, depth: DraftTree.empty())},
+        EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, **options),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        grammars=compiler,
+    )
+
+
+def _request(
+    name: str,
+    grammar: GrammarSpec | None,
+    *,
+    draft: bool = False,
+    choices: int = 1,
+    **sampling: Any,
+) -> Request:
+    return Request(
+        name,
+        "task",
+        "fake",
+        (7, 8, 9),
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 60, **sampling}),
+        SpeculationParams("none", 16) if draft else SpeculationParams(),
+        num_choices=choices,
+        grammar=grammar,
+    )
+
+
+def _finish(engine: Engine) -> dict[tuple[str, int], Result]:
+    collector = Collector()
+    end_s = time.monotonic() + 10
+    while engine.num_open:
+        collector.take(engine.step())
+        engine.check()
+        if not engine.has_work:
+            time.sleep(0.001)
+        assert time.monotonic() < end_s
+    collector.take(engine.take_deltas())
+    return collector.results
+
+
+def _answer(result: Result) -> bytes:
+    return TABLE.join(result.ids, skip_special=True)
+
+
+def test_forced_tokens_save_steps_and_change_nothing(compiler: GrammarCompiler) -> None:
+    outcomes = {}
+    for draft in (False, True):
+        engine = _engine(compiler)
+        engine.submit(_request("r", COMPACT, draft=draft, temperature=1.0, seed=5, num_logprobs=2))
+        outcomes[draft] = _finish(engine)["r", 0]
+    plain, drafted = outcomes[False], outcomes[True]
+    assert drafted.ids == plain.ids and drafted.logprobs == plain.logprobs
+    assert drafted.finish_reason == "stop"
+    answer = json.loads(_answer(drafted))
+    assert list(answer) == ["name", "year", "kind"] and isinstance(answer["year"], int)
+    steps = {draft: sum(c.num_steps for c in r.counts) for draft, r in outcomes.items()}
+    assert steps[True] <= 0.7 * steps[False]
+    forced = [source for c in drafted.counts for source in c.by_source if source[0] == "forced"]
+    assert sum(n for _, n, _ in forced) == sum(k for _, _, k in forced) > 8
+    # A draft that holds nothing of the drafter's own says nothing about the drafter.
+    assert all(p.rank > 0 for p in plain.logprobs)
+
+
+def test_a_complete_text_ends_without_eos_even_below_min_tokens(compiler: GrammarCompiler) -> None:
+    engine = _engine(compiler)
+    fixed = GrammarSpec("lark", 'start: "the answer"')
+    engine.submit(_request("short", fixed, min_tokens=50))
+    engine.submit(_request("exact", fixed, max_tokens=len(_ids("the answer"))))
+    engine.submit(_request("cut", fixed, max_tokens=1))
+    engine.submit(_request("stopped", fixed, stop=(b"ans",)))
+    results = _finish(engine)
+    for name in ("short", "exact"):
+        assert _answer(results[name, 0]) == b"the answer"
+        assert results[name, 0].finish_reason == "stop"
+        assert results[name, 0].stop_reason == b""
+        assert 0 not in results[name, 0].ids
+    assert results["cut", 0].finish_reason == "length"
+    assert results["stopped", 0].stop_reason == b"ans"
+
+
+def test_min_tokens_holds_eos_back_while_the_grammar_can_go_on(compiler: GrammarCompiler) -> None:
+    engine = _engine(compiler)
+    loop = GrammarSpec("regex", "(a|b)*")
+    push = ((0, 100.0),)
+    engine.submit(_request("free", loop, logit_bias=push))
+    engine.submit(_request("held", loop, logit_bias=push, min_tokens=7))
+    results = _finish(engine)
+    assert results["free", 0].ids == [0]
+    assert len(results["held", 0].ids) == 8 and results["held", 0].ids[-1] == 0
+
+
+def test_choices_have_states_of_their_own(compiler: GrammarCompiler) -> None:
+    engine = _engine(compiler)
+    engine.submit(_request("r", SCHEMA, choices=3, temperature=1.5, seed=2))
+    results = _finish(engine)
+    answers = {_answer(r) for r in results.values()}
+    assert len(answers) == 3
+    for result in results.values():
+        if result.finish_reason == "stop":
+            assert list(json.loads(_answer(result))) == ["name", "year", "kind"]
+
+
+def test_what_excludes_every_token_fails_alone_and_says_so(compiler: GrammarCompiler) -> None:
+    engine = _engine(compiler)
+    start = _ids("the")
+    other = next(i for i in range(2, VOCAB) if i not in start)
+    engine.submit(
+        _request("r", GrammarSpec("lark", 'start: "the fox"'), allowed_token_ids=(*start, other))
+    )
+    engine.submit(_request("never", GrammarSpec("regex", "[^\\x00-\\U0010FFFF]")))
+    engine.submit(_request("fine", None, max_tokens=3))
+    results = _finish(engine)
+    assert (
+        results["r", 0].error_code == results["never", 0].error_code == "constraint_unsatisfiable"
+    )
+    assert results["r", 0].ids == start  # what came before was handed out
+    assert results["fine", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("grammar", [None, COMPACT])
+def test_without_a_compiler_or_with_ignore_eos_a_grammar_is_refused(
+    compiler: GrammarCompiler, grammar: GrammarSpec | None
+) -> None:
+    for engine, ignore_eos in ((_engine(None), False), (_engine(compiler), True)):
+        engine.submit(_request("r", grammar, ignore_eos=ignore_eos, max_tokens=1))
+        codes = {r.error_code for r in _finish(engine).values()}
+        assert codes == ({None} if grammar is None else {"unsupported_parameter"})
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+
+class _SlowCompiler(GrammarCompiler):
+    """Compiles when `gate` opens."""
+
+    def __init__(self, gate: threading.Event, fast: GrammarCompiler, **options: Any) -> None:
+        self.gate = gate
+        super().__init__(lambda: self._wait(fast), VOCAB, **options)
+
+    def _wait(self, fast: GrammarCompiler) -> Any:
+        assert self.gate.wait(10)
+        return fast._load_tokenizer()
+
+
+def test_others_go_on_while_a_grammar_is_compiled(compiler: GrammarCompiler) -> None:
+    gate = threading.Event()
+    slow = _SlowCompiler(gate, compiler)
+    engine = _engine(slow)
+    engine.submit(_request("waits", COMPACT))
+    engine.submit(_request("leaves", COMPACT))
+    engine.submit(_request("runs", None, max_tokens=5, ignore_eos=True))
+    collector = Collector()
+    while engine.has_work:
+        collector.take(engine.step())
+    assert collector.results["runs", 0].finish_reason == "length"
+    assert engine.is_compiling and engine.num_open == 2 and engine.stats().num_waiting == 2
+    engine.abort("leaves")
+    gate.set()
+    results = _finish(engine)
+    assert results["leaves", 0].finish_reason == "abort"
+    assert _answer(results["waits", 0]).startswith(b'{"name":"')
+    assert not engine.is_compiling
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler) -> None:
+    gate = threading.Event()
+    engine = _engine(_SlowCompiler(gate, compiler, timeout_s=0.05))
+    engine.submit(_request("r", COMPACT, choices=2))
+    results = _finish(engine)
+    assert {r.error_code for r in results.values()} == {"limit_exceeded"} and len(results) == 2
+    gate.set()
+
+
+def test_the_queue_is_bounded_while_grammars_are_compiled(compiler: GrammarCompiler) -> None:
+    gate = threading.Event()
+    engine = _engine(_SlowCompiler(gate, compiler), max_waiting_requests=2)
+    for name in "abc":
+        engine.submit(_request(name, COMPACT))
+    gate.set()
+    results = _finish(engine)
+    assert results["c", 0].error_code == "queue_full"
+    assert results["a", 0].error_code is results["b", 0].error_code is None
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCompiler) -> None:
+    engine = _engine(compiler)
+    engine.submit(_request("bad", GrammarSpec("lark", 'start: "a" <|nothing|>')))
+    engine.submit(_request("fine", None, max_tokens=2))
+    results = _finish(engine)
+    assert results["bad", 0].error_code == "invalid_value"
+    assert results["fine", 0].finish_reason == "length"
+
+    def broken() -> Any:
+        raise OSError("no such file")
+
+    engine = _engine(GrammarCompiler(broken, VOCAB))
+    engine.submit(_request("r", COMPACT))
+    assert _finish(engine)["r", 0].error_code == "engine_error"
+
+
+def test_equal_grammars_are_compiled_once_and_few_are_kept(compiler: GrammarCompiler) -> None:
+    small = GrammarCompiler(compiler._load_tokenizer, VOCAB, max_kept=4)
+    first = small.compile(GrammarSpec("regex", "a"))
+    assert small.compile(GrammarSpec("regex", "a")) is first
+    for i in range(20):
+        small.compile(GrammarSpec("regex", f"b{{{i}}}")).result()
+    assert small.num_kept == 4
+    assert small.compile(GrammarSpec("regex", "a")) is not first
+    bad = small.compile(GrammarSpec("regex", "("))
+    with pytest.raises(ValueError, match="unclosed"):
+        bad.result()
+    assert small.compile(GrammarSpec("regex", "(")) is not bad  # failures are not kept
+    small.close()

@@ -1,0 +1,131 @@
+"""Grammars on real arithmetic: the same ids and logprobs whatever drafts, and text that matches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from drafters import make_drafter
+from server import token_bytes
+from server.engine.batch import Runner
+from server.engine.engine import Engine, EngineSettings
+from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
+from server.model.torch_runner import TorchRunner
+from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.engine.scenarios import Collector, Result
+from tests.model.cpu_models import cpu_runner
+from tests.model.tiny_models import tiny_config
+
+VOCAB = 400
+TOKENIZER = byte_level_tokenizer()
+TABLE = token_bytes.build(TOKENIZER, VOCAB)
+SCHEMA = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 4,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "size": {"enum": ["the small", "the large"]},
+            "year": {"type": "integer", "minimum": 0, "maximum": 2099},
+        },
+        "required": ["name", "size", "year"],
+        "additionalProperties": False,
+    },
+}
+DRAFTERS = ("off", "suffix", "auto")
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.6, "min_tokens": 20, "seed": 5},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": ((90, 3.0), (91, -100.0))},
+]
+
+
+def _module() -> LlamaForCausalLM:
+    torch.manual_seed(11)
+    config = tiny_config("llama", vocab_size=VOCAB, eos_token_id=0, bos_token_id=1, pad_token_id=0)
+    module = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(3.0)  # so that one id stands out
+    return module
+
+
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    runner: Runner
+    if request.param == "cpu":
+        runner = cpu_runner(_module())
+        runner.info = replace(runner.info, eos_token_ids=(0,))
+    else:
+        runner = TorchRunner(
+            _module(), name="tiny", device=torch.device("cpu"), num_blocks=64, max_model_len=256,
+            max_num_seqs=8, max_num_batched_tokens=128, eos_token_ids=(0,),
+        )  # fmt: skip
+    made = Engine(
+        runner,
+        {name: make_drafter(name) for name in DRAFTERS if name != "off"},
+        EngineSettings(max_num_seqs=8, max_num_batched_tokens=128),
+        grammars=GrammarCompiler(partial(load_grammar_tokenizer, file, VOCAB, (0,)), VOCAB),
+    )
+    yield made
+    made.close()
+
+
+def _run(engine: Engine, drafter: str, sampling: dict[str, Any]) -> dict[tuple[str, int], Result]:
+    for i, whitespace in enumerate(("", r" |\n ?")):
+        request = Request(
+            f"r{i}",
+            "task",
+            "tiny",
+            tuple(TOKENIZER.encode("The answer is a small list of three things.").ids),
+            SamplingParams(max_tokens=150, num_logprobs=2, **sampling),
+            SpeculationParams() if drafter == "off" else SpeculationParams(drafter, 12),
+            num_choices=2,
+            grammar=GrammarSpec("json_schema", json.dumps(SCHEMA), whitespace),
+        )
+        engine.submit(request)
+    collector = Collector()
+    while engine.num_open:
+        collector.take(engine.step())
+    return collector.results
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: "-".join(map(str, s.values()))[:40])
+def test_drafts_change_nothing(engine: Engine, sampling: dict[str, Any]) -> None:
+    plain = _run(engine, "off", sampling)
+    on_cpu_runner = not isinstance(engine.runner, TorchRunner)
+    for drafter in DRAFTERS[1:]:
+        drafted = _run(engine, drafter, sampling)
+        num_accepted = 0
+        for key, want in plain.items():
+            got = drafted[key]
+            assert (got.ids, got.finish_reason) == (want.ids, want.finish_reason)
+            if on_cpu_runner:  # to the last bit
+                assert got.logprobs == want.logprobs
+            num_accepted += sum(c.num_accepted for c in got.counts)
+        assert num_accepted > 20
+    for key, want in plain.items():
+        text = TABLE.join(want.ids, skip_special=True)
+        if want.finish_reason == "stop":
+            items = json.loads(text)
+            assert 2 <= len(items) <= 4
+            assert all(list(item) == ["name", "size", "year"] for item in items)
+            assert key[0] != "r0" or b'{"name":"' in text
+        # The logprobs are the model's own, before the grammar: what it forces may be unlikely.
+        assert any(lp.rank > 2 for lp in want.logprobs)
+    if "repetition_penalty" not in sampling:  # it soon bans the digits and quotes
+        assert any(r.finish_reason == "stop" for r in plain.values())
