@@ -127,9 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
     parser.add_argument("--key", default="", help="an API key, if the server wants one")
-    parser.add_argument("--rounds", type=int, default=6, metavar="N", help="of all prompts (6)")
+    parser.add_argument("--rounds", type=int, default=16, metavar="N", help="of all prompts (16)")
     parser.add_argument(
-        "--seconds", type=float, default=9.0, metavar="S", help="of traffic before the picture (9)"
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="of traffic before the picture (20)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)

@@ -53,7 +53,7 @@ _TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
 
 _TASK = ("task",)
 _SPEC = ("task", "drafter")
-_MODE = ("task", "mode")
+_MODE = ("task", "mode", "model")
 _REQUEST = (*_TASK, "model")
 _DRAFTED = (*_SPEC, "model")
 _ENGINE = ("engine", "model")
@@ -271,6 +271,7 @@ class Metrics:
         self._slice_evictions = counter(
             "slice_cache_evictions", "Rows that the slice cache forgot", _ENGINE
         )
+        self._vocab_size = gauge("model_vocab_size", "Ids of the model, padding included", _ENGINE)
         self._up = gauge("engine_up", "1 while the engine serves", _ENGINE)
         self._engine_steps = counter("engine_steps", "Steps", _ENGINE)
         self._engine_rows = counter(
@@ -298,6 +299,7 @@ class Metrics:
         )
 
         self._tasks: dict[tuple[str, str, str], TaskSeries] = {}
+        self._slices: dict[tuple[str, str, str], tuple[Counter, ...]] = {}
         self._engines: dict[str, EngineSeries] = {}
         self._aliases: CollectorRegistry | None = None
         if vllm_aliases:
@@ -356,24 +358,40 @@ class Metrics:
         for tenth, drafted, accepted in counts.by_survival:
             self._count_pair(series, "survival", _TENTHS[tenth], drafted, accepted)
 
-    def count_vocabulary(self, task: str, mode: str, counts: VocabularyCounts) -> None:
-        """What an LM-head slice did for one Delta."""
-        both = (task, mode)
-        for series, number in (
-            (self._slice_steps, counts.num_slice_steps),
-            (self._full_steps, counts.num_full_steps),
-            (self._head_rows, counts.head_rows),
-            (self._row_loads, counts.num_loaded),
-            (self._windows, counts.num_windows),
-            (self._checked, counts.num_checked),
-            (self._missed, counts.num_missed),
-            (self._dropped, counts.num_dropped),
-        ):
+    def count_vocabulary(self, task: str, mode: str, model: str, counts: VocabularyCounts) -> None:
+        """What an LM-head slice did for one Delta. Series are made on first use, at 0."""
+        labels = (task, mode, model)
+        series = self._slices.get(labels)
+        if series is None:
+            series = self._slices[labels] = tuple(
+                counter.labels(*labels)
+                for counter in (
+                    self._slice_steps,
+                    self._full_steps,
+                    self._head_rows,
+                    self._row_loads,
+                    self._windows,
+                    self._checked,
+                    self._missed,
+                    self._dropped,
+                )
+            )
+        numbers = (
+            counts.num_slice_steps,
+            counts.num_full_steps,
+            counts.head_rows,
+            counts.num_loaded,
+            counts.num_windows,
+            counts.num_checked,
+            counts.num_missed,
+            counts.num_dropped,
+        )
+        for one, number in zip(series, numbers, strict=True):
             if number:
-                series.labels(*both).inc(number)
-        self._slice_ids.labels(*both).set(counts.num_ids)
+                one.inc(number)
+        self._slice_ids.labels(*labels).set(counts.num_ids)
         if counts.num_windows:
-            self._verify.labels(*both).observe(counts.verify_s)
+            self._verify.labels(*labels).observe(counts.verify_s)
 
     def _count_pair(
         self, series: TaskSeries, kind: str, value: str, drafted: int, accepted: int
@@ -453,6 +471,7 @@ class Metrics:
         series = self.engine(engine, model)
         series.last = EngineStats()
         series.up.set(1)
+        self._vocab_size.labels(engine, model).set(info.vocab_size)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
         """An engine died or was stopped; it holds nothing any more."""

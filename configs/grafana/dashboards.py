@@ -426,7 +426,129 @@ SERVING = Dashboard(
     },
 )  # fmt: skip
 
-DASHBOARDS = (SPECULATION, SERVING)
+# A step of a sliced request with the full head would have computed a row for every id.
+FULL_ROWS = (
+    f"({rate('vocab_slice_steps_total', 'task, mode, model')} + "
+    f"{rate('vocab_full_steps_total', 'task, mode, model')}) "
+    f"* on (model) group_left () max by (model) (tailor_model_vocab_size{E})"
+)
+HEAD_ROWS = rate("vocab_head_rows_total", "task, mode, model")
+ROW_BYTES = (
+    f"(sum by (model) (tailor_slice_cache_bytes{E}) / "
+    f"(sum by (model) (tailor_slice_cache_rows{E}) > 0))"
+)
+MODE = "{{task}} · {{mode}}"
+
+VOCABULARY = Dashboard(
+    "vocabulary",
+    "Tailor: Vocabulary",
+    "Slices of the LM head: how much of it a task computes, what that saves, and what it misses. "
+    "Empty while no task has a vocabulary.mode other than full.",
+    {
+        "Slices": (
+            Panel(
+                "Slice size",
+                "Ids of the last request's slice: the task's, the prompt's, specials.",
+                (Query(f"max by (task, mode) (tailor_vocab_slice_ids{T})", MODE),),
+            ),
+            Panel(
+                "Share of the head computed",
+                "LM-head rows of sliced requests, verification by the full head included, of those "
+                "that the full head would have computed. 1 is no gain.",
+                (Query(f"{HEAD_ROWS} / ({FULL_ROWS} > 0)", MODE),),
+                unit="percentunit",
+            ),
+            Panel(
+                "Bytes saved",
+                "Bytes of the LM head a second that were not read.",
+                (
+                    Query(
+                        f"(({FULL_ROWS}) - {HEAD_ROWS}) * on (model) group_left () {ROW_BYTES}",
+                        MODE,
+                    ),
+                ),
+                unit="Bps",
+            ),
+            Panel(
+                "Steps from the slice",
+                "Of the decode steps of sliced requests, those that the slice answered. In exact "
+                "mode the full head takes over where misses make a slice slower.",
+                (
+                    Query(
+                        f"{rate('vocab_slice_steps_total', 'task, mode')} / "
+                        f"(({rate('vocab_slice_steps_total', 'task, mode')} + "
+                        f"{rate('vocab_full_steps_total', 'task, mode')}) > 0)",
+                        MODE,
+                    ),
+                ),
+                unit="percentunit",
+            ),
+            Panel(
+                "Slice cache", "LM-head rows that are held beside the head.",
+                (Query(f"sum by (engine) (tailor_slice_cache_rows{E})", "{{engine}}"),),
+            ),
+            Panel(
+                "Memory of the slice cache", "Those rows in bytes: a second copy of a tied table.",
+                (Query(f"sum by (engine) (tailor_slice_cache_bytes{E})", "{{engine}}"),),
+                unit="bytes",
+            ),
+            Panel(
+                "Rows of prompts",
+                "Rows a second that a prompt wanted: found in the cache, copied, forgotten.",
+                (
+                    Query(rate("slice_cache_hits_total", "model", where=E), "found {{model}}"),
+                    Query(rate("slice_cache_loads_total", "model", where=E), "copied {{model}}"),
+                    Query(
+                        rate("slice_cache_evictions_total", "model", where=E), "forgotten {{model}}"
+                    ),
+                ),
+            ),
+        ),
+        "Exact mode": (
+            Panel(
+                "Misses",
+                "Share of the verified tokens that the full head replaced. Only exact mode knows.",
+                (
+                    Query(
+                        share(
+                            "vocab_slice_misses_total", "vocab_verified_tokens_total", "task, mode"
+                        ),
+                        MODE,
+                    ),
+                ),
+                unit="percentunit",
+            ),
+            Panel(
+                "Tokens taken back", "Emitted in a window behind a miss, and never sent.",
+                (Query(rate("vocab_dropped_tokens_total", "task, mode"), MODE),),
+            ),
+            Panel(
+                "Tokens of a window", "Verified tokens per window; and the size adapted last.",
+                (
+                    Query(
+                        share(
+                            "vocab_verified_tokens_total",
+                            "vocab_verify_windows_total",
+                            "task, mode",
+                        ),
+                        MODE,
+                    ),
+                    Query(f"max by (engine) (tailor_vocab_verify_every{E})", "now {{engine}}"),
+                ),
+            ),
+            Panel(
+                "Windows", "Verifications a second.",
+                (Query(rate("vocab_verify_windows_total", "task, mode"), MODE),),
+            ),
+            Panel(
+                "Time of a verification", "Seconds that a choice waits for the full head.",
+                quantiles("vocab_verify_time_seconds", ""), unit="s",
+            ),
+        ),
+    },
+)  # fmt: skip
+
+DASHBOARDS = (SPECULATION, VOCABULARY, SERVING)
 
 
 # --- to Grafana's JSON ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ hosts, and a content security policy that allows neither. The files hold no data
 what the page shows comes from `snapshot` at /dashboard/data, which needs one when there are any.
 
 Why a JSON route and not /metrics: a page that is open all day must cost next to nothing, and one
-answer of this route is about a twentieth of /metrics; it may have the open requests too, which are
+answer of this route is about a thirtieth of /metrics; it may have the open requests too, which are
 no series; and /metrics is often closed to browsers. All figures are read from the very series that
 /metrics shows, so that they cannot differ.
 """
@@ -113,6 +113,7 @@ _GAUGES = {
     "waiting_tokens": "num_tokens_waiting",
     "kv_usage": "kv_cache_usage_perc",
     "draft_budget": "draft_budget",
+    "vocab_size": "model_vocab_size",
 }
 _ENGINE_SUMS = {
     "steps": "engine_steps_total",
@@ -130,8 +131,19 @@ _LABEL_OF = {
 }
 _BUCKETS_OF = {f"tailor_{series}_seconds_bucket": name for name, series in _LATENCIES.items()}
 _ENGINE_OF = {f"tailor_{series}": name for name, series in (_GAUGES | _ENGINE_SUMS).items()}
+_PER_SLICE = {
+    "ids": "vocab_slice_ids",
+    "slice_steps": "vocab_slice_steps_total",
+    "full_steps": "vocab_full_steps_total",
+    "head_rows": "vocab_head_rows_total",
+    "windows": "vocab_verify_windows_total",
+    "verified": "vocab_verified_tokens_total",
+    "misses": "vocab_slice_misses_total",
+    "dropped": "vocab_dropped_tokens_total",
+}
+_SLICE_OF = {f"tailor_{series}": name for name, series in _PER_SLICE.items()}
 _ROWS, _OUTCOMES = "tailor_engine_rows_total", "tailor_request_outcomes_total"
-_NAMES = (*_DRAFTER_OF, *_LABEL_OF, *_BUCKETS_OF, *_ENGINE_OF, _ROWS, _OUTCOMES)
+_NAMES = (*_DRAFTER_OF, *_LABEL_OF, *_BUCKETS_OF, *_ENGINE_OF, *_SLICE_OF, _ROWS, _OUTCOMES)
 _NUM_BUCKETS = len(LATENCY_BUCKETS_S) + 1
 
 
@@ -140,14 +152,15 @@ def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict
 
     now_s: a clock to divide differences by. edges_s: upper edges of the latency buckets; one more
     bucket has no upper edge. drafts: sums by task, drafter and model. tasks: outcomes, and counts
-    per latency bucket, by task and model. engines: gauges and sums. open: the oldest open
-    requests, without any text of theirs; num_open: all of them.
+    per latency bucket, by task and model. slices: sums by task, mode and model. engines: gauges
+    and sums. open: the oldest open requests, without any text of theirs; num_open: all of them.
 
     key: whose view it is. A key sees the tasks that it may use and, unless it is an admin key,
     its own open requests; None (a server without keys) sees everything.
     """
     drafts: dict[tuple[str, ...], dict[str, Any]] = {}
     tasks: dict[tuple[str, ...], dict[str, Any]] = {}
+    slices: dict[tuple[str, ...], dict[str, Any]] = {}
     engines: dict[str, dict[str, Any]] = {
         engine["name"]: {**engine, "rows": {}} for engine in client.engines()
     }
@@ -171,6 +184,8 @@ def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict
                     entry.setdefault("outcomes", {})[labels["outcome"]] = value
                 else:
                     entry.setdefault(_BUCKETS_OF[name], []).append(value)
+            elif name in _SLICE_OF:
+                _entry(slices, labels, ("task", "mode", "model"))[_SLICE_OF[name]] = value
             elif name in _DRAFTER_OF:
                 _entry(drafts, labels, ("task", "drafter", "model"))[_DRAFTER_OF[name]] = value
             else:
@@ -189,6 +204,7 @@ def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict
         "edges_s": LATENCY_BUCKETS_S,
         "drafts": list(drafts.values()),
         "tasks": list(tasks.values()),
+        "slices": list(slices.values()),
         "engines": list(engines.values()),
         "num_open": len(open_requests),
         "open": open_requests[:MAX_OPEN_SHOWN],

@@ -83,7 +83,9 @@ class RequestAccount:
                 sums[0] += drafted
                 sums[1] += accepted
         if delta.vocabulary is not None:
-            self._metrics.count_vocabulary(request.task, request.vocabulary.mode, delta.vocabulary)
+            self._metrics.count_vocabulary(
+                request.task, request.vocabulary.mode, request.model, delta.vocabulary
+            )
             for name in _VOCABULARY_SUMS:
                 self.vocabulary[name] += getattr(delta.vocabulary, name)
             self.num_slice_ids = max(self.num_slice_ids, delta.vocabulary.num_ids)

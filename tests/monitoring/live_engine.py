@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from drafters.suffix import SuffixDrafter
 from server.api.client import EngineSpec
 from server.engine.batch import Batch
@@ -13,6 +15,8 @@ from server.engine.host import start_thread
 from server.engine.stops import StopTable
 from tests.api.live import TABLE, LiveServer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
 
 CONTEXT = 2048
 POISON = TABLE.vocab_size - 1
@@ -22,6 +26,14 @@ POISON = TABLE.vocab_size - 1
 def _fail_on_poison(batch: Batch) -> None:
     if POISON in batch.token_ids[batch.positions == 0]:
         raise MemoryError("out of memory")
+
+
+def half_the_vocabulary() -> VocabProfile:
+    """A vocabulary profile that misses often: every other id."""
+    ids = list(range(0, TABLE.vocab_size, 2))
+    made = VocabSlice.make(ids, RequiredIds.of(TABLE.vocab_size, eos_ids=(0,)))
+    none = np.empty(0, np.int32)
+    return VocabProfile(made, none, none.astype(np.float32))
 
 
 def make_engine(step_s: float) -> Engine:
@@ -45,6 +57,7 @@ def make_engine(step_s: float) -> Engine:
         {"suffix": SuffixDrafter()},
         EngineSettings(max_num_seqs=16, max_num_batched_tokens=256, prefill_rows=128),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        profiles=lambda name: half_the_vocabulary(),
     )
 
 

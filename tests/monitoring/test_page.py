@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.config import ServerConfig, SpeculationConfig, TaskConfig
+from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
 from tests.api.live import LiveServer, wait_until
 from tests.api.test_end_to_end import PROMPTS
 from tests.monitoring.live_engine import monitored
@@ -34,6 +34,9 @@ DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 360, "height": 740}
 TASKS = {
     "sql": TaskConfig(name="sql"),
+    "exact": TaskConfig(
+        name="exact", vocabulary=VocabularyConfig(mode="exact", profile="half", verify_every=4)
+    ),
     "plain": TaskConfig(name="plain", speculation=SpeculationConfig(drafter="off")),
 }
 
@@ -44,6 +47,7 @@ def server() -> Iterator[LiveServer]:
         for i in range(8):
             live.post(model="sql", prompt=PROMPTS[i % 4], max_tokens=40, temperature=0)
         live.post(model="plain", max_tokens=10)
+        live.post(model="exact", max_tokens=30)
         yield live
 
 
@@ -127,6 +131,14 @@ def test_figures_are_the_server_s(
     assert page.locator("#sources tbody tr").count() >= 1
     assert page.locator("#survivals tbody tr").count() >= 2
     assert "ready" in page.locator("#state").inner_text()
+    assert page.is_visible("#no-slices")
+    page.select_option("#task", "exact")
+    missed = server.sample("tailor_vocab_slice_misses_total", task="exact")
+    verified = server.sample("tailor_vocab_verified_tokens_total", task="exact")
+    assert missed > 0 and not page.is_visible("#no-slices")
+    if size is DESKTOP:
+        text = cell(page, "slices", "exact", "Missed")
+        assert abs(float(text.split()[0]) - 100 * missed / verified) < 0.51
     page.select_option("#task", "plain")
     assert page.locator("#positions tbody tr").inner_text() == "No drafts in this time."
     page.select_option("#task", "")

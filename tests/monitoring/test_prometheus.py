@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server.config import ServerConfig, SpeculationConfig, TaskConfig
+from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
 from tests.api.live import LiveServer, wait_until
 from tests.api.test_completions import events
 from tests.api.test_end_to_end import PROMPTS
@@ -40,6 +40,10 @@ TASKS = {
     "sql": TaskConfig(name="sql"),
     "rag": TaskConfig(name="rag"),
     "plain": TaskConfig(name="plain", speculation=SpeculationConfig(drafter="off")),
+    "exact": TaskConfig(
+        name="exact", vocabulary=VocabularyConfig(mode="exact", profile="half", verify_every=4)
+    ),
+    "slice": TaskConfig(name="slice", vocabulary=VocabularyConfig(mode="slice", profile="half")),
     "faulty": TaskConfig(name="faulty"),
 }
 
@@ -92,11 +96,11 @@ class Run:
 
 def _ask(server: LiveServer, i: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """One request; its task, its speculation report and its usage."""
-    task = ("sql", "rag", "plain")[i % 3]
+    task = ("sql", "rag", "plain", "exact", "slice")[i % 5]
     body: dict[str, Any] = {
         "model": task, "prompt": PROMPTS[i % 4], "max_tokens": 60 + i % 40,
         "temperature": i % 4 // 3 / 4,
-        "n": 1 + i % 2, "include_speculation": True, "stop": "qq" if i % 5 == 0 else None,
+        "n": 1 + i % 2, "include_speculation": True, "stop": "qq" if i % 7 == 0 else None,
     }  # fmt: skip
     if i % 2:
         stream = events(server.post(stream=True, stream_options={"include_usage": True}, **body))
@@ -130,8 +134,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         began_s = time.monotonic()
         i = 0
         while time.monotonic() - began_s < 6.0:
-            made.reports += threads.map(lambda k: _ask(server, k), range(i, i + 24))
-            i += 24
+            made.reports += threads.map(lambda k: _ask(server, k), range(i, i + 25))
+            i += 25
             _faults(server)
         wait_until(lambda: server.client.num_open == 0)
         wait_until(lambda: server.sample("tailor_request_outcomes_total", outcome="abort") >= 3)
@@ -170,7 +174,7 @@ def test_every_variable_of_the_dashboards_has_values(run: Run) -> None:
                 f"group by ({inner[2]}) ({_filled_in(inner[1])})", inner[2]
             )
             seen.add((variable["name"], *sorted(key[0] for key in found)))
-    assert seen == {("model", "tiny"), ("task", "faulty", "plain", "rag", "sql")}
+    assert seen == {("model", "tiny"), ("task", "exact", "faulty", "plain", "rag", "slice", "sql")}
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if "record" in r], ids=lambda r: r["record"])
@@ -212,11 +216,11 @@ def test_prometheus_tells_what_the_requests_reports_tell_exactly(run: Run) -> No
     spec = "tailor_spec_decode_num"
     ask, where = run.prometheus.values, '{task!="faulty"}'
     accepted_of_rows = ask(
-        f'sum by (task) ({spec}_accepted_tokens_total{{task=~"sql|rag"}}) / '
+        f'sum by (task) ({spec}_accepted_tokens_total{{task!~"plain|faulty"}}) / '
         f"sum by (task) ({spec}_draft_tokens_total)", "task",
     )  # fmt: skip
     assert accepted_of_rows == {
-        (task,): sums[task]["accepted"] / sums[task]["drafted"] for task in ("sql", "rag")
+        (task,): own["accepted"] / own["drafted"] for task, own in sums.items() if own["drafted"]
     }
     tokens_per_step = ask(
         f"sum by (task) (tailor_generation_tokens_total{where}) / "

@@ -29,7 +29,9 @@ export function sum(a, b) {
   return a === b ? a : "";
 }
 
-const GAUGES = ["up", "running", "waiting", "waiting_tokens", "kv_usage", "draft_budget"];
+const GAUGES = [
+  "up", "running", "waiting", "waiting_tokens", "kv_usage", "draft_budget", "vocab_size",
+];
 
 /** What happened between two snapshots; older null means since the server started. */
 export function between(newer, older) {
@@ -41,12 +43,17 @@ export function between(newer, older) {
   };
   const task = pick(older?.tasks, ["task", "model"]);
   const drafts = pick(older?.drafts, ["task", "drafter", "model"]);
+  const slices = pick(older?.slices, ["task", "mode", "model"]);
   const engine = pick(older?.engines, ["name"]);
   return {
     seconds: older === null ? null : newer.now_s - older.now_s,
     edges_s: newer.edges_s,
     tasks: newer.tasks.map((entry) => difference(entry, task(entry))),
     drafts: newer.drafts.map((entry) => difference(entry, drafts(entry))),
+    slices: newer.slices.map((entry) => ({
+      ...difference(entry, slices(entry)),
+      ids: entry.ids,
+    })),
     engines: newer.engines.map((entry) => ({
       ...difference(entry, engine(entry)),
       ...Object.fromEntries(GAUGES.map((name) => [name, entry[name]])),

@@ -86,7 +86,7 @@ function draw() {
   drawCharts(wanted);
   drawTasks(span, wanted);
   drawDrafts(drafts);
-  drawSlices(span, wanted);
+  drawSlices(newest, span, wanted);
   drawEngines(span);
   drawOpen(newest, wanted);
 }
@@ -137,7 +137,7 @@ function drawTiles(newest, span, drafts, tasks, engines) {
 const CHARTS = [
   { title: "Tokens per second", of: (d, s) => (d.tokens ?? 0) / s.seconds },
   { title: "Tokens per step", of: (d) => ratio(d.tokens, d.steps) },
-  { title: "Accepted of verified rows", of: (d) => ratio(d.accepted, d.drafted), show: percent },
+  { title: "Accepted rows", of: (d) => ratio(d.accepted, d.drafted), show: percent },
   {
     title: "Draft rows a step",
     of: (d, s) => ratio(total(s.engines).rows?.draft, total(s.engines).steps),
@@ -186,18 +186,21 @@ function emptyChart(chart) {
   return figure;
 }
 
-/** An SVG path over the last 150 polls (5 minutes); gaps where there is no value. */
+/** An SVG path over the last 150 polls (5 minutes), or over those there are; gaps where no value is. */
 function line(values, most) {
   let path = "";
   let pen = false;
-  values.slice(-150).forEach((value, i, shown) => {
+  const shown = values.slice(-150);
+  const width = 150 / Math.max(15, shown.length); // of a poll
+  shown.forEach((value, i) => {
     if (value === null) {
       pen = false;
       return;
     }
-    const x = 150 - shown.length + i;
+    const x = 150 - (shown.length - 1 - i) * width;
     const y = 58 - (56 * value) / most;
-    path += pen ? `L${x} ${y.toFixed(1)}` : `M${x - 0.5} ${y.toFixed(1)}L${x} ${y.toFixed(1)}`;
+    const at = `${x.toFixed(1)} ${y.toFixed(1)}`;
+    path += pen ? `L${at}` : `M${(x - 0.5).toFixed(1)} ${y.toFixed(1)}L${at}`;
     pen = true;
   });
   return path;
@@ -314,10 +317,31 @@ function drawDrafts(drafts) {
   );
 }
 
-function drawSlices(span, wanted) {
-  const rows = span.tasks.filter(wanted).filter((entry) => entry.slice_tokens > 0);
+function drawSlices(newest, span, wanted) {
+  const sizes = new Map(newest.engines.map((engine) => [engine.model, engine.vocab_size]));
+  const rows = span.slices
+    .filter(wanted)
+    .map((entry) => ({ ...entry, steps: entry.slice_steps + entry.full_steps }))
+    .filter((entry) => entry.steps > 0)
+    .map((entry) => ({ ...entry, all: entry.steps * sizes.get(entry.model) }));
   byId("no-slices").hidden = rows.length > 0;
   byId("slices").hidden = rows.length === 0;
+  byId("slices").classList.add("cards");
+  fill(
+    byId("slices"),
+    [
+      { title: "Task", of: (r) => r.task },
+      { title: "Mode", of: (r) => r.mode },
+      { title: "Ids", of: (r) => number(r.ids) },
+      { title: "Head computed", of: (r) => percent(ratio(r.head_rows, r.all)) },
+      { title: "Steps from it", of: (r) => percent(ratio(r.slice_steps, r.steps)) },
+      { title: "Missed", of: (r) => (r.verified ? percent(ratio(r.misses, r.verified)) : NONE) },
+      { title: "Tokens a window", of: (r) => number(ratio(r.verified, r.windows)) },
+      { title: "Taken back", of: (r) => number(r.dropped) },
+    ],
+    rows,
+    "",
+  );
 }
 
 function drawEngines(span) {
