@@ -837,7 +837,8 @@ def _show_vocab(args: argparse.Namespace) -> int:
     from vocab_store import command
 
     with _vocab_errors():
-        print(command.show(args))
+        shown = command.show(args)
+    print(shown)
     return 0
 
 
