@@ -621,7 +621,10 @@ class Engine:
                 self._unchecked.append((sequence, Cut(0), True))
                 return
         end = cut(run, sequence.num_output, sequence.rules, sequence.matcher, sequence.grammar)
-        if sequence.grammar is not None and sequence.grammar.problem:
+        has_problem = sequence.grammar is not None and sequence.grammar.problem != ""
+        if has_problem and is_kept:  # perhaps a wrong token's: checked before anything ends
+            end, is_short = Cut(end.num_kept), True
+        elif has_problem:
             self._fail_draw(sequence, NO_TOKEN_LEFT)
             return
         kept = run[: end.num_kept]
@@ -791,6 +794,9 @@ class Engine:
                 return
             rules, grammar = sequence.rules, sequence.grammar
             end = cut([token], sequence.num_output, rules, sequence.matcher, grammar)
+            if grammar is not None and grammar.problem:
+                self._fail_draw(sequence, NO_TOKEN_LEFT)
+                return
             if sequence.request.report_sources:
                 sequence.token_sources.append("")
             sequence.append([token])
@@ -799,6 +805,9 @@ class Engine:
             self._teach(sequence, None, [], [token])
             sequence.verify(sequence.num_output)
             self.slices.extend(sequence, token)
+        elif sequence.grammar is not None and sequence.grammar.problem:
+            self._fail_draw(sequence, NO_TOKEN_LEFT)
+            return
         self._conclude(sequence, end)
 
     def _cut_back(self, sequence: Sequence, num_output: int) -> None:

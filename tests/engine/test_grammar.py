@@ -42,6 +42,7 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    with_slices,
 )
 from tests.engine.tiny_vocabularies import tokenizer_over
 from tests.fakes.fake_drafters import FakeDrafter
@@ -78,7 +79,7 @@ def _constrained_workload(rng: Random, window: int = 0) -> Workload:
     return work
 
 
-def _run(work: Workload, verifier: LaggingVerifier | None = None) -> None:
+def _run(work: Workload, verifier: LaggingVerifier | None = None, *, sliced: bool = False) -> None:
     note(f"{work}")
     expected = work.expected()
     drafter = make_drafter(work, expected)
@@ -93,7 +94,7 @@ def _run(work: Workload, verifier: LaggingVerifier | None = None) -> None:
         assert engine.num_drafter_errors == 0
     for result in results.values():
         assert result.error_code in (None, "constraint_unsatisfiable")
-        if verifier is None and result.finish_reason in ("stop", "length"):
+        if verifier is None and not sliced and result.finish_reason in ("stop", "length"):
             steps = sum(c.num_steps for c in result.counts)
             accepted = sum(c.num_accepted for c in result.counts)
             assert accepted + steps - len(result.ids) in (0, 1)
@@ -114,6 +115,16 @@ def test_unverified_windows_roll_back(seed: int, window: int, cut_chance: float)
     rng = Random(seed)
     work = _constrained_workload(rng, window)
     _run(work, LaggingVerifier(Random(rng.random()), window, cut_chance))
+
+
+@settings(max_examples=120, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_every_vocabulary_mode_follows_the_grammar(seed: int) -> None:
+    """`slice` and `exact` beside `full`: where a slice has nothing that the grammar allows, the
+    full head draws."""
+    rng = Random(seed)
+    work = with_slices(_constrained_workload(rng), rng, ("exact", "exact", "slice", "full"))
+    _run(work, sliced=True)
 
 
 # -- the state ------------------------------------------------------------------------------------
