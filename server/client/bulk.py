@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import httpx
 from filelock import FileLock, Timeout
@@ -262,7 +263,7 @@ class BulkRun:
 
     async def _check_task(self, client: httpx.AsyncClient) -> None:
         """Learn of a wrong address, key or task before the first line. Raises CallFailedError."""
-        url = f"{self._endpoint.base}/models/{self._task}"
+        url = f"{self._endpoint.base}/models/{quote(self._task)}"
         for attempt in range(self._max_retries + 1):
             try:
                 response = await client.get(url)
