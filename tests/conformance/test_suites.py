@@ -1,0 +1,113 @@
+"""What the conformance scripts do beside running suites: without the network."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of this folder as a module. They import `environment` as scripts do."""
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    return importlib.import_module(request.param)
+
+
+def operation(properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties}
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+@pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
+def test_only_models_and_amounts_are_narrowed(script: ModuleType) -> None:
+    document = {
+        "paths": {
+            "/v1/completions": {
+                "post": operation(
+                    {
+                        "model": {"type": "string"},
+                        "max_tokens": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                        "prompt": {"type": "string"},
+                        "suffix": {"type": "string"},
+                    }
+                )
+            },
+            "/tokenize": {
+                "post": operation({"model": {"anyOf": [{"type": "string"}, {"type": "null"}]}})
+            },
+            "/v1/models/{model}": {
+                "get": {"parameters": [{"name": "model", "schema": {"type": "string"}}]}
+            },
+        }
+    }
+    narrow = script.narrowed(json.loads(json.dumps(document)), ["a", "b"])
+
+    def properties(path: str) -> Any:
+        body = narrow["paths"][path]["post"]["requestBody"]
+        return body["content"]["application/json"]["schema"]["properties"]
+
+    fields = properties("/v1/completions")
+    assert fields["model"] == {"enum": ["a", "b"]}
+    assert fields["max_tokens"]["anyOf"] == [{"type": "integer", "maximum": 3}, {"type": "null"}]
+    assert fields["prompt"] == {"type": "string"} and "suffix" in fields
+    assert properties("/tokenize")["model"] == {"enum": ["a", "b", None]}
+    [parameter] = narrow["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert parameter["schema"] == {"enum": ["a", "b", "nobody"]}
+    deep = script.deepened(narrow)
+    assert list(deep["paths"]) == ["/v1/completions"]
+    assert set(properties("/v1/completions")) == {"model", "max_tokens", "prompt"}
+    assert "anyOf" in properties("/v1/completions")["prompt"]
+
+
+@pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
+def test_answers_are_counted_by_class(script: ModuleType, tmp_path: Path) -> None:
+    entries = [{"response": {"status": status}} for status in (200, 404, 400, 503)]
+    (tmp_path / "x.har").write_text(json.dumps({"log": {"entries": entries}}))
+    assert script.statuses(tmp_path / "x.har") == {"requests": 4, "2xx": 1, "4xx": 2, "5xx": 1}
+    assert script.statuses(tmp_path / "none.har") == {"requests": 0}
+
+
+@pytest.mark.parametrize("script", ["lm_eval_loglikelihoods"], indirect=True)
+def test_likelihoods_are_read_by_document(script: ModuleType, tmp_path: Path) -> None:
+    samples = [
+        {"doc_id": 1, "resps": [[["-2.5", "False"]], [["-0.5", "True"]]]},
+        {"doc_id": 0, "resps": [[[-1.0, True]], [[-3.0, False]]]},
+    ]
+    inner = tmp_path / "model"
+    inner.mkdir()
+    lines = "\n".join(json.dumps(sample) for sample in samples)
+    (inner / "samples_tailor_local_2026.jsonl").write_text(lines)
+    assert script.likelihoods(tmp_path) == {1: [-2.5, -0.5], 0: [-1.0, -3.0]}
+    script.write_task(tmp_path)
+    items = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
+    assert len(items) == len(script.ITEMS)
+    assert all(item["choices"][item["answer"]] for item in items)
+
+
+@pytest.mark.parametrize("script", ["environment"], indirect=True)
+def test_a_kept_environment_is_made_once_per_list(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def pretend(words: list[str], check: bool) -> None:
+        ran.append(words)
+        (tmp_path / "venv-x").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(script.subprocess, "run", pretend)
+    for _ in range(2):
+        assert script.environment(tmp_path, "x", ["a==1"]).name == "python"
+    assert len(ran) == 2 and ran[1][-1] == "a==1"
+    script.environment(tmp_path, "x", ["a==2"])
+    assert len(ran) == 4
+    with script.work_folder(None) as scratch:
+        (scratch / "file").touch()
+    assert not scratch.exists()
