@@ -106,7 +106,7 @@ def test_every_form_matches_with_and_without_drafts(
     server: LiveServer, fields: dict[str, Any], pattern: str, temperature: float
 ) -> None:
     prompts = ["the quick brown fox", "Once upon", "SELECT name FROM users"]
-    body = {
+    body: dict[str, Any] = {
         "prompt": prompts, "structured_outputs": fields, "seed": 11, "temperature": temperature,
         "n": 2, "stream": False,
     }  # fmt: skip
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_a_400_that_names_the_field(
 
 def test_a_dead_end_is_a_clear_error_even_within_a_stream(server: LiveServer) -> None:
     the = TOKENIZER.encode("the").ids
-    body = {
+    body: dict[str, Any] = {
         "structured_outputs": {"choice": ["the fox"]},
         "allowed_token_ids": [*the, 2],
         "max_tokens": 9,

@@ -103,7 +103,7 @@ def one_token_loop(
             np.asarray([i in prompt for i in seen], np.int32),
             len(out.ids),
         )
-        logits = seen = model.logits(row, tokens)
+        logits = shown = model.logits(row, tokens)
         mask = None
         if matcher is not None:
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -112,20 +112,20 @@ def one_token_loop(
             mask = padded.view(np.uint32)
         if slice_ids is not None:
             inside = sorted(slice_ids)
-            seen = np.full_like(logits, -np.inf)
-            seen[inside] = logits[inside]
+            shown = np.full_like(logits, -np.inf)
+            shown[inside] = logits[inside]
         try:
             try:
-                token = draw(seen, params, len(tokens), [], mask)
+                token = draw(shown, params, len(tokens), [], mask)
             except ValueError:
                 token = draw(logits, params, len(tokens), [], mask)
-                seen = logits
+                shown = logits
         except ValueError:
             out.finish_reason = "error"
             return out
         out.ids.append(token)
         if s.num_logprobs is not None:
-            out.logprobs.append(_as_sent(token_logprob(seen, token, s.num_logprobs)))
+            out.logprobs.append(_as_sent(token_logprob(shown, token, s.num_logprobs)))
         if not s.ignore_eos and token in eos:
             out.finish_reason = "stop"
             return out
