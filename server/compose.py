@@ -168,6 +168,7 @@ def build_engine(order: EngineOrder) -> Engine:
         runner.info.vocab_size,
     )
     profiles = ProfileFiles(table, runner.info.eos_token_ids)
+    grammars.load()
     engine = Engine(
         runner,
         drafters,

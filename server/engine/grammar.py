@@ -18,6 +18,8 @@ tokenizer would, and the mask then allows that one token.
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,6 +50,8 @@ __all__ = [
     "load_grammar_tokenizer",
 ]
 
+_log = logging.getLogger(__name__)
+
 FORCED = "forced"
 """The name of the source that forced tokens are counted under."""
 
@@ -66,21 +70,26 @@ class GrammarTemplate:
 def load_grammar_tokenizer(
     tokenizer_file: Path | str, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> LLTokenizer:
-    """llguidance's view of a tokenizer.json. Takes about 0.3 s for 49,000 ids.
+    """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids, 3 s for 262,000, and
+    holds the interpreter lock.
 
     vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
     """
     from llguidance import LLTokenizer
 
-    spec = json.loads(Path(tokenizer_file).read_text(encoding="utf-8"))
-    spec["truncation"] = spec["padding"] = None
-    return LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    text = Path(tokenizer_file).read_text(encoding="utf-8")
+    if not all(re.search(rf'"{name}":\s*null', text[:1000]) for name in ("truncation", "padding")):
+        spec = json.loads(text)
+        spec["truncation"] = spec["padding"] = None
+        text = json.dumps(spec)
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in threads of its own, and keeps the last ones.
 
-    load_tokenizer: called once, in a thread, when the first grammar comes. max_kept: compiled
+    load_tokenizer: called once, by load(), or in a thread when the first grammar comes. That holds
+    up the step loop, so an engine calls load() before it is ready. max_kept: compiled
     grammars that are kept, least recently used ones go. timeout_s: how long a request may wait for
     its grammar (the engine gives up on it then). Calls come from the engine's thread.
     """
@@ -117,6 +126,16 @@ class GrammarCompiler:
         if len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)
         return future
+
+    def load(self) -> None:
+        """Load the tokenizer now. Raises nothing: without one, grammars cannot be compiled."""
+        if self._tokenizer is None:
+            self._tokenizer = Future()
+            try:
+                self._tokenizer.set_result(self._load_tokenizer())
+            except Exception as error:
+                _log.warning("structured outputs are not available: %s", error)
+                self._tokenizer.set_exception(error)
 
     @property
     def num_kept(self) -> int:
