@@ -127,6 +127,14 @@ def test_every_vocabulary_mode_follows_the_grammar(seed: int) -> None:
     _run(work, sliced=True)
 
 
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(SEEDS)
+def test_slices_and_grammars_together(seed: int) -> None:
+    """Where the slice holds nothing that the grammar allows, the full head is drawn from."""
+    rng = Random(seed)
+    _run(with_slices(_constrained_workload(rng), rng, ("exact", "slice", "full")), sliced=True)
+
+
 # -- the state ------------------------------------------------------------------------------------
 
 TOKENIZER = byte_level_tokenizer()
