@@ -268,7 +268,7 @@ class TaskSet:
             return self._build(order)
         # A process: the build may take a minute of one core, and this one answers requests.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
+        with ProcessPoolExecutor(1, mp_context=context, initializer=_lower_priority) as pool:
             try:
                 return pool.submit(build_upload, order).result()
             except BrokenProcessPool:
@@ -298,6 +298,11 @@ class TaskSet:
         folder.rmdir()
 
 
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(5)
+
+
 def build_upload(order: BuildOrder) -> dict[str, Any]:
     """Tokenize examples, build their corpus, write both. Returns what current.json says.
 
@@ -308,8 +313,6 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     from drafters.learned import LearnedOutputs
     from server.corpus_command import open_tokenizer, tokenize_in_place
 
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(5)
     tokenizer, fingerprint, eos_token_id = open_tokenizer(Path(order.folder))
     config = json.loads((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
     vocab_size = int(config["vocab_size"])

@@ -52,7 +52,8 @@ Key = tuple[str, str]
 _log = logging.getLogger(__name__)
 
 MAX_TABLES = 1024
-MAX_FILES = 1024  # learned files in an engine's folder; the oldest go first
+MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
+MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
 TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 MAX_ROWS = 400  # of a calibration table in a report
 
@@ -120,8 +121,6 @@ class _Reservoir:
     generation: int
     num_unbuilt: int = 0
     num_unsaved: int = 0
-    built_at_s: float = -1e9
-    build_s: float = 0.0
     saved_at_s: float = 0.0
 
 
@@ -193,6 +192,7 @@ class TaskMemory:
         self._sizes_changed = False
         self._fresh: deque[Key] = deque()
         self._num_done = 0
+        self._next_build_s = 0.0
         self._thread: threading.Thread | None = None
 
     # -- calibration ------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class TaskMemory:
                 self._generations.get(task, 0),
                 corpus,
                 max_tokens,
-                prompt_ids.copy(),
+                prompt_ids[-MAX_PROMPT:].copy(),
                 output_ids.copy(),
             )
         )
@@ -487,7 +487,8 @@ class TaskMemory:
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
             seed = int(_digest(*key), 16)
-            reservoir = _Reservoir(LearnedOutputs(max_tokens, seed=seed), corpus, generation)
+            outputs = LearnedOutputs(max_tokens, max_prompt=MAX_PROMPT, seed=seed)
+            reservoir = _Reservoir(outputs, corpus, generation)
             path = self._learned_file(key)
             if path is not None:
                 try:
@@ -523,9 +524,9 @@ class TaskMemory:
     def _tend(self, ending: bool) -> None:
         """Build and write what is due."""
         for key, reservoir in list(self._reservoirs.items()):
+            # Those used longest ago come first: they get no more, so nobody waits for ever.
             now_s = time.monotonic()
-            wait_s = reservoir.build_s / self._build_share
-            if reservoir.num_unbuilt and not ending and now_s - reservoir.built_at_s >= wait_s:
+            if reservoir.num_unbuilt and not ending and now_s >= self._next_build_s:
                 self._build(key, reservoir)
             if reservoir.num_unsaved and (
                 ending or now_s - reservoir.saved_at_s >= self._save_every_s
@@ -563,8 +564,8 @@ class TaskMemory:
             return
         layer = build_layer(reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint)
         self._layers[key] = _Layer(layer, reservoir.corpus, reservoir.generation)
-        reservoir.built_at_s = time.monotonic()
-        reservoir.build_s = reservoir.built_at_s - began_s
+        now_s = time.monotonic()
+        self._next_build_s = now_s + (now_s - began_s) / self._build_share
         self._fresh.append(key)
 
     def _save_reservoir(self, key: Key, reservoir: _Reservoir) -> None:

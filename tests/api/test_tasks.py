@@ -190,11 +190,11 @@ def test_tasks_are_listed_and_told(live: LiveServer) -> None:
         "id": "sql", "object": "task", "description": "SQL", "model": "tiny", "drafter": "auto",
         "max_draft_tokens": 8, "learn": False, "corpus": None,
     }  # fmt: skip
-    for i in range(30):
+    for i in range(12):
         complete(live, "sql", prompt=f"a b c d a b {i}")
     told = call(live, "GET", "/v1/tasks/sql")
     assert told["expected_tokens_per_step"] > 1
-    assert told["measured_steps"] == pytest.approx(600 / told["expected_tokens_per_step"], abs=1)
+    assert told["measured_steps"] == pytest.approx(240 / told["expected_tokens_per_step"], abs=1)
     assert [engine["answered"] for engine in told["engines"]] == [True, True]
     cells = told["calibration"]
     assert cells and cells == sorted(cells, key=lambda cell: -cell["offered"])
@@ -396,7 +396,7 @@ def test_reloads_and_uploads_under_load_lose_nothing(live: LiveServer, place: Pl
         return bool(complete(live, model, prompt)["choices"][0]["text"] == texts[prompt])
 
     with ThreadPoolExecutor(8) as threads:
-        futures = [threads.submit(one, i) for i in range(200)]
+        futures = [threads.submit(one, i) for i in range(64)]
         turn = 0
         while not all(future.done() for future in futures):
             place.write("sql", f"speculation: {{drafter: auto, max_draft_tokens: {4 + turn % 8}}}")
@@ -426,10 +426,17 @@ def test_a_task_learns_from_its_requests_apart_for_each_key(live: LiveServer, pl
     assert steps(headers={"authorization": "Bearer the-other-key"}) <= 1.2 * cold
     assert steps(cache_salt="salt") <= 1.2 * cold
     assert steps(speculation={"corpus": "off"}) <= 1.2 * cold
-    wait_until(lambda: live.sample("tailor_learned_tokens", task="learner") > 0)
-    learned = call(live, "GET", "/v1/tasks/learner")["learned"]
-    assert learned["scopes"] == 3 and learned["outputs"] >= 4 and learned["tokens"] >= 80
-    assert live.sample("tailor_learned_outputs_total", task="learner") == learned["outputs"]
+    num_learned = live.sample("tailor_learned_outputs_total", task="learner")
+    assert num_learned >= 4
+
+    def learned() -> dict[str, int]:
+        told: dict[str, int] = call(live, "GET", "/v1/tasks/learner")["learned"]
+        return told
+
+    # All but the one that drafted from no corpus; 20 tokens each.
+    wait_until(lambda: learned()["outputs"] == num_learned)
+    assert learned() == {"tokens": 20 * num_learned, "outputs": num_learned, "scopes": 3}
+    wait_until(lambda: live.sample("tailor_learned_tokens", task="learner") == 20 * num_learned)
 
     call(live, "DELETE", "/v1/tasks/learner/corpus")
     wait_until(

@@ -104,3 +104,27 @@ def test_it_is_saved_atomically_and_restored(tmp_path: Path) -> None:
             Calibration.load(path, ["a", "b"])
     with pytest.raises(CalibrationError):
         Calibration.load(tmp_path / "none", ["a"])
+
+
+def test_a_saved_table_is_taken_over_in_place(tmp_path: Path) -> None:
+    first, second = Calibration(["a", "b"]), Calibration(["a", "b"])
+    cells = first.cells([0, 1], [3, 8], [0.4, 0.9])
+    tree = DraftTree(
+        np.array([5, 6], np.int32),
+        np.array([-1, 0], np.int32),
+        np.array([0.5, 0.4], np.float32),
+        np.array([0, 1], np.uint8),
+        cells,
+    )
+    for accepted in ([0, 1], [0], [0, 1]):
+        first.record(tree, accepted)
+    first.save(tmp_path / "table.json")
+    offered = second.offered
+    second.restore(tmp_path / "table.json")
+    assert second.offered is offered and second.table() == first.table()
+    assert second.chances(cells).tolist() == first.chances(cells).tolist()
+    rows = {row["source"]: row for row in second.table()}
+    assert (rows["a"]["offered"], rows["a"]["accepted"]) == (3.0, 3.0)
+    assert (rows["b"]["offered"], rows["b"]["accepted"]) == (3.0, 2.0)
+    with pytest.raises(CalibrationError, match="is for the sources"):
+        Calibration(["c"]).restore(tmp_path / "table.json")
