@@ -701,7 +701,7 @@ def test_a_forced_call_is_opened_by_the_server_and_held_to_its_schema(
     [request] = engine.submitted
     assert decode(request.prompt_ids).endswith(FORCED[name])
     assert request.grammar is not None and request.grammar.kind == "json_schema"
-    schema = weather()["function"]["parameters"]
+    schema = {**weather()["function"]["parameters"], "additionalProperties": False}
     assert json.loads(request.grammar.source) == schema
 
 
