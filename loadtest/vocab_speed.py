@@ -5,8 +5,9 @@
 DIR is a task's folder with train.jsonl and test.jsonl, lines of prompt and completion. The profile
 is Algorithm 1's on the training part, filled up with its own fill order to 1 % and 10 % of the
 vocabulary, so that sizes are comparable between tasks. Engine and runner run in this process, one
-request at a time, greedily, without drafts; every round runs all modes on the same prompts, in
-another order each time. Figures are of decode steps alone: from a choice's first token to its last.
+request at a time, greedily, without drafts; every round has prompts of its own and runs all modes
+on them, in another order each time. Figures are of decode steps alone: from a choice's first token
+to its last.
 
 `full` beside `full` (the first and the last column are the same mode) shows the noise. `exact` must
 give the text of `full`: exit status 1 if one answer differs. Ends in one JSON line.
@@ -206,7 +207,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", type=Path, required=True, help="a converted model")
     parser.add_argument("--data", type=Path, required=True, help="a task's folder")
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8, help="of a round")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int)
@@ -224,8 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--prompts, --tokens and --rounds want at least 1")
     refuse_busy_machine(options.max_load)
     engine, made, profiles, prompts = _build(
-        options.folder, options.data, options.threads, options.prompts
+        options.folder, options.data, options.threads, options.prompts * (options.rounds + 1)
     )
+    if len(prompts) < options.prompts * (options.rounds + 1):
+        parser.error(f"{options.data} has {len(prompts)} prompts: lower --prompts or --rounds")
     modes: list[tuple[str, VocabularyParams, str]] = [
         ("full", VocabularyParams(), "off"),
         *((name, VocabularyParams("slice", name), "off") for name in SHARES),
@@ -241,9 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for round_id in range(-1, options.rounds):  # round -1 warms up
             turn = round_id % len(modes)
+            first = (round_id + 1) * options.prompts
+            own = prompts[first : first + options.prompts]
             for name, vocabulary, drafter in modes[turn:] + modes[:turn]:
                 run = run_mode(
-                    engine, prompts, vocabulary, max_tokens=options.tokens,
+                    engine, own, vocabulary, max_tokens=options.tokens,
                     name=f"{round_id}-{name}", drafter=drafter,
                 )  # fmt: skip
                 if round_id >= 0:
@@ -265,9 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "slice_bytes": engine.stats().slice_bytes,
             "different_answers": num_different,
             "modes": figures(rounds),
+            "num_answers": options.rounds * options.prompts,
             "same_as_full": {
                 name: sum(
-                    a == b for a, b in zip(runs[0].outputs, rounds["full"][0].outputs, strict=True)
+                    a == b
+                    for run, full in zip(runs, rounds["full"], strict=True)
+                    for a, b in zip(run.outputs, full.outputs, strict=True)
                 )
                 for name, runs in rounds.items()
             },

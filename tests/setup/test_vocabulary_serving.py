@@ -1,0 +1,155 @@
+"""Profiles in a server: checked before anything is loaded, copied before the engine is ready, read
+again when their file is replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server import token_bytes
+from server.compose import ProfileFiles, build_engine, plan_server
+from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig, VocabularyConfig
+from server.errors import ConfigError
+from server.types import Request, SamplingParams, VocabularyParams
+from tests.model.tiny_models import save_tiny
+from vocab_store.errors import MissingIdsError, ProfileFileError
+from vocab_store.profile import Example, ProfileSettings, VocabProfile, build_profile
+from vocab_store.slice import RequiredIds, VocabSlice
+
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "tiny"
+    made.mkdir()
+    # More rows than the tokenizer has tokens: their ids are never drawn.
+    save_tiny(made, "llama", vocab_size=144)
+    return made
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _table(folder: Path) -> token_bytes.TokenBytes:
+    from tokenizers import Tokenizer
+
+    return token_bytes.build(Tokenizer.from_file(str(folder / "tokenizer.json")), 144)
+
+
+def _profile(folder: Path, ids: range) -> VocabProfile:
+    tokens = _table(folder)
+    found = np.asarray(list(ids), np.int32)
+    none = np.empty(0, np.int32)
+    # The tiny tokenizer's tokens are bytes: without this every id would be a required one.
+    required = RequiredIds.of(144, eos_ids=[EOS])
+    return build_profile([Example(none, found)], tokens, required, ProfileSettings(tolerance=None))
+
+
+def _full_profile(folder: Path) -> VocabProfile:
+    """What the tiny tokenizer requires (every byte token), and no more."""
+    tokens = _table(folder)
+    required = RequiredIds.from_tokens(tokens, [EOS])
+    made = _profile(folder, range(3, 10))
+    return VocabProfile(
+        VocabSlice.make(required.ids, required), made.fill_ids, made.fill_gains, made.manifest
+    )
+
+
+def test_a_profile_file_is_read_once_and_again_when_replaced(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.vocab"
+    _full_profile(folder).save(path)
+    files = ProfileFiles(_table(folder), [EOS])
+    first = files(str(path))
+    assert files(str(path)) is first
+    _full_profile(folder).save(path)
+    assert files(str(path)) is not first
+    with pytest.raises(OSError, match="nothing"):
+        files(str(tmp_path / "nothing.vocab"))
+
+
+def test_a_map_without_an_eos_or_of_another_tokenizer_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.vocab"
+    _profile(folder, range(3, 40)).save(path)
+    with pytest.raises(MissingIdsError, match="lacks special token ids 0, 1"):
+        ProfileFiles(_table(folder), [EOS])(str(path))
+    with pytest.raises(MissingIdsError, match="EOS"):
+        ProfileFiles(_table(folder), [EOS, 60])(str(path))
+    other = _full_profile(folder)
+    other.manifest["fingerprint"] = "00" * 32
+    other.save(path)
+    with pytest.raises(ProfileFileError, match="another tokenizer"):
+        ProfileFiles(_table(folder), [EOS])(str(path))
+
+
+def _config(device: str = "cpu") -> ServerConfig:
+    return ServerConfig(
+        models=(ModelConfig(name="m", path="m", devices=(device,)),),
+        engine=EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, slice_cache_rows=64),
+    )
+
+
+def _task(profile: Path, mode: str = "exact") -> dict[str, TaskConfig]:
+    vocabulary = VocabularyConfig.model_validate({"mode": mode, "profile": str(profile)})
+    return {"t": TaskConfig(name="t", vocabulary=vocabulary)}
+
+
+def test_a_plan_names_the_task_whose_profile_is_wrong(
+    folder: Path, tmp_path: Path, own_cache: None
+) -> None:
+    path = tmp_path / "t.vocab"
+    folders = {"m": folder}
+    with pytest.raises(ConfigError, match=r"task t: vocabulary\.profile: .*t\.vocab: No such file"):
+        plan_server(_config(), _task(path), folders)
+    _profile(folder, range(3, 40)).save(path)
+    with pytest.raises(ConfigError, match=r"task t: vocabulary\.profile: .*lacks"):
+        plan_server(_config(), _task(path), folders)
+    _full_profile(folder).save(path)
+    with pytest.raises(ConfigError, match="task t: vocabulary mode slice runs on cpu only"):
+        plan_server(_config("cuda:0"), _task(path, "slice"), folders)
+    [order] = plan_server(_config(), _task(path, "slice"), folders).orders
+    assert order.vocabularies == (("slice", str(path)), ("exact", str(path)))
+    [order] = plan_server(_config("cuda:0"), _task(path, "full"), folders).orders
+    assert order.vocabularies == ()
+
+
+def test_an_engine_starts_with_its_profiles_and_answers_in_every_mode(
+    folder: Path, tmp_path: Path, own_cache: None
+) -> None:
+    path = tmp_path / "t.vocab"
+    _full_profile(folder).save(path)
+    [order] = plan_server(_config(), _task(path, "slice"), {"m": folder}).orders
+    engine = build_engine(order)
+    try:
+        assert engine.slices.num_tables == 2 and engine.stats().slice_bytes > 0
+        found: dict[str, list[int]] = {}
+        for mode in ("full", "slice", "exact"):
+            engine.submit(
+                Request(
+                    mode,
+                    "t",
+                    "m",
+                    (5, 9, 40, 8),
+                    SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
+                    vocabulary=VocabularyParams(
+                        mode,  # type: ignore[arg-type]
+                        None if mode == "full" else str(path),
+                    ),
+                )
+            )
+            deltas = engine.take_deltas()
+            while engine.has_work:
+                deltas += engine.step()
+            assert deltas[-1].finish_reason == "length", deltas[-1].error
+            found[mode] = [t for d in deltas for t in d.token_ids]
+        assert found["exact"] == found["full"]
+        allowed = set(_full_profile(folder).slice.ids.tolist()) | {5, 9, 40, 8}
+        assert set(found["slice"]) <= allowed
+    finally:
+        engine.close()
