@@ -141,8 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if browser is None:
         print("page_pictures: Chromium is not installed", file=sys.stderr)
         return 1
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
+        httpx.get(f"{args.url}/ready", timeout=10).raise_for_status()
+        args.out.mkdir(parents=True, exist_ok=True)
         asyncio.run(_pictures(args.url, args.key, args.rounds, args.seconds, args.out, browser))
     except Exception as error:  # a browser's or a server's: told in one line
         print(f"page_pictures: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from server.api.dashboard import PAGE_PATHS
-from server.config import ServerConfig, TaskConfig
+from server.config import ServerConfig, TaskConfig, VocabularyConfig
 from server.types import Request
 from tests.api.live import LiveServer, as_bytes, encode, wait_until
 from tests.api.test_completions import events
@@ -124,6 +124,23 @@ def test_the_data_are_the_sums_of_the_reports() -> None:
     assert engine["rows"]["draft"] == drafts["drafted"]
     assert engine["steps"] >= drafts["steps"] and engine["step_s"] > engine["propose_s"] > 0
     assert figures["open"] == [] and figures["num_open"] == 0
+
+
+def test_slices_are_told_by_task_and_mode() -> None:
+    vocabulary = VocabularyConfig(mode="exact", profile="half", verify_every=4)
+    tasks = {"slim": TaskConfig(name="slim", vocabulary=vocabulary)}
+    with monitored(tasks=tasks) as server:
+        assert data(server)["slices"] == []
+        answer = server.post(
+            model="slim", max_tokens=40, ignore_eos=True, include_speculation=True
+        ).json()
+        [slices] = data(server)["slices"]
+        [engine] = data(server)["engines"]
+    told = answer["speculation"]["vocabulary"]
+    assert (slices["task"], slices["mode"], slices["model"]) == ("slim", "exact", "tiny")
+    assert slices["head_rows"] == told["head_rows"] > 0
+    assert slices["misses"] == told["misses"] > 0
+    assert engine["vocab_size"] == 400 > slices["ids"]
 
 
 def test_open_requests_are_listed_without_their_text() -> None:

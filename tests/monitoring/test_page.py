@@ -245,7 +245,7 @@ def test_the_keyboard_is_enough(server: LiveServer, browser: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_that_axe_finds_is_wrong(server: LiveServer, browser: Any, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
-    for size in (DESKTOP, PHONE):
+    for size in (DESKTOP, PHONE) if scheme == "light" else (PHONE,):
         visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
         visitor.since_the_start()
         page = visitor.page
