@@ -1,9 +1,12 @@
-"""Chats on the real engine with the FakeRunner: predictions and drafts never change an answer."""
+"""Chats on the real engine with the FakeRunner: predictions and drafts never change an answer, and
+a call that must be made is made."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,27 +14,33 @@ import pytest
 from drafters import make_drafter
 from server.api.client import EngineSpec
 from server.engine.engine import Engine, EngineSettings
+from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
 from server.engine.host import start_thread
 from server.engine.stops import StopTable
-from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.chat_models import CONTEXT, TABLE, TOKENIZER, encode, served, weather
 from tests.api.live import LiveServer
 from tests.api.test_completions import events
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
+MODELS = ("hermes", "mistral", "llama")
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
 
-def make_engine() -> Engine:
+def make_engine(tokenizer_file: Path) -> Engine:
     info = fake_info(
         vocab_size=TABLE.vocab_size, num_blocks=256, block_size=8, max_model_len=CONTEXT,
         max_num_seqs=8, max_num_batched_tokens=128, eos_token_ids=(0,),
     )  # fmt: skip
+    vocab_size = TABLE.vocab_size
     runner = FakeRunner(FakeModel(TABLE.vocab_size, context=2, boost=6.0), info)
     return Engine(
         runner,
         {name: partial(_drafter, name) for name in ("suffix", "auto")},
         EngineSettings(max_num_seqs=8, max_num_batched_tokens=128, prefill_rows=64),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        grammars=GrammarCompiler(
+            partial(load_grammar_tokenizer, tokenizer_file, vocab_size, (0,)), vocab_size
+        ),
     )
 
 
@@ -40,14 +49,18 @@ def _drafter(name: str, task: str, speculation: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    spec = EngineSpec(
-        "engine-0", "hermes", "cpu",
-        partial(start_thread, make_engine, name="engine-0", device="cpu"),
-    )  # fmt: skip
-    with LiveServer(
-        [spec], models={"hermes": served("hermes")}, drafters=("off", "suffix", "auto")
-    ) as live:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    specs = [
+        EngineSpec(
+            f"engine-{name}", name, "cpu",
+            partial(start_thread, partial(make_engine, file), name=name, device="cpu"),
+        )
+        for name in MODELS
+    ]  # fmt: skip
+    models = {name: served(name) for name in MODELS}
+    with LiveServer(specs, models=models, drafters=("off", "suffix", "auto")) as live:
         yield live
 
 
@@ -101,6 +114,56 @@ def test_choices_of_a_chat_are_alike_alone_and_together(server: LiveServer) -> N
         [choice] = chunk["choices"]
         texts[choice["index"]] += choice["delta"].get("content", "")
     assert texts == {choice["index"]: choice["message"]["content"] for choice in whole}
+
+
+CITY = {
+    "city": {"enum": ["Paris", "Rome", "Zürich"]},
+    "days": {"type": "integer", "minimum": 1, "maximum": 99},
+}
+PARAMETERS = {"type": "object", "properties": CITY, "required": ["city", "days"]}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize("num_tools", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_call_that_must_be_made_is_made(
+    server: LiveServer, model: str, num_tools: int, temperature: float
+) -> None:
+    tools = [weather(f"tool{i}", parameters=PARAMETERS, strict=True) for i in range(num_tools)]
+    options = {
+        "model": model, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False,
+        "temperature": temperature, "seed": 6, "max_completion_tokens": 200, "ignore_eos": None,
+    }  # fmt: skip
+    found = []
+    for drafter in ("off", "suffix", "auto"):
+        speculation = {"drafter": drafter}
+        [choice] = chat(server, speculation=speculation, **options).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] in {f"tool{i}" for i in range(num_tools)}
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(arguments) == {"city", "days"} and 1 <= arguments["days"] <= 99
+        assert arguments["city"] in CITY["city"]["enum"]
+        found.append(call["function"])
+    chunks = events(chat(server, stream=True, **options))
+    calls = [c["function"] for e in chunks for c in e["choices"][0]["delta"].get("tool_calls", ())]
+    streamed = {
+        "name": calls[0]["name"], "arguments": "".join(call["arguments"] for call in calls)
+    }  # fmt: skip
+    assert found == [streamed] * 3
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_formatted_answer_and_its_logprobs(server: LiveServer) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": PARAMETERS}}
+    [choice] = chat(
+        server, response_format=form, ignore_eos=None, max_completion_tokens=200, seed=2,
+        logprobs=True, top_logprobs=1,
+    ).json()["choices"]  # fmt: skip
+    text = choice["message"]["content"]
+    assert json.loads(text)["city"] in CITY["city"]["enum"] and choice["finish_reason"] == "stop"
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in content).decode() == text
 
 
 def test_a_tenth_of_a_million_messages_and_marks_leave_the_server_alive(
