@@ -81,6 +81,8 @@ class TaskSeries:
     inter_token: Histogram
     per_output_token: Histogram
     end_to_end: Histogram
+    prefill: Histogram
+    decode: Histogram
     queue: Histogram
     prompt_size: Histogram
     generation_size: Histogram
@@ -230,6 +232,12 @@ class Metrics:
             "request_time_per_output_token", "Mean time per token after the first", _REQUEST
         )
         self._e2e = seconds("e2e_request_latency", "Arrival to last token", _REQUEST)
+        self._prefill = seconds(
+            "request_prefill_time", "First step to first token of a request", _REQUEST
+        )
+        self._decode = seconds(
+            "request_decode_time", "First token to last token of a choice", _REQUEST
+        )
         self._queue = seconds("request_queue_time", "Arrival to first step", _REQUEST)
         self._prompt_size = sizes(
             "request_prompt_tokens", "Prompt tokens per request", _REQUEST, TOKEN_BUCKETS
@@ -328,6 +336,8 @@ class Metrics:
                 inter_token=self._inter_token.labels(*ours),
                 per_output_token=self._per_output.labels(*ours),
                 end_to_end=self._e2e.labels(*ours),
+                prefill=self._prefill.labels(*ours),
+                decode=self._decode.labels(*ours),
                 queue=self._queue.labels(*ours),
                 prompt_size=self._prompt_size.labels(*ours),
                 generation_size=self._generation_size.labels(*ours),

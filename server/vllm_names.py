@@ -5,8 +5,8 @@ summed over what vLLM does not know (task, drafter) and told again. `model_name`
 name in server.yaml. What an engine tells has `engine` ("0", "1", ...) as in vLLM; what is counted
 per request has no such label, because a task's requests are spread over engines.
 
-Left out, because there is no figure of ours that means the same: iteration_tokens, prefill and
-decode times of a request, sleep state, LoRA and multimodal caches.
+Left out, because there is no figure of ours that means the same: iteration_tokens, inference time,
+what requests ask for (params), sleep state, LoRA and multimodal caches.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ ALIASES = (
     _Alias("counter", "prefix_cache_queries", "prefix_cache_queries", _ON_ENGINE),
     _Alias("counter", "prefix_cache_hits", "prefix_cache_hits", _ON_ENGINE),
     _Alias("counter", "prompt_tokens", "prompt_tokens"),
+    _Alias("counter", "prompt_tokens_cached", "prompt_tokens_cached"),
     _Alias("counter", "generation_tokens", "generation_tokens"),
     _Alias("counter", "request_success", "request_success", ("finished_reason",)),
     _Alias("counter", "spec_decode_num_drafts", "spec_decode_num_drafts"),
@@ -68,6 +69,8 @@ ALIASES = (
     ),
     _Alias("histogram", "e2e_request_latency_seconds", "e2e_request_latency_seconds"),
     _Alias("histogram", "request_queue_time_seconds", "request_queue_time_seconds"),
+    _Alias("histogram", "request_prefill_time_seconds", "request_prefill_time_seconds"),
+    _Alias("histogram", "request_decode_time_seconds", "request_decode_time_seconds"),
     _Alias("histogram", "request_prompt_tokens", "request_prompt_tokens"),
     _Alias("histogram", "request_generation_tokens", "request_generation_tokens"),
 )

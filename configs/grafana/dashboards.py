@@ -326,6 +326,23 @@ SERVING = Dashboard(
                 quantiles("request_time_per_output_token_seconds", ""), unit="s",
             ),
             Panel(
+                "Parts of an answer's time",
+                "Mean seconds: waiting, from the first step to the first token, and from there to "
+                "the last.",
+                tuple(
+                    Query(
+                        share(f"{part}_seconds_sum", f"{part}_seconds_count", "task"),
+                        f"{name} {{{{task}}}}",
+                    )
+                    for name, part in (
+                        ("queue", "request_queue_time"),
+                        ("prefill", "request_prefill_time"),
+                        ("decode", "request_decode_time"),
+                    )
+                ),
+                unit="s",
+            ),
+            Panel(
                 "First token by task", "p95.",
                 (
                     Query(

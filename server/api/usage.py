@@ -56,6 +56,7 @@ class RequestAccount:
                 series.cached_tokens.inc(delta.num_cached_tokens)
             series.queue.observe(delta.queue_s)
             series.time_to_first_token.observe(now_s - request.arrival_s)
+            series.prefill.observe(max(0.0, now_s - request.arrival_s - delta.queue_s))
         choice, num_tokens, counts = delta.choice_id, len(delta.token_ids), delta.counts
         if num_tokens:
             last_s = self._last_s.get(choice)
@@ -96,9 +97,9 @@ class RequestAccount:
             series.generation_size.observe(total)
             series.end_to_end.observe(now_s - request.arrival_s)
             if total > 1:
-                series.per_output_token.observe(
-                    (self._last_s[choice] - self._first_s[choice]) / (total - 1)
-                )
+                decode_s = self._last_s[choice] - self._first_s[choice]
+                series.decode.observe(decode_s)
+                series.per_output_token.observe(decode_s / (total - 1))
 
     def close(self, outcome: str) -> None:
         """The request is over: "ok", "abort" or "error". Called once."""

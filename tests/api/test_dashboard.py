@@ -269,6 +269,14 @@ def test_vllm_names_tell_the_same_figures_and_only_on_request() -> None:
         assert value(f"vllm:time_to_first_token_seconds_count{{{model}}}") == 4
         assert value(f'vllm:time_to_first_token_seconds_bucket{{le="+Inf",{model}}}') == 4
         assert value(f'vllm:request_success_total{{finished_reason="length",{model}}}') == 4
+        for part in ("prefill", "decode"):
+            assert value(f"vllm:request_{part}_time_seconds_count{{{model}}}") == 4
+        whole = sum(
+            server.sample(f"tailor_request_{part}_time_seconds_sum")
+            for part in ("queue", "prefill", "decode")
+        )
+        end_to_end = server.sample("tailor_e2e_request_latency_seconds_sum")
+        assert whole == pytest.approx(end_to_end, rel=0.05)
         accepted = server.sample("tailor_spec_decode_num_accepted_tokens_total")
         assert value(f"vllm:spec_decode_num_accepted_tokens_total{{{model}}}") == accepted > 0
         by_position = re.findall(
