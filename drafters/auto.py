@@ -124,13 +124,19 @@ class AutoDrafter:
         return AutoSession(self, prompt_ids, prediction_ids)
 
     def warm_up(self) -> None:
-        """Compile, or load from the cache, all that sessions call."""
+        """Compile, or load from the cache, all that sessions call, with a corpus too."""
         session = self.open([1, 2, 3, 1, 2], prediction_ids=[1, 2])
         session.settle()
         session.extend([3])
         session.propose(4, 4)
         session.rollback(0)
         session.close()
+        if self.corpus is None:
+            from drafters.corpus import build_corpus
+
+            examples = [([5, 6, 7], [1, 2, 3, 0]), ([5, 6, 8], [1, 2, 4, 0])]
+            corpus = build_corpus(examples, fingerprint="", n_max=2, p_min=1, max_held_out=0)
+            AutoDrafter(corpus=corpus).warm_up()
 
 
 class AutoSession:

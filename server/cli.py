@@ -767,6 +767,7 @@ def _tune_task(args: argparse.Namespace) -> int:
 
     from server.compose import make_task_drafter
     from server.config import TaskConfig
+    from server.engine.probe import measure_head
     from server.tune_command import TuneSettings, tune
 
     output = args.output or DEFAULT_TASKS / f"{args.name}.yaml"
@@ -813,6 +814,7 @@ def _tune_task(args: argparse.Namespace) -> int:
                 speculation,
             ),
             engine.budget.cost,
+            measure_head(engine.runner),
             bar,
         )
     print(output.read_text(encoding="utf-8"), end="")

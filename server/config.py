@@ -538,7 +538,7 @@ class ContextMarks(_Section):
 class SpeculationConfig(_Section):
     """How the task drafts. It changes speed only, never the text."""
 
-    drafter: str = Field("suffix", description="a registered drafter; off drafts nothing")
+    drafter: str = Field("auto", description="a registered drafter; off drafts nothing")
     max_draft_tokens: int = Field(16, ge=0, le=256, description="most tree nodes in a step")
     allowed_drafters: tuple[str, ...] | None = Field(
         None, description="drafters that a request may choose; default all"

@@ -3,7 +3,8 @@
     data -> corpus; outputs (the data's completions, or the model's own, recorded now)
     held-back outputs -> every drafter, corpus and node budget, replayed (server.engine.forecast)
     tokens per step x this machine's cost of a step -> expected speedup -> the choice
-    -> NAME.yaml, NAME.corpus and, in the file's comments, what was expected and why
+    -> NAME.yaml, NAME.corpus and, in the file's comments, what was expected and why; where a
+       slice of the LM head saves more than its windows cost, NAME.vocab and mode `exact`
 
 What is measured is measured on examples that the corpus of that replay did not hold. The corpus
 that is written holds them all.
@@ -15,6 +16,7 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from server.engine.engine import Engine
     from server.engine.forecast import Forecast
     from server.token_bytes import TokenBytes
+    from vocab_store.profile import VocabProfile
 
 __all__ = ["Choice", "TuneSettings", "tune"]
 
@@ -50,7 +53,9 @@ _MIN_EXAMPLES = 10
 _RECORDED_HELD = 4  # every so many of the recorded prompts is held back
 _TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
 _WORTH = 1.01  # below this expected speedup a task drafts nothing
+_WORTH_WINDOWS = 1.05  # ... and a task's text does not come in windows
 _MANY_STREAMS = 8
+_BUSY = 0.5  # runnable threads a core, of others, from which on measured costs are doubtful
 _OWN, _DATA, _BOTH = "own outputs", "completions", "both"
 _WITHOUT_CORPUS = ("auto", "suffix", "prompt", "trie", "grammys")
 _WITH_CORPUS = ("auto", "mix")
@@ -118,12 +123,15 @@ def tune(
     tokens: TokenBytes,
     make_drafter: MakeDrafter,
     cost: CostTable,
+    head: tuple[float, float],
     progress: Progress,
 ) -> dict[str, Any]:
     """Tune a task and write its files; returns what the command prints, as plain values.
 
-    tokenizer: a tokenizers.Tokenizer. tokens: its table. cost: of this machine. Raises ConfigError
-    for data that cannot be used (with file and line) and for files that cannot be written.
+    tokenizer: a tokenizers.Tokenizer. tokens: its table. cost: of this machine. head: seconds of
+    the LM head for one row and for each further one (server.engine.probe.measure_head). Raises
+    ConfigError for data that cannot be used (with file and line) and for files that cannot be
+    written.
     """
     import numpy as np
 
@@ -131,6 +139,7 @@ def tune(
     from drafters.replay import replay
 
     began = time.monotonic()
+    load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     fingerprint = tokens.fingerprint.hex()
     material = _gather(settings, engine, tokenizer, progress)
     with tempfile.TemporaryDirectory(prefix="tailor-tune-") as scratch:
@@ -197,7 +206,10 @@ def tune(
             why["propose_us"] = round(1e6 * float(np.median(shown.propose_s)), 1)
 
     progress("vocabulary", 0, None)
-    vocabulary = _vocabulary(material, engine, tokens, cost)
+    vocabulary, profile = _vocabulary(material, best, engine, tokens, cost, head)
+    profile_file = settings.output.with_suffix(".vocab")
+    if profile is not None:
+        _save(profile_file, profile.save)
     corpus_file = settings.output.with_suffix(".corpus")
     if label is not None:
         progress("building the corpus", 0, None)
@@ -222,6 +234,7 @@ def tune(
             1.0 if best is None else round(best.forecast.decode_speedup, 3)
         ),
         f"expected_speedup_{_MANY_STREAMS}_streams": round(many.speedup, 3),
+        "busy": round(load, 2) if load > _BUSY else None,
         "why": why,
         "vocabulary": vocabulary,
     }
@@ -422,13 +435,21 @@ def _best(choices: Sequence[Choice]) -> Choice | None:
 
 
 def _vocabulary(
-    material: _Material, engine: Engine, tokens: TokenBytes, cost: CostTable
-) -> dict[str, Any]:
-    """What a slice of the LM head would miss and save here (VocabTailor's Algorithm 1 and
-    vocab_store.cost), one row a step. Nothing of it is switched on."""
+    material: _Material,
+    best: Choice | None,
+    engine: Engine,
+    tokens: TokenBytes,
+    cost: CostTable,
+    head: tuple[float, float],
+) -> tuple[dict[str, Any], VocabProfile | None]:
+    """What a slice of the LM head would miss and save in the chosen way of drafting (VocabTailor's
+    Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth its windows.
+
+    Costs are per token, as server.engine.windows takes them: a step with drafts has more rows and
+    emits more tokens, and a window still reads the whole head once.
+    """
     import numpy as np
 
-    from server.engine.probe import measure_head
     from vocab_store.cost import HeadCosts, best_fill, slice_head_s
     from vocab_store.profile import Example as Document
     from vocab_store.profile import ProfileSettings, build_profile
@@ -437,9 +458,9 @@ def _vocabulary(
     def documents(examples: Iterable[Example]) -> list[Document]:
         return [Document(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in examples]
 
-    label = next((name for name in (_OWN, _DATA) if material.parts.get(name)), None)
+    label = next((name for name in (_BOTH, _DATA, _OWN) if material.parts.get(name)), None)
     if label is None:
-        return {}
+        return {}, None
     profile = build_profile(
         documents(material.parts[label]),
         tokens,
@@ -448,34 +469,42 @@ def _vocabulary(
         heldout=documents((r.prompt_ids, r.output_ids) for r in material.held),
     )
     held = profile.manifest["report"]["heldout"]
-    head_s, row_s = measure_head(engine.runner)
+    num_rows, per_step = 1.0, 1.0
+    if best is not None:
+        num_rows += best.forecast.num_rows / max(1, best.forecast.num_steps)
+        per_step = best.forecast.tokens_per_step
+    head_s = head[0] + head[1] * (num_rows - 1.0)
+    step_s = max(cost.cost(num_rows), 1.01 * head_s)
     costs = HeadCosts(
-        body_s=max(cost.cost(1) - head_s, 1e-9),
-        full_s=head_s,
+        body_s=(step_s - head_s) / per_step,
+        full_s=head_s / per_step,
         vocab_size=tokens.vocab_size,
-        verify_row_s=row_s,
+        verify_s=head[0],
+        verify_row_s=head[1],
     )
-    miss = profile.miss_rate or 0.0
     fill = best_fill(
         costs,
         profile.slice.num_ids,
-        miss,
+        profile.miss_rate or 0.0,
         profile.fill_gains,
         num_dynamic=held["mean_dynamic"],
     )
     slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
+    speedup = fill.full_s / fill.cost_s
+    # Slices are there on the CPU only; text that comes in windows should be worth the wait.
+    exact = engine.info.device == "cpu" and speedup >= _WORTH_WINDOWS
     return {
+        "mode": "exact" if exact else "full",
         "ids": profile.slice.num_ids,
         "share": round(profile.slice.share, 4),
-        "miss_rate": round(miss, 5),
+        "miss_rate": round(profile.miss_rate or 0.0, 5),
         "outputs_with_a_miss": round(held["num_documents_missed"] / held["num_documents"], 3),
-        "head_share": round(head_s / cost.cost(1), 3),
-        "cheapest_lossless_mode": "exact" if fill.use_exact else "full",
-        "exact_speedup": round(fill.full_s / fill.cost_s, 3),
+        "head_share": round(head_s / step_s, 3),
+        "exact_speedup": round(speedup, 3),
         "exact_ids": fill.num_ids,
-        "exact_verify_every": fill.window,
+        "exact_window": fill.window,
         "slice_speedup": round(fill.full_s / slice_s, 3),
-    }
+    }, (profile if exact else None)
 
 
 def _bigram_coverage(corpus: Corpus, held: Sequence[Recording]) -> float:
@@ -528,6 +557,11 @@ def _task_text(
         f"16 rows {cost.cost(16) * 1e3:.2f} ms on {engine.info.device}",
         "",
     ]
+    if report["busy"] is not None:
+        lines.append(
+            f"The machine was busy (load {report['busy']:.1f} a core): tune again when it is not, "
+            "if the speedups matter."
+        )
     if best is None:
         lines.append(
             f"Nothing is worth drafting here: no drafter is expected to gain {_WORTH - 1:.0%}."
@@ -564,6 +598,9 @@ def _task_text(
         body += [f"  drafter: {best.drafter}", f"  max_draft_tokens: {best.budget}"]
     if report["corpus"] is not None:
         body.append(f"  corpus: {json.dumps(Path(report['corpus']).name)}")
+    if report["vocabulary"].get("mode") == "exact":
+        profile = settings.output.with_suffix(".vocab").name
+        body += ["vocabulary:", "  mode: exact", f"  profile: {json.dumps(profile)}"]
     comments = [f"# {line}".rstrip() for line in lines]
     return "\n".join([*comments, *body]) + "\n"
 
@@ -598,9 +635,8 @@ def _vocabulary_lines(vocabulary: dict[str, Any]) -> list[str]:
         f"Vocabulary: {vocabulary['ids']} ids ({vocabulary['share']:.1%}) hold all but "
         f"{vocabulary['miss_rate']:.2%} of the held-back tokens; the head is "
         f"{vocabulary['head_share']:.0%} of a step.",
-        f"     One row at a time `exact` is expected to bring {vocabulary['exact_speedup']:.2f}x, "
-        f"`slice` (which may change tokens) {vocabulary['slice_speedup']:.2f}x: "
-        f"{vocabulary['cheapest_lossless_mode']} is the cheapest mode that changes none.",
+        f"     Beside these drafts `exact` should bring {vocabulary['exact_speedup']:.2f}x, `slice`, "
+        f"which may change tokens, {vocabulary['slice_speedup']:.2f}x.",
     ]
 
 

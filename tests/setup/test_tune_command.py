@@ -25,6 +25,7 @@ from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.model.tiny_models import save_tiny
 from tests.setup.test_serve import Running
+from vocab_store.profile import VocabProfile
 
 TOKENIZER = byte_level_tokenizer()
 TABLE = token_bytes.build(TOKENIZER, TOKENIZER.get_vocab_size())
@@ -58,7 +59,7 @@ def _engine() -> Engine:
     return Engine(runner, {"auto": random_drafter(1, vocab)}, settings)
 
 
-def _tune(data: Path, *, per_row: float = 1.0, **more: Any) -> dict[str, Any]:
+def _tune(data: Path, *, per_row: float = 1.0, head_s: float = 0.1, **more: Any) -> dict[str, Any]:
     """tune() over a fake model, with the drafters that the server would make."""
     fields = {"name": "town", "outputs": "gold", "budgets": (4, 16)} | more
     settings = TuneSettings(data=data, output=data.parent / "tasks" / "town.yaml", **fields)
@@ -71,6 +72,7 @@ def _tune(data: Path, *, per_row: float = 1.0, **more: Any) -> dict[str, Any]:
             name, FINGERPRINT, (0,), task, speculation
         ),
         _cost(per_row),
+        (head_s, 0.01 * head_s),
         lambda stage, done, total: None,
     )
     json.dumps(report)
@@ -105,6 +107,7 @@ def test_a_task_that_repeats_itself_gets_its_corpus(tmp_path: Path) -> None:
     for name in ("auto", "mix", "suffix", "prompt", "trie", "grammys"):
         assert f"# {name} " in text
     assert sorted(p.name for p in (tmp_path / "tasks").iterdir()) == ["town.corpus", "town.yaml"]
+    assert load_task(tmp_path / "tasks" / "town.yaml").vocabulary.mode == "full"
 
 
 def test_held_back_examples_are_not_in_the_corpus_that_judges_them(tmp_path: Path) -> None:
@@ -147,6 +150,26 @@ def test_the_models_own_outputs_are_recorded_and_judge(tmp_path: Path) -> None:
     bare = _write(tmp_path / "bare.jsonl", [{"prompt": f"Town {i}"} for i in range(40)])
     report = _tune(bare, outputs="model", max_tokens=24)
     assert report["recorded"] == 40 and report["why"]["corpus"] == "own outputs"
+
+
+def test_a_large_head_is_cut_to_the_tasks_vocabulary(tmp_path: Path) -> None:
+    """Where steps are mostly head and drafts are dear, `exact` pays; beside a small head not."""
+    data = _write(tmp_path / "train.jsonl", _lines(60))
+    small = _tune(data, per_row=100.0)
+    assert small["vocabulary"]["mode"] == "full"
+    task = load_task(tmp_path / "tasks" / "town.yaml")
+    assert (task.vocabulary.mode, task.vocabulary.profile) == ("full", None)
+    large = _tune(data, per_row=100.0, head_s=60.0)
+    assert large["vocabulary"]["mode"] == "exact"
+    assert large["vocabulary"]["exact_speedup"] > 1.05
+    task = load_task(tmp_path / "tasks" / "town.yaml")
+    assert task.vocabulary.mode == "exact"
+    profile = VocabProfile.load(str(task.vocabulary.profile), fingerprint=TABLE.fingerprint)
+    assert profile.slice.num_ids == large["vocabulary"]["ids"] < TABLE.vocab_size
+    assert profile.miss_rate == large["vocabulary"]["miss_rate"] == 0.0
+    # Drafts take the head's share of a token: eight tokens a step leave little to save.
+    drafted = _tune(data, per_row=0.1, head_s=60.0)
+    assert drafted["vocabulary"]["exact_speedup"] < large["vocabulary"]["exact_speedup"]
 
 
 def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
