@@ -67,9 +67,10 @@ class EngineOrder:
     """All that an engine process needs, as plain values that can be pickled.
 
     name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: to be
-    compiled before the engine is ready, so that no request waits for it. vocabularies: (mode, profile) of
-    those tasks that cut the LM head, to be copied before the engine is ready. namespace: tells
-    servers of other tasks apart in what is kept of tasks. learns: whether a task learns.
+    compiled before the engine is ready, so that no request waits for it. vocabularies: (mode,
+    profile) of those tasks that cut the LM head, to be copied before the engine is ready.
+    namespace: tells servers of other tasks apart in what is kept of tasks. learns: whether a task
+    learns.
     """
 
     name: str

@@ -635,8 +635,8 @@ def _vocabulary_lines(vocabulary: dict[str, Any]) -> list[str]:
         f"Vocabulary: {vocabulary['ids']} ids ({vocabulary['share']:.1%}) hold all but "
         f"{vocabulary['miss_rate']:.2%} of the held-back tokens; the head is "
         f"{vocabulary['head_share']:.0%} of a step.",
-        f"     Beside these drafts `exact` should bring {vocabulary['exact_speedup']:.2f}x, `slice`, "
-        f"which may change tokens, {vocabulary['slice_speedup']:.2f}x.",
+        f"     Beside these drafts `exact` should bring {vocabulary['exact_speedup']:.2f}x, "
+        f"`slice`, which may change tokens, {vocabulary['slice_speedup']:.2f}x.",
     ]
 
 

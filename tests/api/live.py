@@ -21,7 +21,7 @@ from server.api.app import create_app, run_loop, serve
 from server.api.client import EngineClient, EngineSpec, RestartPolicy
 from server.api.intake import ServedModel
 from server.api.tasks import TaskAdmin
-from server.config import ServerConfig, TaskConfig
+from server.config import DEFAULT_TASK, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics import Metrics
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -30,6 +30,7 @@ TOKENIZER = byte_level_tokenizer()
 TABLE = token_bytes.build(TOKENIZER, 400)
 BYTE_IDS = {TABLE.bytes_of(i): i for i in range(TABLE.vocab_size) if len(TABLE.bytes_of(i)) == 1}
 DRAFTERS = ("off", "suffix")
+PLAIN_TASK = TaskConfig(name=DEFAULT_TASK, speculation=SpeculationConfig(drafter="suffix"))
 
 
 def encode(text: str) -> list[int]:
@@ -78,7 +79,9 @@ class LiveServer:
             e if isinstance(e, EngineSpec) else EngineSpec(e.name, e.info.name, "cpu", e.factory)
             for e in engines
         ]
-        self.tasks = tasks or {}
+        # The default task drafts with what the tests' engines have.
+        self.tasks = {**(tasks or {})}
+        self.tasks.setdefault(DEFAULT_TASK, PLAIN_TASK)
         self.models = models or {s.model: served(s.model, max_model_len) for s in self.specs}
         self.restart = restart or RestartPolicy(first_delay_s=0.05, max_delay_s=0.1)
         self.drafters = drafters

@@ -43,7 +43,9 @@ TASK = TaskConfig(
         max_tokens=8, max_prompts=2, max_choices=1, max_logprobs=2, max_draft_tokens=6,
         max_prompt_tokens=10,
     ),
-    speculation=SpeculationConfig(max_draft_tokens=6, allowed_drafters=("suffix",)),
+    speculation=SpeculationConfig(
+        drafter="suffix", max_draft_tokens=6, allowed_drafters=("suffix",)
+    ),
 )  # fmt: skip
 
 

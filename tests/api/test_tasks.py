@@ -302,12 +302,13 @@ def test_an_upload_that_is_wrong_changes_nothing(
 
 
 def test_uploads_are_bounded_and_need_a_drafter_that_uses_them(place: Place) -> None:
+    (place.tasks / "plain.yaml").write_text("speculation: {drafter: suffix}\n")
     with place.serve(max_upload_bytes=2000) as live:
         body = {"examples": EXAMPLES * 3}
         error = call(live, "POST", "/v1/tasks/sql/corpus", 413, json=body)["error"]
         assert error["code"] == "request_too_large" and "2000 bytes" in error["message"]
         body = {"examples": EXAMPLES[:1]}
-        error = call(live, "POST", "/v1/tasks/completion/corpus", 400, json=body)["error"]
+        error = call(live, "POST", "/v1/tasks/plain/corpus", 400, json=body)["error"]
         assert "drafts with suffix, which uses no corpus" in error["message"]
         assert not (place.kept / "uploads").exists()
 

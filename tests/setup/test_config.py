@@ -73,7 +73,10 @@ def _task(tmp_path: Path, text: str, name: str = "mine.yaml") -> TaskConfig:
             "vocabulary:\n  allowed_modes: [full, slice]\n",
             "mine.yaml:1: vocabulary: allowed_modes other than full need a profile",
         ),
-        ("speculation:\n  learn: true\n", "mine.yaml:1: speculation: learn needs a drafter with"),
+        (
+            "speculation: {drafter: trie, learn: true}\n",
+            "mine.yaml:1: speculation: learn needs a drafter with",
+        ),
         ("name: a b\n", "mine.yaml:1: name: a name has"),
         ("a: 1\nb: 2\na: 3\n", "mine.yaml:3: a: is there twice (first in line 1)"),
         ("a: &x 1\nb: *x\n", "mine.yaml:1: anchors and aliases are not read"),
@@ -317,13 +320,13 @@ def test_folder_problems_are_all_told(tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text("\n\nspeculation:\n  corpus: none.bin\n")
     (tmp_path / "notes.txt").write_text("not a task")
     with pytest.raises(ConfigError) as caught:
-        load_tasks(tmp_path, ("base",), ("off", "suffix"))
+        load_tasks(tmp_path, ("base",), ("off", "auto"))
     told = caught.value.message.splitlines()
     starts = [
         "b.yml:2: name: 'same' is also in",
         "c.yaml:2: model: no model 'none'; there are: base",
         "d.yaml:1: name: 'base' is a model's name",
-        "e.yaml:2: speculation.drafter: no drafter 'magic'; there are: off, suffix",
+        "e.yaml:2: speculation.drafter: no drafter 'magic'; there are: off, auto",
         "f.yaml:1: what: unknown key",
         "g.yaml:4: speculation.corpus: no file",
     ]
