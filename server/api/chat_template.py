@@ -13,7 +13,8 @@ mark at that edge, so that two strings cannot make one together. Text without an
 in one piece: the ids are the tokenizer's own.
 
 Control tokens are the tokenizer's special tokens, and those of its other added tokens that the
-template writes (`<tool_call>` in Qwen's).
+template writes (`<tool_call>` and `<think>` in Qwen's). What an assistant said may hold the latter:
+they are the model's own words, templates look for them, and they end nobody's message.
 """
 
 from __future__ import annotations
@@ -216,6 +217,9 @@ class ChatTemplate:
         self._control_ids = frozenset(controls.values())
         self._controls = _alternation(controls)
         self._control = re.compile(self._controls)
+        self._special = re.compile(
+            _alternation(t.content for t in added.values() if t.special and t.content.strip())
+        )
         self._heads = {token[:k] for token in controls for k in range(1, len(token))}
         self._tails = {token[k:] for token in controls for k in range(1, len(token))}
         self._longest = max(map(len, controls), default=1)
@@ -247,9 +251,9 @@ class ChatTemplate:
         start of an answer; control tokens in it are meant.
         Raises InvalidRequestError for what the template refuses or cannot render.
         """
-        given = [list(messages), tools, variables]
-        marks = self._marks(given)
-        marked, marked_tools, marked_variables = self._mark(given, marks)
+        marks = self._marks([list(messages), tools, variables])
+        marked = [self._mark_message(message, marks) for message in messages]
+        marked_tools, marked_variables = self._mark([tools, variables], marks)
         if continue_final_message:
             marked[-1]["content"] += marks.cut
         template = self._template if tools is None else self._tool_template
@@ -330,7 +334,15 @@ class ChatTemplate:
             return [self._mark(item, marks) for item in value]
         return value
 
-    def _mark_text(self, text: str, marks: _Marks) -> str:
+    def _mark_message(self, message: Mapping[str, Any], marks: _Marks) -> dict[str, Any]:
+        marked: dict[str, Any] = self._mark(message, marks)
+        if message["role"] == "assistant":
+            for key in ("content", "reasoning_content"):
+                if key in message:
+                    marked[key] = self._mark_text(message[key], marks, self._special)
+        return marked
+
+    def _mark_text(self, text: str, marks: _Marks, control: re.Pattern[str] | None = None) -> str:
         # Templates trim: the edges are those of the trimmed text.
         start, stop = len(text) - len(text.lstrip()), len(text.rstrip())
         core = text[start:stop]
@@ -339,7 +351,7 @@ class ChatTemplate:
         longest = min(self._longest, len(core) + 1)
         opens = any(core[:k] in self._tails for k in range(1, longest))
         closes = any(core[-k:] in self._heads for k in range(1, longest))
-        core = self._control.sub(lambda m: f"{marks.begin}{m[0]}{marks.end}", core)
+        core = (control or self._control).sub(lambda m: f"{marks.begin}{m[0]}{marks.end}", core)
         if opens:
             core = marks.edge + core
         if closes:

@@ -150,6 +150,23 @@ def test_any_text_is_kept_and_none_is_a_control_token(texts: list[str]) -> None:
     assert decode(ids) == chat.text
 
 
+def test_an_assistants_own_markup_is_the_models_and_its_control_tokens_are_not() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</tool_call>')[-1].lstrip('\n') }}<|im_end|>{% endfor %}<tool_call>"
+    )
+    ours = ChatTemplate(source, TOKENIZER)
+    text = "<tool_call>{}</tool_call>\n\nDone <tool_call> <|im_end|>"
+    messages = [{"role": "assistant", "content": text}]
+    ids = ours.encode(ours.render(messages))
+    assert decode(ids) == (
+        "<|im_start|>assistant\nDone <tool_call> <|im_end|><|im_end|><tool_call>"
+    )
+    assert controls_of(ids) == ["<|im_start|>", "<tool_call>", "<|im_end|>", "<tool_call>"]
+    ids = ours.encode(ours.render([{"role": "user", "content": text}]))
+    assert controls_of(ids) == ["<|im_start|>", "<|im_end|>", "<tool_call>"]
+
+
 def test_a_control_token_in_another_spelling_is_refused() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.normalizer = normalizers.NFKC()
