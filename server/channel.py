@@ -8,7 +8,8 @@ API to engine:   ("submit", request) ("abort", request_id) ("drain",) ("stop",)
                  ("control", call_id, name, payload)      e.g. reload a task's corpus
 Engine to API:   ("ready", info) ("deltas", [delta, ...], stats) ("stats", stats)
                  ("control", call_id, payload)            the answer
-                 ("failed", message)                      the engine is about to exit
+                 ("failed", message, final)               the engine is about to exit; final: it
+                                                          would fail again if it were restarted
 """
 
 from __future__ import annotations

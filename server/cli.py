@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -527,7 +526,10 @@ def _serve_options(serve: argparse.ArgumentParser) -> None:
         action="store_true",
         help="when ready, complete a prompt over HTTP, print it, and say what to type next",
     )
-    serve.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(info)")
+    serve.add_argument(
+        "--log-format", choices=("console", "json"), help="lines for people or for machines"
+    )
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -929,21 +931,16 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     start_s = time.monotonic()
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    if args.log_level == "info":  # what uvicorn says at this level is said by us, or is noise
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = _server_config(args)
     keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
     if len(set(keys)) != len(keys):
         raise ConfigError("keys: two keys have the same secret")
     tasks = _tasks(config)
     _check_task_lists(config, tasks)
+    from server import logs
     from server.compose import listen, plan_server, run_server
 
+    logs.configure(config.log.format, config.log.level)
     listener = listen(config.listen.host, config.listen.port)
     folders = {m.name: _ready_folder(m) for m in config.models}
     plan = plan_server(config, tasks, folders, lambda: _tasks(config))
@@ -975,6 +972,7 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
 
     config = ServerConfig() if args.config is None else load_server_config(args.config)
     config = over(config, "listen", {"host": args.host, "port": args.port})
+    config = over(config, "log", {"format": args.log_format, "level": args.log_level})
     config = over(
         config,
         "engine",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from server.api.intake import ServedModel
     from server.engine.engine import Engine
     from server.engine.memory import TaskMemory
+    from server.logs import LogFormat
     from server.model.runner import RunnerSpec
     from server.token_bytes import TokenBytes
     from server.types import SpeculationParams, VocabularyMode
@@ -87,7 +88,8 @@ class EngineOrder:
     drafters: tuple[str, ...]
     namespace: str = ""
     learns: bool = False
-    log_level: str = "INFO"
+    log_format: LogFormat = "console"
+    log_level: str = "info"
     vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
 
 
@@ -117,9 +119,9 @@ def build_engine(order: EngineOrder) -> Engine:
     Raises ModelError and its kin for a model that cannot be served, ValueError for numbers that
     do not fit the device.
     """
-    logging.basicConfig(
-        level=order.log_level, format=f"%(asctime)s %(levelname)s {order.name}: %(message)s"
-    )
+    from server import logs
+
+    logs.configure(order.log_format, order.log_level, engine=order.name)
     from server import token_bytes
     from server.engine.engine import Engine, EngineSettings
     from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
@@ -484,7 +486,6 @@ def plan_server(
                     drafters=DRAFTER_NAMES,
                     namespace=_namespace(config),
                     learns=any(task.speculation.learn for task in tasks.values()),
-                    log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
                     vocabularies=tuple(
                         dict.fromkeys(
                             (mode, t.vocabulary.profile)
@@ -496,6 +497,8 @@ def plan_server(
                             and device == "cpu"
                         )
                     ),
+                    log_format=config.log.format,
+                    log_level=config.log.level,
                 )
             )
 
@@ -596,8 +599,16 @@ def run_server(
     from server.api.client import EngineClient, EngineSpec, RestartPolicy
     from server.engine.host import start_process
     from server.metrics import Metrics
+    from server.tracing import open_tracer
 
     config = plan.config
+    traces = None
+    if config.tracing.endpoint is not None:
+        traces = open_tracer(
+            config.tracing.endpoint,
+            service_name=config.tracing.service_name,
+            sample_ratio=config.tracing.sample_ratio,
+        )
 
     for order in plan.orders:
         log.info("loading %s on %s", order.model, order.device)
@@ -637,14 +648,22 @@ def run_server(
             metrics=metrics,
             drafters=DRAFTER_NAMES,
             task_admin=plan.task_set,
+            traces=traces,
         )
         return await serve(
             app,
             client,
             sockets=[listener],
             drain_s=config.limits.drain_s,
+            max_header_bytes=config.limits.max_header_bytes,
+            header_timeout_s=config.limits.header_timeout_s,
+            send_timeout_s=config.limits.send_timeout_s,
             on_ready=on_ready,
         )
 
     with listener:
-        return run_loop(main())
+        try:
+            return run_loop(main())
+        finally:
+            if traces is not None:
+                traces.close()

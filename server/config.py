@@ -46,6 +46,7 @@ __all__ = [
     "KeyConfig",
     "LimitsConfig",
     "ListenConfig",
+    "LogConfig",
     "MemorySize",
     "MetricsConfig",
     "MixOptions",
@@ -56,6 +57,7 @@ __all__ = [
     "SpeculationConfig",
     "TaskConfig",
     "TaskLimits",
+    "TracingConfig",
     "TrieOptions",
     "VocabularyConfig",
     "load_server_config",
@@ -341,6 +343,24 @@ class LimitsConfig(_Section):
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="seconds a body may take to arrive; then 408"
     )
+    max_header_bytes: int = Field(
+        65536, ge=1024, le=1 << 24, description="request line and headers; more get 431"
+    )
+    header_timeout_s: float = Field(
+        15.0, gt=0, le=3600, description="seconds the headers may take to arrive; then 408"
+    )
+    send_timeout_s: float = Field(
+        60.0, gt=0, le=86400, description="seconds a client may leave its answer unread"
+    )
+    queue_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may wait for its first step; then 503"
+    )
+    total_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may take in all; then 504"
+    )
+    sse_keep_alive_s: float = Field(
+        15.0, ge=0, le=3600, description="seconds of silence before a stream sends a comment; 0 off"
+    )
     drain_s: float = Field(
         30.0, ge=0, le=86400, description="seconds that SIGTERM waits for open requests"
     )
@@ -387,6 +407,34 @@ class EngineConfig(_Section):
         return self
 
 
+class LogConfig(_Section):
+    """Log lines on stderr. They hold no prompts and no outputs."""
+
+    format: Literal["console", "json"] = Field(
+        "console", description="lines for people, or a JSON object a line"
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="info has a line a request"
+    )
+
+
+class TracingConfig(_Section):
+    """OpenTelemetry traces; off without an endpoint. Needs the extra `tracing`."""
+
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        max_length=2048,
+        description="OTLP/HTTP collector, such as http://127.0.0.1:4318; its own path is kept",
+    )
+    service_name: str = Field(
+        "tailor", min_length=1, max_length=255, description="service.name of the spans"
+    )
+    sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share of requests traced; a caller's own decision wins"
+    )
+
+
 class RestartConfig(_Section):
     """What happens when an engine dies."""
 
@@ -424,6 +472,8 @@ class ServerConfig(_Section):
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     restart: RestartConfig = Field(default_factory=RestartConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @model_validator(mode="after")
     def _unique(self) -> ServerConfig:
@@ -476,6 +526,12 @@ class TaskLimits(_Section):
     max_logprobs: int | None = Field(None, ge=0, le=20)
     max_draft_tokens: int | None = Field(
         None, ge=0, le=256, description="cap of a request's own speculation.max_draft_tokens"
+    )
+    queue_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may wait for its first step; then 503"
+    )
+    total_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may take in all; then 504"
     )
 
 

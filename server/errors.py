@@ -9,11 +9,12 @@
     ├── UnsupportedTokenizerError (start-up)   500    server_error          unsupported_tokenizer
     ├── RequestError                           400    invalid_request_error -
     │   ├── InvalidRequestError                400    invalid_request_error invalid_value
+    │   │   ├── InvalidHttpError               400    invalid_request_error invalid_http
     │   │   ├── InvalidBodyError               400    invalid_request_error invalid_body
     │   │   ├── UnknownFieldError              400    invalid_request_error unknown_parameter
     │   │   ├── UnsupportedFieldError          400    invalid_request_error unsupported_parameter
     │   │   ├── LimitExceededError             400    invalid_request_error limit_exceeded
-    │   │   ├── ConstraintUnsatisfiableError   400    invalid_request_error (as its name)
+    │   │   ├── ConstraintUnsatisfiableError   400    invalid_request_error constraint_unsatisfiable
     │   │   └── ContextLengthExceededError     400    invalid_request_error context_length_exceeded
     │   ├── AuthenticationError                401    invalid_request_error invalid_api_key
     │   ├── PermissionDeniedError              403    permission_error      permission_denied
@@ -24,14 +25,17 @@
     │   ├── BodyTimeoutError                   408    invalid_request_error request_timeout
     │   ├── BodyTooLargeError                  413    invalid_request_error request_too_large
     │   ├── UnsupportedMediaTypeError          415    invalid_request_error unsupported_media_type
+    │   ├── HeadersTooLargeError               431    invalid_request_error headers_too_large
     │   ├── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
     │   └── RateLimitedError (Retry-After)     429    rate_limit_error      rate_limit_exceeded
     └── ServerError                            500    server_error          internal_error
         ├── EngineError                        500    server_error          engine_error
         │   └── EngineDiedError                500    server_error          engine_died
+        ├── DeadlineExceededError              504    server_error          timeout
         └── UnavailableError (Retry-After)     503    server_error          service_unavailable
             ├── LoadingError                   503    server_error          loading
             ├── DrainingError                  503    server_error          draining
+            ├── QueueTimeoutError              503    server_error          queue_timeout
             └── NoEngineError                  503    server_error          no_engine
 
 A message is shown to the client, so it never holds more than `MAX_ECHO` characters of what the
@@ -143,6 +147,12 @@ class InvalidRequestError(RequestError):
     code = "invalid_value"
 
 
+class InvalidHttpError(InvalidRequestError):
+    """The bytes are no HTTP/1.1 request that has one meaning; the connection is closed."""
+
+    code = "invalid_http"
+
+
 class InvalidBodyError(InvalidRequestError):
     """The body is not one JSON object in UTF-8 (syntax, duplicate keys, NaN, depth, encoding)."""
 
@@ -243,6 +253,13 @@ class UnsupportedMediaTypeError(RequestError):
     code = "unsupported_media_type"
 
 
+class HeadersTooLargeError(RequestError):
+    """The request line and headers are above the limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
 class QueueFullError(RequestError):
     """Too many requests or too many prompt tokens are waiting."""
 
@@ -277,6 +294,13 @@ class EngineDiedError(EngineError):
     code = "engine_died"
 
 
+class DeadlineExceededError(ServerError):
+    """The request took longer than its task allows. Sending it again would not help."""
+
+    status = 504
+    code = "timeout"
+
+
 class UnavailableError(ServerError):
     """Nothing can serve this now; Retry-After says when to come back."""
 
@@ -294,6 +318,12 @@ class DrainingError(UnavailableError):
     """The server is shutting down."""
 
     code = "draining"
+
+
+class QueueTimeoutError(UnavailableError):
+    """The request waited for an engine longer than its task allows; nothing was computed."""
+
+    code = "queue_timeout"
 
 
 class NoEngineError(UnavailableError):
@@ -318,7 +348,9 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
         InvalidRequestError,
         UnsupportedFieldError,
         DrainingError,
+        QueueTimeoutError,
     ):
         if code == cls.code:
-            return cls(message, retry_after_s=1.0 if issubclass(cls, QueueFullError) else None)
+            again = issubclass(cls, (QueueFullError, QueueTimeoutError))
+            return cls(message, retry_after_s=1.0 if again else None)
     return EngineError(message)

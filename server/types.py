@@ -134,9 +134,12 @@ class Request:
     label_ids: the request asks for the logprobs of these ids as the first token of its output,
         and for nothing else: max_tokens is 0 and there is one choice. It reads the prefix cache.
     report_sources: whether Deltas tell the draft source of every token.
+    queue_timeout_s: when above 0, the engine refuses the request unless its first step comes within
+        so many seconds of arrival_s.
     tenant: the API key's id, "" without keys; tenants share no block either, so that the time to a
         first token tells nobody what another has asked.
-    priority: lower runs first; ties by arrival.
+    priority: lower runs first: each step is worth 5 seconds of waiting, up to 64 steps, so that
+        no flood of one priority starves another; ties by arrival.
     arrival_s: time.monotonic() at the API, for queue time and deadlines.
     grammar: what the output must match, or None. A choice ends (finish_reason "stop") with the
         token that completes it where nothing may follow; elsewhere EOS is allowed only where the
@@ -158,6 +161,7 @@ class Request:
     arrival_s: float = 0.0
     report_sources: bool = False
     tenant: str = ""
+    queue_timeout_s: float = 0.0
     grammar: GrammarSpec | None = None
     label_ids: tuple[int, ...] = ()
     report_rejected: bool = False
@@ -189,6 +193,8 @@ class StepCounts:
     expected_accepted: sum of the drafted nodes' survival, as the drafter's calibration claims it.
     by_survival: (tenth of the claimed survival 0..9, drafted, accepted) triples.
     In vocabulary mode "exact" tokens are counted before they are verified.
+    verify_s: seconds of the forward passes that carried drafts of this choice; every choice of a
+        batch counts the whole pass.
     no_draft_reason: "" or why no node was carried ("off", "no_match", "budget", "cooldown",
         "length", "prefill").
     """
@@ -205,6 +211,7 @@ class StepCounts:
     rejected_prediction_tokens: int = 0
     expected_accepted: float = 0.0
     by_survival: tuple[tuple[int, int, int], ...] = ()
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -58,6 +59,7 @@ from server.api.chat_intake import ChatIntake
 from server.api.chat_protocol import ChatBody
 from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
+from server.api.connection import Connection
 from server.api.dashboard import DATA_PATH, PAGE_PATHS, Page, snapshot
 from server.api.decision_body import DecisionBody
 from server.api.decisions import DecisionIntake, DecisionRun
@@ -68,7 +70,7 @@ from server.api.openapi import described as _documented
 from server.api.openapi import document
 from server.api.sse import DisconnectWatch, EventStream
 from server.api.tasks import TaskAdmin, TaskRoutes
-from server.config import ServerConfig, TaskConfig
+from server.config import ServerConfig, TaskConfig, TaskLimits
 from server.errors import (
     MethodNotAllowedError,
     ModelNotFoundError,
@@ -78,6 +80,8 @@ from server.errors import (
     echoed,
 )
 from server.metrics import CONTENT_TYPE_LATEST, Metrics
+from server.tracing import TraceSink
+from server.types import Request
 
 __all__ = ["create_app", "run_loop", "serve"]
 
@@ -98,6 +102,7 @@ def create_app(
     metrics: Metrics,
     drafters: Sequence[str] = ("off",),
     task_admin: TaskAdmin | None = None,
+    traces: TraceSink | None = None,
 ) -> FastAPI:
     """The application. It owns nothing but its tokenizing threads; see the top of this file.
 
@@ -141,6 +146,7 @@ def create_app(
             quiet_paths=frozenset({DATA_PATH}),
             metrics=metrics,
             routes=routes,
+            traces=traces,
         )
     )
     app = FastAPI(
@@ -187,6 +193,18 @@ def create_app(
         visit_of(request).check(task.name, model.name, model.name if name is None else name)
         return task, model
 
+    def submit(request: HttpRequest, requests: Sequence[Request]) -> Submission:
+        """Hand the Requests of one order to the engines, for this caller and with its task's
+        time-outs. Every route that generates goes through here."""
+        limits, task = config.limits, intake.tasks.get(requests[0].task)
+        own = TaskLimits() if task is None else task.limits
+        return visit_of(request).submit(
+            client,
+            requests,
+            queue_timeout_s=_tighter(limits.queue_timeout_s, own.queue_timeout_s),
+            total_timeout_s=_tighter(limits.total_timeout_s, own.total_timeout_s),
+        )
+
     async def answer(
         request: HttpRequest,
         order: CompletionOrder,
@@ -197,11 +215,15 @@ def create_app(
         """Submit what was ordered and answer: streamed by `events` or at once by `whole`, which
         get `shape`, the route's own view of the order."""
         if order.needs_engine:
-            submission = visit_of(request).submit(client, order.requests)
+            submission = submit(request, order.requests)
         else:
             submission = Submission.answered(order.requests, metrics)
         if order.stream:
-            return EventStream(events(shape, submission), submission.abort)
+            return EventStream(
+                events(shape, submission),
+                submission.abort,
+                keep_alive_s=config.limits.sse_keep_alive_s,
+            )
         async with DisconnectWatch(request.receive, submission.abort) as watch:
             try:
                 body = await whole(shape, submission)
@@ -238,8 +260,7 @@ def create_app(
         body = protocol.validate(DecisionBody, await body_of(request))
         _, model = find(request, body.model)
         order = await decisions.order(body, f"dec-{secrets.token_hex(12)}", context_of(model))
-        visit = visit_of(request)
-        run = DecisionRun(order, lambda requests: visit.submit(client, requests))
+        run = DecisionRun(order, functools.partial(submit, request))
         async with DisconnectWatch(request.receive, run.abort) as watch:
             try:
                 answer = await run.answer()
@@ -369,6 +390,10 @@ def create_app(
     return app
 
 
+def _tighter(a: float | None, b: float | None) -> float | None:
+    return min((limit for limit in (a, b) if limit is not None), default=None)
+
+
 def visit_of(request: HttpRequest) -> Visit:
     """The visit that the gate made for a request: generation is submitted through it."""
     visit: Visit = request.state.visit
@@ -412,22 +437,34 @@ async def serve(
     port: int = 8000,
     sockets: Sequence[socket.socket] | None = None,
     drain_s: float = 30.0,
+    max_header_bytes: int = 65536,
+    header_timeout_s: float = 15.0,
+    send_timeout_s: float = 60.0,
     on_ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> int:
     """Run the app and its engines; returns the exit status.
 
     sockets: listening sockets to use instead of host and port. stop: ends the server like SIGTERM
-    (tests; where signals cannot be caught). A second SIGTERM or SIGINT ends the drain.
+    (tests; where signals cannot be caught). max_header_bytes, header_timeout_s, send_timeout_s: of
+    each connection, see server.api.connection. A second SIGTERM or SIGINT ends the drain.
 
     On the first signal /ready turns 503 and new completions are refused with 503, while open ones
     go on for up to drain_s seconds; then they are aborted with an error, the engines are stopped
     and the status is 0. When no engine is left and none will be restarted, the status is 1.
     SIGHUP reloads the tasks; when it says that the terminal is gone, it ends the server.
     """
+    connection: Any = functools.partial(
+        Connection,
+        max_header_bytes=max_header_bytes,
+        header_timeout_s=header_timeout_s,
+        send_timeout_s=send_timeout_s,
+        on_refused=functools.partial(client.metrics.count_response, "other"),
+    )
     server = _Server(
         uvicorn.Config(
             app,
+            http=connection,
             host=host,
             port=port,
             access_log=False,

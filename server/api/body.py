@@ -26,7 +26,9 @@ __all__ = ["MAX_DEPTH", "parse_object", "read_body", "read_object"]
 
 MAX_DEPTH = 64
 
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# Possessive, and a string without an end reaches to the end of the body: every byte is looked at
+# once, whatever the body holds.
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLOSE = (("connection", "close"),)
 """The rest of an unread body must not be taken for the next request."""

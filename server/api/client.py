@@ -3,8 +3,9 @@
 The life of an engine slot:
 
     loading ──ready──> ready ──died──> restarting ──ready──> ready ...
+       │  └──died without a word, or for lack of memory──> loading again, after a pause
        │                                   │
-       └──died before it was ever ready──┬─┘ too many restarts in the window
+       └──cannot be built: said so───────┬─┘ too many restarts in the window
                                          v
                                       failed
 
@@ -32,6 +33,7 @@ from server import channel
 from server.api.usage import RequestAccount
 from server.channel import EngineHandle
 from server.errors import (
+    DeadlineExceededError,
     DrainingError,
     EngineDiedError,
     LoadingError,
@@ -97,7 +99,7 @@ class Submission:
         self._arrived: list[tuple[int, Delta]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: TailorError | None = None
-        self._aborted = False
+        self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def answered(cls, requests: Sequence[Request], metrics: Metrics) -> Submission:
@@ -144,7 +146,18 @@ class Submission:
         self._arrived.clear()
         self._wake()
 
+    def expire_after(self, seconds: float) -> None:
+        """Abort with DeadlineExceededError when it is still open after so many seconds."""
+        error = DeadlineExceededError(
+            "The request took longer than its task allows.",
+            headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed
+        )
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort, error)
+
     def _wake(self) -> None:
+        if not self._open and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -269,7 +282,7 @@ class _Slot:
 
     def _read(self, handle: EngineHandle, generation: int, loop: asyncio.AbstractEventLoop) -> None:
         """Reader thread. Everything it learns is posted to the loop."""
-        reason = "its channel closed"
+        reason, final = "its channel closed", False
         try:
             while True:
                 message = channel.receive(handle.connection)
@@ -293,7 +306,7 @@ class _Slot:
                         self._client.on_control, self, generation, message[1], message[2]
                     )
                 elif kind == "failed":
-                    reason = str(message[1])
+                    reason, final = str(message[1]), bool(message[2])
         except (EOFError, OSError):
             pass
         except RuntimeError:
@@ -301,7 +314,7 @@ class _Slot:
         except Exception as error:  # a message that is none: treat the engine as broken
             reason = f"it sent a message that cannot be read ({type(error).__name__})"
         try:
-            loop.call_soon_threadsafe(self._client.on_death, self, generation, reason)
+            loop.call_soon_threadsafe(self._client.on_death, self, generation, reason, final)
         except RuntimeError:
             pass
 
@@ -368,7 +381,7 @@ class EngineClient:
         self._spawn(self._watch())
 
     async def wait_ready(self) -> None:
-        """Return when every model has an engine, or raise NoEngineError when one never will."""
+        """Return when is_ready, or raise NoEngineError when a model never will have an engine."""
         while not self.is_ready:
             if self.gave_up.is_set() or any(
                 all(s.state == "failed" for s in self._of(model)) for model in self.models
@@ -480,9 +493,15 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model has an engine and new requests are taken."""
-        return not self._draining and all(
-            any(slot.state == "ready" for slot in self._of(model)) for model in self.models
+        """Whether traffic may come: every model has an engine, and none is on its first way up.
+
+        So a server with many devices gets its load when all of them can share it, and keeps it
+        while some engine of each model lives. Requests are taken as soon as their model has one.
+        """
+        return (
+            not self._draining
+            and not any(slot.state == "loading" for slot in self._slots)
+            and all(any(slot.state == "ready" for slot in self._of(m)) for m in self.models)
         )
 
     @property
@@ -541,9 +560,12 @@ class EngineClient:
             for account, engine in accounts
         ]
 
-    def submit(self, requests: Sequence[Request]) -> Submission:
+    def submit(
+        self, requests: Sequence[Request], *, total_timeout_s: float | None = None
+    ) -> Submission:
         """Hand Requests to engines; all of them are taken or none.
 
+        total_timeout_s: counts from the arrival of the first one.
         Raises QueueFullError, LoadingError, DrainingError or NoEngineError.
         """
         if self._draining:
@@ -564,6 +586,9 @@ class EngineClient:
             slot = self._route(request) if len(requests) > 1 else first
             slot.hold(submission, request)
             slot.send(("submit", channel.pack_request(request)))
+        if total_timeout_s is not None:
+            elapsed_s = time.monotonic() - requests[0].arrival_s if requests[0].arrival_s else 0.0
+            submission.expire_after(max(0.0, total_timeout_s - elapsed_s))
         return submission
 
     async def control(self, engine: str, name: str, payload: Any, timeout_s: float = 60.0) -> Any:
@@ -673,8 +698,12 @@ class EngineClient:
         if generation == slot.generation and answer is not None and not answer.done():
             answer.set_result(payload)
 
-    def on_death(self, slot: _Slot, generation: int, reason: str) -> None:
-        """An engine's channel closed: fail what it held, restart it."""
+    def on_death(self, slot: _Slot, generation: int, reason: str, final: bool = False) -> None:
+        """An engine's channel closed: fail what it held, restart it.
+
+        final: it said that it cannot be built. That ends a slot that was never ready; one that
+        was is tried again, because what it needs was there before.
+        """
         if generation != slot.generation or slot.handle is None or self._stopping:
             return
         handle, slot.handle = slot.handle, None
@@ -687,19 +716,20 @@ class EngineClient:
             if request_id in slot.open:  # an earlier failure may have aborted its siblings
                 slot.forget(request_id)
                 submission._fail(request_id, error)
-        self._died(slot)
+        self._died(slot, final)
 
-    def _died(self, slot: _Slot) -> None:
+    def _died(self, slot: _Slot, final: bool = False) -> None:
         """Restart the slot, or give it up."""
         slot.handle = None
         slot.stats = EngineStats()
         now_s = time.monotonic()
         policy = self._restart
         slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]
-        again = slot.was_ready and len(slot.deaths_s) < policy.max_restarts and not self._draining
+        hopeless = final and not slot.was_ready
+        again = not hopeless and len(slot.deaths_s) < policy.max_restarts and not self._draining
         self.metrics.engine_down(slot.spec.name, slot.spec.model, restarted=again)
         if again:
-            slot.state = "restarting"
+            slot.state = "restarting" if slot.was_ready else "loading"
             slot.deaths_s.append(now_s)
             slot.num_restarts += 1
             delay_s = min(policy.max_delay_s, policy.first_delay_s * 2 ** (len(slot.deaths_s) - 1))

@@ -19,8 +19,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKey, Keyring, Visit, check_admin
+from server.api.spans import request_fields, request_span
 from server.errors import ServerError, TailorError
 from server.metrics import Metrics
+from server.tracing import TraceSink
 
 __all__ = ["OPEN_PATHS", "Gate", "error_response"]
 
@@ -50,7 +52,8 @@ def error_response(
 class Gate:
     """app: what is behind it. keys: empty lets everyone in. routes: paths that metrics may name
     (a client cannot make series by inventing paths). open_paths: need no key and are not
-    logged. quiet_paths: need one, but are neither logged nor counted against its limits."""
+    logged. quiet_paths: need one, but are neither logged nor counted against its limits.
+    traces: where spans go, None is nowhere."""
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Gate:
         quiet_paths: frozenset[str] = frozenset(),
         metrics: Metrics,
         routes: Mapping[str, str],
+        traces: TraceSink | None = None,
     ) -> None:
         self.app = app
         self._keys = Keyring(keys)
@@ -68,6 +72,7 @@ class Gate:
         self._quiet = quiet_paths
         self._metrics = metrics
         self._routes = routes
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -76,7 +81,6 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started_s = time.monotonic()
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
@@ -98,9 +102,9 @@ class Gate:
                 key = self._keys.find(scope) if self._keys else None
                 check_admin(scope["path"], key)
                 if key is not None and scope["path"] in self._quiet:
-                    visit = state["visit"] = Visit(request_id, key)
+                    visit.key = key
                 elif key is not None:
-                    visit = state["visit"] = self._keys.enter(request_id, key)
+                    self._keys.enter(visit, key)
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
             status = CLIENT_GONE
@@ -109,10 +113,12 @@ class Gate:
                 # Where it happened, but not its message: that may hold a prompt.
                 frames = traceback.extract_tb(error.__traceback__)[-8:]
                 log.error(
-                    "%s %s at %s",
-                    request_id,
-                    type(error).__name__,
-                    " < ".join(f"{f.name}:{f.lineno}" for f in reversed(frames)),
+                    "error",
+                    extra={
+                        "request_id": request_id,
+                        "error": type(error).__name__,
+                        "at": " < ".join(f"{f.name}:{f.lineno}" for f in reversed(frames)),
+                    },
                 )
                 error = ServerError("The server had an internal error.")
             if status == 0:
@@ -124,24 +130,35 @@ class Gate:
                 raise ConnectionResetError("an error after the response began") from None
         finally:
             visit.leave()
-            path = scope["path"]
-            route = self._routes.get(path, "other")
-            if route == "other" and path.startswith("/v1/models/"):
-                route = "/v1/models/{model}"
-            elif route == "other" and path.startswith("/v1/tasks/"):
-                is_corpus = path.endswith("/corpus")
-                route = "/v1/tasks/{task}/corpus" if is_corpus else "/v1/tasks/{task}"
-            self._metrics.count_response(route, status or CLIENT_GONE, code)
-            if path not in self._open and path not in self._quiet:
-                log.info(
-                    "%s %s %s %d %s %.1fms",
-                    request_id,
-                    scope["method"],
-                    ascii(path[:128])[1:-1],
-                    status or CLIENT_GONE,
-                    code or "-",
-                    (time.monotonic() - started_s) * 1e3,
-                )
+            self._tell(scope, visit, status or CLIENT_GONE, code)
+
+    def _tell(self, scope: Scope, visit: Visit, status: int, code: str) -> None:
+        """Count, trace and log a request that is over. No prompt and no output is in any of it."""
+        path = scope["path"]
+        route = self._routes.get(path, "other")
+        if route == "other" and path.startswith("/v1/models/"):
+            route = "/v1/models/{model}"
+        elif route == "other" and path.startswith("/v1/tasks/"):
+            is_corpus = path.endswith("/corpus")
+            route = "/v1/tasks/{task}/corpus" if is_corpus else "/v1/tasks/{task}"
+        self._metrics.count_response(route, status, code)
+        if path in self._open or path in self._quiet:
+            return
+        ended_s = time.monotonic()
+        fields = request_fields(visit, ended_s)
+        fields.update(method=scope["method"], path=path[:128], status=status)
+        if code:
+            fields["code"] = code
+        if scope.get("client"):
+            fields["client"] = scope["client"][0]
+        if self._traces is not None:
+            span = request_span(visit, ended_s, scope["method"], route, status, code)
+            fields["trace_id"] = self._traces.send(span, _traceparent(scope))
+        log.info("request", extra=fields)
+
+
+def _traceparent(scope: Scope) -> str:
+    return next((v.decode("latin-1") for n, v in scope["headers"] if n == b"traceparent"), "")
 
 
 def _request_id(scope: Scope) -> str:

@@ -122,20 +122,14 @@ class Visit:
     are checked, where the prefix cache is separated by key, and where time-outs begin.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        key: ApiKey | None = None,
-        use: _Use | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, request_id: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.request_id = request_id
-        self.key = key
+        self.started_s = clock()
+        self.key: ApiKey | None = None  # written by Keyring.enter, as _use
         self.task = ""
         self.model = ""
         self.submissions: list[Submission] = []
-        self._use = use
+        self._use: _Use | None = None
         self._clock = clock
         self._reserved = 0
 
@@ -151,7 +145,14 @@ class Visit:
                 param="model",
             )
 
-    def submit(self, client: EngineClient, requests: Sequence[Request]) -> Submission:
+    def submit(
+        self,
+        client: EngineClient,
+        requests: Sequence[Request],
+        *,
+        queue_timeout_s: float | None = None,
+        total_timeout_s: float | None = None,
+    ) -> Submission:
         """Hand Requests to the engines for this caller; all of them are taken or none.
 
         Raises what `check` and EngineClient.submit raise, and RateLimitedError when the key has
@@ -161,8 +162,11 @@ class Visit:
         for request in requests:
             is_default = request.task == DEFAULT_TASK
             self.check(request.task, request.model, request.model if is_default else request.task)
-        if self.key is not None:
-            requests = [replace(request, tenant=self.key.key_id) for request in requests]
+        tenant = "" if self.key is None else self.key.key_id
+        requests = [
+            replace(request, tenant=tenant, queue_timeout_s=queue_timeout_s or 0.0)
+            for request in requests
+        ]
         amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests)
         bucket = None if self._use is None else self._use.tokens
         if bucket is not None:
@@ -172,7 +176,7 @@ class Visit:
                     "The key's tokens per minute are used up. Try again later.",
                     retry_after_s=math.ceil(wait_s),
                 )
-        submission = client.submit(requests)
+        submission = client.submit(requests, total_timeout_s=total_timeout_s)
         if bucket is not None:
             bucket.take(amount)
             self._reserved += amount
@@ -212,11 +216,11 @@ class Keyring:
     def find(self, scope: Scope) -> ApiKey:
         """The key of a request, compared with all keys. Raises AuthenticationError."""
         given = b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, rest = value.partition(b" ")
-                if scheme.lower() == b"bearer":
-                    given = rest.strip()
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(sent) == 1:  # of several, a proxy and we might each believe another one
+            scheme, _, rest = sent[0].partition(b" ")
+            if scheme.lower() == b"bearer":
+                given = rest.strip()
         digest = hashlib.sha256(given).digest()
         found: ApiKey | None = None
         for key in self._keys:
@@ -231,8 +235,12 @@ class Keyring:
             )
         return found
 
-    def enter(self, request_id: str, key: ApiKey) -> Visit:
-        """A visit of a key; `leave` must follow. Raises RateLimitedError above its limits."""
+    def enter(self, visit: Visit, key: ApiKey) -> None:
+        """The visit is this key's, and takes one of its seats until `leave`.
+
+        Raises RateLimitedError above the key's limits.
+        """
+        visit.key = key
         use = self._uses[key.key_id]
         most = key.max_concurrent_requests
         if most is not None and use.num_open >= most:
@@ -250,7 +258,7 @@ class Keyring:
                 )
             use.requests.take(1)
         use.num_open += 1
-        return Visit(request_id, key, use, clock=self._clock)
+        visit._use = use
 
 
 def check_admin(path: str, key: ApiKey | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any
@@ -16,10 +17,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.errors import TailorError
+
 __all__ = ["DONE", "DisconnectWatch", "EventStream", "event"]
 
 DONE = b"data: [DONE]\n\n"
 HEADER_WAIT_S = 1.0
+COMMENT = b": keep-alive\n\n"
 
 _encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 
@@ -72,16 +76,25 @@ class EventStream(Response):
     """Sends the byte strings of a generator as they come.
 
     events: yields complete events. on_gone: called at once when the client leaves, also while no
-    event comes. The generator is closed in every case.
+    event comes. keep_alive_s: after so much silence a comment is sent, which clients skip and
+    proxies count as life; 0 is off. The generator is closed in every case.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_gone: Callable[[], None],
+        *,
+        keep_alive_s: float = 15.0,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._on_gone = on_gone
+        self._keep_alive_s = keep_alive_s
+        self._last_s = 0.0
         self.init_headers(
             {
                 "content-type": "text/event-stream; charset=utf-8",
@@ -98,19 +111,45 @@ class EventStream(Response):
             "status": self.status_code,
             "headers": self.raw_headers,
         }
+        keeper: asyncio.Task[None] | None = None
         try:
             async with DisconnectWatch(receive, self._on_gone) as watch:
                 first = asyncio.ensure_future(anext(self._events, None))
                 done, _ = await asyncio.wait({first}, timeout=HEADER_WAIT_S)
                 if not done:
                     await send(start)
-                data = await first
+                    keeper = self._keep(send)
+                try:
+                    data = await first
+                except TailorError as error:
+                    if done:
+                        raise  # its status can still be told
+                    data = event(error.body()) + DONE
                 if done:
                     await send(start)
+                    keeper = self._keep(send)
                 while data is not None and not watch.gone:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._last_s = time.monotonic()
                     data = await anext(self._events, None)
+                if keeper is not None:
+                    keeper.cancel()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            if keeper is not None:
+                keeper.cancel()
             self._on_gone()
             await self._events.aclose()
+
+    def _keep(self, send: Send) -> asyncio.Task[None] | None:
+        return asyncio.create_task(self._keep_alive(send)) if self._keep_alive_s > 0 else None
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for keep_alive_s. Events are sent whole, so a
+        comment never falls into one."""
+        self._last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(max(0.01, self._last_s + self._keep_alive_s - time.monotonic()))
+            if time.monotonic() - self._last_s >= self._keep_alive_s:
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                self._last_s = time.monotonic()

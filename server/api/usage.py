@@ -36,6 +36,8 @@ class RequestAccount:
         self.vocabulary: dict[str, float] = dict.fromkeys(_VOCABULARY_SUMS, 0)
         self.num_slice_ids = 0
         self.window = 0
+        self.verify_s = 0.0
+        self.queue_s = 0.0
         self.started = False
         self._metrics = metrics
         self._series = metrics.task(request.task, request.speculation.drafter, request.model)
@@ -50,6 +52,7 @@ class RequestAccount:
         if not self.started and delta.finish_reason not in ("error", "abort"):
             self.started = True
             self.num_cached_tokens = delta.num_cached_tokens
+            self.queue_s = delta.queue_s
             series.prompt_tokens.inc(self.num_prompt_tokens)
             series.prompt_size.observe(self.num_prompt_tokens)
             if delta.num_cached_tokens:
@@ -77,6 +80,7 @@ class RequestAccount:
             self.num_drafts += counts.num_drafts
             self.num_drafted += counts.num_drafted
             self.num_accepted += counts.num_accepted
+            self.verify_s += counts.verify_s
             _add(self.accepted_by_depth, counts.accepted_by_depth)
             _add(self.offered_by_depth, counts.offered_by_depth)
             for source, drafted, accepted in counts.by_source:
@@ -100,6 +104,16 @@ class RequestAccount:
                 decode_s = self._last_s[choice] - self._first_s[choice]
                 series.decode.observe(decode_s)
                 series.per_output_token.observe(decode_s / (total - 1))
+
+    @property
+    def first_token_s(self) -> float | None:
+        """time.monotonic() of the first token of any choice; None before that."""
+        return min(self._first_s.values(), default=None)
+
+    @property
+    def last_token_s(self) -> float | None:
+        """time.monotonic() of the latest token; None before the first."""
+        return max(self._last_s.values(), default=None)
 
     def close(self, outcome: str) -> None:
         """The request is over: "ok", "abort" or "error". Called once."""

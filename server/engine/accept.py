@@ -110,12 +110,13 @@ def count_step(
     source_names: Sequence[str],
     no_draft_reason: str,
     survival: Sequence[float] = (),
+    model_s: float = 0.0,
 ) -> StepCounts:
     """The StepCounts of one decode step of one choice.
 
     parents, source: of the nodes that were verified (source may be empty: all of source 0).
     accepted: node indexes on the accepted path that survived the cut. survival: the chance of each
-    node as its drafter claims it (may be empty: not known).
+    node as its drafter claims it (may be empty: not known). model_s: of the step.
     """
     num = len(parents)
     if num == 0:
@@ -155,6 +156,7 @@ def count_step(
         rejected_prediction_tokens=prediction[0] - prediction[1],
         expected_accepted=float(sum(survival)),
         by_survival=tuple((tenth, d, a) for tenth, (d, a) in tenths.items()),
+        verify_s=model_s,
     )
 
 
@@ -227,6 +229,7 @@ def merge_counts(a: StepCounts, b: StepCounts) -> StepCounts:
         rejected_prediction_tokens=a.rejected_prediction_tokens + b.rejected_prediction_tokens,
         expected_accepted=a.expected_accepted + b.expected_accepted,
         by_survival=tuple((tenth, d, k) for tenth, (d, k) in by_survival.items()),
+        verify_s=a.verify_s + b.verify_s,
     )
 
 

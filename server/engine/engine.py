@@ -9,6 +9,7 @@ out. A request that fails fails alone; what a failed step leaves behind is recom
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -203,12 +204,14 @@ class Engine:
         self._stop_table = stop_table
         self._eos = frozenset(self.info.eos_token_ids)
         self._open: dict[str, list[Sequence]] = {}
+        self._expiries: list[tuple[float, str]] = []  # a heap of (monotonic seconds, request id)
         self._num_arrived = 0
         self._deltas: list[Delta] = []
         self._moves: tuple[list[int], list[int]] = ([], [])
         self._unchecked: list[tuple[Sequence, Cut, bool]] = []  # in the step: end, due now
         self._suspects: list[Sequence] = []
         self._num_failures = 0
+        self._model_s = 0.0  # of the step that is being accepted
         self._logged: set[str] = set()
         self._most_drafts = 0
         self._stats = EngineStats(num_total_blocks=self.pool.num_blocks)
@@ -238,14 +241,14 @@ class Engine:
                 meanwhile()
             self._settle(plan)
             drawn = self._wait()
-            model_s = time.perf_counter() - launched
+            self._model_s = model_s = drawn.model_s or time.perf_counter() - launched
             self._accept(plan, trees, built, drawn)
             self._check_windows()
             self._move()
         except _StepFailed as failure:
             self._recover(plan, failure.error)
             return self.take_deltas()
-        self._observe(plan, built, began, propose_s, drawn.model_s or model_s)
+        self._observe(plan, built, began, propose_s, model_s)
         self.slices.observe(
             batch, drawn.model_s - drawn.head_s, drawn.head_s, plan.num_prefill_rows > 0
         )
@@ -342,6 +345,13 @@ class Engine:
                 sequence.num_cached_tokens = 0
                 self._finish(sequence, "length")
             return
+        if request.queue_timeout_s > 0.0:
+            heapq.heappush(
+                self._expiries, (request.arrival_s + request.queue_timeout_s, request.request_id)
+            )
+            if len(self._expiries) > 2 * len(self._open) + 1024:  # most have begun or are over
+                self._expiries = [e for e in self._expiries if e[1] in self._open]
+                heapq.heapify(self._expiries)
         if request.grammar is None:
             self.scheduler.enqueue(leader)
             return
@@ -418,8 +428,21 @@ class Engine:
 
     # -- verbs of the step ------------------------------------------------------------------
 
+    def _expire(self) -> None:
+        """Requests that waited too long for their first step fail."""
+        now = time.monotonic()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, request_id = heapq.heappop(self._expiries)
+            for sequence in self._open.get(request_id, ())[:1]:
+                if sequence.first_step_s == 0.0:
+                    self._fail(
+                        sequence, "the request waited too long in the queue", "queue_timeout"
+                    )
+
     def _schedule(self) -> Plan:
         self._take_learned()
+        if self._expiries:
+            self._expire()
         while self._suspects and self._suspects[0].status is Status.FINISHED:
             self._suspects.pop(0)
         if self._cost is not None and self.settings.target_step_s > 0.0:
@@ -644,6 +667,7 @@ class Engine:
             sequence.sources,
             sequence.no_draft_reason,
             tree.survival.tolist() if tree is not None else (),
+            self._model_s,
         )
         sequence.counts = merge_counts(sequence.counts, counts)
         self.slices.count_step(sequence)
@@ -1188,7 +1212,7 @@ class Engine:
         _log.error("a step failed: %s", text, exc_info=error)
         alive = [i.sequence for i in plan.items if i.sequence.status is Status.RUNNING]
         if len(alive) == 1 and len(plan.items) == 1:
-            self._fail(alive[0], f"the model failed on this request: {text}", "engine_error")
+            self._fail(alive[0], "the model failed on this request", "engine_error")
         else:
             for sequence in alive:
                 self.scheduler.preempt(sequence)

@@ -24,6 +24,7 @@ from typing import Any
 
 from server import channel
 from server.engine.engine import Engine, RunnerBrokenError
+from server.errors import TailorError
 from server.types import Delta
 
 __all__ = ["EngineFactory", "EngineHost", "start_process", "start_thread"]
@@ -35,6 +36,10 @@ EngineFactory = Callable[[], Engine]
 
 _STOP_SIGNAL = signal.SIGUSR1
 _COMPILING_MS = 1  # between looks at a grammar that is being compiled, while nothing else is open
+_FINAL = (TailorError, ValueError, TypeError, ImportError, NotImplementedError)
+"""What a factory raises when starting again would not help: a wrong model, a wrong setting. Others
+(memory that another process holds, a device that is not there yet) may pass."""
+
 _MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
 
 
@@ -143,7 +148,7 @@ class EngineHost:
             self._flush()
             if broken:
                 text = f"{type(error).__name__}: {error}"[:300]
-                channel.send(self._connection, ("failed", text))
+                channel.send(self._connection, ("failed", text, False))
                 return False
             return True
         self._num_errors = 0
@@ -169,7 +174,8 @@ def _build(factory: EngineFactory, connection: Connection) -> Engine | None:
     except Exception as error:
         _log.exception("the engine could not be built")
         try:
-            channel.send(connection, ("failed", f"{type(error).__name__}: {error}"[:500]))
+            text = f"{type(error).__name__}: {error}"[:500]
+            channel.send(connection, ("failed", text, isinstance(error, _FINAL)))
         except OSError:
             pass
         return None

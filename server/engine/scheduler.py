@@ -4,7 +4,8 @@ Rows are the only unit. A decoding sequence has one row pending, a prompt many; 
 that still have to be computed", and so is what a preempted sequence has to recompute. Rules:
 
 - decodes first, then chunks of prompts under way, then admissions; each in the order
-  (priority, arrival, choice), so that within a priority nothing is overtaken and nothing starves;
+  (due, arrival, choice), where a step of priority moves the due time by PRIORITY_STEP_S: within a
+  priority nothing is overtaken, and nothing starves whatever others ask for;
 - while others decode, prompts get at most `prefill_rows` rows a step (the latency target);
 - when blocks run out the lowest priority, latest arrival is preempted: it loses its blocks and
   recomputes later. The first in order always makes progress. A sequence that is alone and still
@@ -44,7 +45,7 @@ class Plan:
     num_prefill_rows: int = 0
 
 
-def _order(sequence: Sequence) -> tuple[int, int, int]:
+def _order(sequence: Sequence) -> tuple[float, int, int, int]:
     return sequence.order
 
 

@@ -29,6 +29,12 @@ __all__ = ["Sequence", "SequenceMark", "Status"]
 _NO_IDS: Int32 = np.empty(0, np.int32)
 _NO_COUNTS = StepCounts()
 
+PRIORITY_STEP_S = 5.0
+"""How long a request of one priority waits before it goes ahead of a new one of the next."""
+
+MAX_PRIORITY = 64
+"""Priorities beyond this order ties only: nobody waits more than 2 * 64 * 5 s for others."""
+
 
 class Status(Enum):
     """Where a sequence stands. NEW: in no queue, as a choice is until it forks off the first."""
@@ -117,7 +123,11 @@ class Sequence:
         self.request = request
         self.choice_id = choice_id
         self.arrival_no = arrival_no
-        self.order = (request.priority, arrival_no, choice_id)
+        # Ageing: each step of priority is worth so many seconds of waiting, so a request is
+        # overtaken by those that arrive within that time and by no others; nobody starves.
+        level = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+        due_s = request.arrival_s + level * PRIORITY_STEP_S
+        self.order = (due_s, request.priority, arrival_no, choice_id)
         self.prompt_len = prompt_len
         self.rules = StopRules(
             frozenset() if sampling.ignore_eos else eos_token_ids,

@@ -23,6 +23,7 @@ from server.api.intake import ServedModel
 from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics import Metrics
+from server.tracing import TraceSink
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
 
@@ -73,6 +74,7 @@ class LiveServer:
         max_model_len: int = 256,
         drain_s: float = 5.0,
         task_admin: TaskAdmin | None = None,
+        traces: TraceSink | None = None,
     ) -> None:
         self.config = config or ServerConfig()
         self.specs = [
@@ -87,6 +89,7 @@ class LiveServer:
         self.drafters = drafters
         self.drain_s = drain_s
         self.task_admin = task_admin
+        self.traces = traces
         self.metrics = Metrics(vllm_aliases=self.config.metrics.vllm_aliases)
         self.status: int | None = None
         self.error: BaseException | None = None
@@ -127,17 +130,25 @@ class LiveServer:
             metrics=self.metrics,
             drafters=self.drafters,
             task_admin=self.task_admin,
+            traces=self.traces,
         )
         return await serve(
-            app, self.client, sockets=[self._socket], drain_s=self.drain_s, stop=self._stop
+            app,
+            self.client,
+            sockets=[self._socket],
+            drain_s=self.drain_s,
+            max_header_bytes=limits.max_header_bytes,
+            header_timeout_s=limits.header_timeout_s,
+            send_timeout_s=limits.send_timeout_s,
+            stop=self._stop,
         )
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
         if self._wait_ready:
-            wait_until(lambda: self.error is not None or self._all_ready(), 10)
+            wait_until(lambda: self.error is not None or self._all_ready(), 40)
         else:
-            wait_until(lambda: self.error is not None or self._answers("/health"), 10)
+            wait_until(lambda: self.error is not None or self._answers("/health"), 40)
         if self.error is not None:
             raise self.error
         return self

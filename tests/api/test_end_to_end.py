@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 
 from drafters import make_drafter
 from server.api.client import EngineSpec
+from server.engine.batch import Batch
 from server.engine.engine import Engine, EngineSettings
 from server.engine.host import start_process, start_thread
 from server.engine.stops import StopTable
@@ -34,11 +35,17 @@ CONTEXT = 256
 
 
 def make_engine(
-    *, step_s: float = 0.0, max_waiting_requests: int = 1024, drafts: bool = True
+    *,
+    step_s: float = 0.0,
+    max_waiting_requests: int = 1024,
+    drafts: bool = True,
+    max_num_seqs: int = 16,
+    fail: Callable[[Batch], None] | None = None,
 ) -> Engine:
     """An Engine whose texts repeat themselves, so that drafts are often right.
 
-    drafts: False leaves numba out, which takes seconds to start in a new process.
+    drafts: False leaves numba out, which takes seconds to start in a new process. fail: the
+    FakeRunner's.
     """
     info = fake_info(
         vocab_size=TABLE.vocab_size,
@@ -49,12 +56,13 @@ def make_engine(
         max_num_batched_tokens=128,
         eos_token_ids=(0,),
     )
-    runner = FakeRunner(FakeModel(TABLE.vocab_size, context=1, boost=9.0), info, step_s=step_s)
+    model = FakeModel(TABLE.vocab_size, context=1, boost=9.0)
+    runner = FakeRunner(model, info, step_s=step_s, fail=fail)
     return Engine(
         runner,
         {"suffix": make_drafter("suffix")} if drafts else {},
         EngineSettings(
-            max_num_seqs=16,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=128,
             prefill_rows=64,
             max_waiting_requests=max_waiting_requests,

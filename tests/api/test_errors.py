@@ -454,22 +454,23 @@ def test_prompts_are_not_logged(server: LiveServer, caplog: pytest.LogCaptureFix
     server.post(prompt="the secret word", frobnicate="secret")
     server.post(prompt="the secret word", stop="x" * 2000 + "secret")
     httpx.get(server.url + "/%0d%0aFORGED%1b[31m", params={"prompt": "secret"})
-    lines = [r.getMessage() for r in caplog.records if r.name.startswith(LOGGERS)]
-    assert any("/v1/completions 200" in line for line in lines)
-    assert not any("secret" in line or "\x1b" in line or "\n" in line for line in lines)
+    lines = [str(vars(r)) for r in caplog.records if r.name.startswith(LOGGERS)]
+    done = [r for r in caplog.records if r.getMessage() == "request"]
+    assert [(vars(r)["path"], vars(r)["status"]) for r in done[:1]] == [("/v1/completions", 200)]
+    assert not any("secret" in line for line in lines)
 
 
 def test_a_bug_is_a_500_without_details(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ValueError("the secret prompt")
 
     monkeypatch.setattr(server.client, "submit", broken)
     message = check(server.post(), 500, "internal_error", None)
     assert "secret" not in message
-    assert not any("secret" in r.getMessage() for r in caplog.records)
-    assert any("ValueError" in r.getMessage() for r in caplog.records)
+    assert not any("secret" in str(vars(r)) for r in caplog.records)
+    assert any(vars(r).get("error") == "ValueError" for r in caplog.records)
 
 
 def test_responses_are_counted_by_route_status_and_code(server: LiveServer) -> None:

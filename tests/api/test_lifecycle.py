@@ -261,12 +261,41 @@ def test_too_many_deaths_end_the_server_with_a_status() -> None:
         assert engine.num_starts == 3
 
 
-def test_an_engine_that_cannot_start_ends_the_server() -> None:
-    engine = ScriptedEngine(saying(IDS))
-    engine.fail_starts = 1
+def test_an_engine_that_cannot_be_built_ends_the_server() -> None:
+    engine = ScriptedEngine(saying(IDS), refuses="ModelError: no such model")
     live = LiveServer([engine], wait_ready=False)
     live._thread.start()
     assert live.join() == 1
+    assert engine.num_starts == 1
+
+
+def test_an_engine_that_dies_on_its_first_way_up_is_tried_again() -> None:
+    engine = ScriptedEngine(saying(IDS), ready=False)
+    engine.fail_starts = 1  # no memory for the process, say
+    with LiveServer([engine], wait_ready=False) as live:
+        wait_until(lambda: engine.num_starts == 1)
+        engine.die()  # without a word, while it loads
+        wait_until(lambda: engine.num_starts == 2)
+        engine.may_be_ready.set()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200)
+        assert live.post(max_tokens=1).status_code == 200
+        assert live.client.engines()[0]["restarts"] == 2
+
+
+def test_ready_waits_for_all_engines_at_first_and_for_one_of_each_model_later() -> None:
+    early, late = ScriptedEngine(saying(IDS)), ScriptedEngine(saying(IDS), name="b", ready=False)
+    policy = RestartPolicy(first_delay_s=30.0)
+    with LiveServer([early, late], wait_ready=False, restart=policy) as live:
+        wait_until(lambda: live.client.engines()[0]["state"] == "ready")
+        assert httpx.get(live.url + "/ready").status_code == 503
+        assert live.post(max_tokens=1).status_code == 200  # it can be used meanwhile
+        late.may_be_ready.set()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200)
+        late.die()
+        wait_until(lambda: httpx.get(live.url + "/health").json()["status"] == "degraded")
+        assert httpx.get(live.url + "/ready").status_code == 200
+        early.die()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 503)
 
 
 def test_a_restart_that_fails_is_tried_again() -> None:

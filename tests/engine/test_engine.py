@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -178,6 +179,37 @@ def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
     for name, priority in (("a", 0), ("b", 0), ("late", 1), ("c", 0), ("first", -1)):
         engine.submit(_request(name, priority=priority, sampling={"max_tokens": 2}))
     assert list(_finish(engine)) == ["first", "a", "b", "c", "late"]
+
+
+def test_priorities_age_so_that_no_flood_of_others_starves_a_request() -> None:
+    engine, _ = _engine(max_num_seqs=1)
+    for name, priority, arrival_s in (
+        ("low", 2, 100.0), ("soon", 0, 104.0), ("just", 0, 109.9), ("late", 0, 110.1),
+        ("top", -(2**31), 500.0), ("bottom", 2**31 - 1, 100.0), ("after", 0, 421.0),
+    ):  # fmt: skip
+        engine.submit(
+            _request(name, priority=priority, arrival_s=arrival_s, sampling={"max_tokens": 2})
+        )
+    assert list(_finish(engine)) == ["soon", "just", "low", "late", "top", "bottom", "after"]
+
+
+def test_a_request_that_waited_too_long_fails_before_it_begins() -> None:
+    engine, _ = _engine(max_num_seqs=1)
+    now_s = time.monotonic()
+    engine.submit(_request("busy", sampling={"max_tokens": 12}))
+    engine.submit(_request("late", arrival_s=now_s - 10.0, queue_timeout_s=5.0))
+    engine.submit(_request("patient", arrival_s=now_s, queue_timeout_s=60.0))
+    deltas = engine.step()
+    assert [(d.request_id, d.error_code) for d in deltas if d.finish_reason] == [
+        ("late", "queue_timeout")
+    ]
+    engine.check()
+    begun = _request("begun", arrival_s=time.monotonic(), queue_timeout_s=60.0)
+    engine.submit(begun)
+    results = _finish(engine)
+    assert {name: r[-1].finish_reason for name, r in results.items()} == {
+        "busy": "length", "patient": "length", "begun": "length",
+    }  # fmt: skip
 
 
 def test_the_latest_of_the_lowest_priority_is_preempted_and_nothing_is_lost(

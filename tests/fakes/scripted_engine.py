@@ -63,6 +63,7 @@ def steps_of(
                 accepted_by_depth=(1,) * accepted,
                 offered_by_depth=(1,) * per_step,
                 by_source=((source, per_step, accepted),),
+                verify_s=0.002,
             )
         sources = (source,) * accepted + ("",) if request.report_sources else ()
         steps.append(
@@ -112,6 +113,7 @@ def saying(token_ids: Sequence[int], *, per_step: int = 1) -> Script:
 class ScriptedEngine:
     """One engine process, scripted. `factory` may be called again after it died.
 
+    refuses: why it cannot be built, which it says instead of being ready.
     step_s: how long a step takes. gate: steps wait while it is cleared. Written by the engine's
     thread: submitted, aborted, num_steps, steps_of_request.
     """
@@ -126,6 +128,7 @@ class ScriptedEngine:
         max_model_len: int = 256,
         step_s: float = 0.0,
         ready: bool = True,
+        refuses: str = "",
     ) -> None:
         self.script = script
         self.name = name
@@ -133,6 +136,7 @@ class ScriptedEngine:
         self.step_s = step_s
         self.gate = threading.Event()
         self.gate.set()
+        self.refuses = refuses
         self.may_be_ready = threading.Event()
         if ready:
             self.may_be_ready.set()
@@ -172,6 +176,9 @@ class ScriptedEngine:
             while not self.may_be_ready.wait(0.02):
                 if connection.poll(0) and channel.receive(connection)[0] == "stop":
                     return
+            if self.refuses:
+                channel.send(connection, ("failed", self.refuses, True))
+                return
             channel.send(connection, ("ready", channel.pack_info(self.info)))
             while True:
                 while connection.poll(0 if self.running and self.gate.is_set() else 0.02):

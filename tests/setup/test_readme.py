@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from server.cli import build_parser
-from server.config import MemorySize, ServerConfig, TaskConfig, load_task
+from server.config import MemorySize, ServerConfig, TaskConfig, load_server_config, load_task
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -210,8 +210,12 @@ def test_task_example_is_a_task(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", _text(), re.S)
     assert blocks
     for i, block in enumerate(blocks):
-        (tmp_path / f"task-{i}.yaml").write_text(block)
-        load_task(tmp_path / f"task-{i}.yaml")
+        file = tmp_path / f"task-{i}.yaml"
+        file.write_text(block)
+        if block.startswith("# server.yaml\n"):
+            load_server_config(file)
+        else:
+            load_task(file)
 
 
 def test_python_examples_are_python() -> None:

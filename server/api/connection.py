@@ -1,0 +1,190 @@
+"""One HTTP/1.1 connection: uvicorn's, with bounds on what a client may hold and for how long.
+
+What uvicorn leaves open is closed here:
+
+- the request line and headers have a size and a time (431, 408), however slowly they drip, and
+  so have trailers and chunk extensions;
+- HTTP that the parser refuses (smuggling, bad lengths, raw TLS) answers in OpenAI's error shape;
+- a client that does not read its answer is cut off, so that it cannot hold what it asked for.
+
+Nothing is ever written into another answer: when one is under way, the connection just ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from server.api.gate import error_response
+from server.errors import BodyTimeoutError, HeadersTooLargeError, InvalidHttpError, TailorError
+
+__all__ = ["Connection"]
+
+log = logging.getLogger("tailor.http")
+
+CHUNK_OVERHEAD = 32
+"""Bytes around a chunk's data that are not held against the client."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn makes one per connection.
+
+    max_header_bytes: of the request line and headers. header_timeout_s: for them to be complete,
+    from the connection's start or a request's first byte. send_timeout_s: how long a client may
+    leave its answer unread. on_refused: called with (status, code) of each refusal made here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        max_header_bytes: int = 65536,
+        header_timeout_s: float = 15.0,
+        send_timeout_s: float = 60.0,
+        on_refused: Callable[[int, str], None] = lambda status, code: None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._max_header_bytes = max_header_bytes
+        self._header_timeout_s = header_timeout_s
+        self._send_timeout_s = send_timeout_s
+        self._on_refused = on_refused
+        self._in_head = True  # a request's head is awaited or being read
+        self._num_head_bytes = 0
+        self._num_extra_bytes = 0  # of chunk sizes, chunk extensions and trailers
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._refusal: TailorError | None = None
+
+    # --- what uvicorn and the transport call ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        if self._in_head:
+            self._num_head_bytes += len(data)
+            self._start_head_timer()
+        else:
+            self._num_extra_bytes += len(data)
+        super().data_received(data)
+        num_bytes = self._num_head_bytes if self._in_head else self._num_extra_bytes
+        if num_bytes > self._max_header_bytes:
+            self._refuse(self._too_large())
+
+    def on_body(self, body: bytes) -> None:
+        self._num_extra_bytes -= len(body) + CHUNK_OVERHEAD
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._max_header_bytes:
+            self._refusal = self._too_large()
+            raise ValueError("too large")  # ends the parser's work; send_400_response follows
+        self._in_head = False
+        self._num_head_bytes = self._num_extra_bytes = 0
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser gave up on the bytes."""
+        refusal, self._refusal = self._refusal, None
+        self._refuse(refusal or InvalidHttpError("The request is not valid HTTP/1.1."))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self._send_timeout_s, self._not_read)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_send_timer()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Upgrades are ignored, as HTTP allows; clients are not to fill the log with them."""
+
+    # --- inside ---
+
+    def _too_large(self) -> TailorError:
+        return HeadersTooLargeError(
+            f"The request's headers are larger than {self._max_header_bytes} bytes."
+        )
+
+    def _refuse(self, error: TailorError) -> None:
+        """Answer with an error and close; once."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = error
+        self._stop_head_timer()
+        self._on_refused(error.status, error.code or "")
+        log.info("refused", extra={"status": error.status, "code": error.code})
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self._can_answer():
+            status, body, headers = error_response(error)
+            headers += [
+                (b"x-request-id", f"req-{secrets.token_hex(12)}".encode()),
+                (b"connection", b"close"),
+            ]
+            head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+            self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
+        if cycle is not None:
+            cycle.disconnected = True  # whoever reads this request's body learns that it ends here
+            cycle.message_event.set()
+        self.transport.close()
+
+    def _can_answer(self) -> bool:
+        """Whether nothing of an answer was sent for what is open here."""
+        return not self.pipeline and not self.cycle.response_started
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._header_timeout_s, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_head_timer()  # the next request may take its time while this one runs
+        elif self._num_head_bytes:
+            self._refuse(
+                BodyTimeoutError(
+                    f"The headers did not arrive within {self._header_timeout_s:g} seconds."
+                )
+            )
+        else:
+            self.transport.close()
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _not_read(self) -> None:
+        self._send_timer = None
+        log.info("cut off: the client does not read its answer")
+        self.transport.abort()

@@ -1,0 +1,460 @@
+"""What an unfriendly internet sends. After each attack the server answers a normal request, the KV
+cache is empty, nothing is open and the memory is where it was.
+
+Refusals by field are in test_errors.py, clients that leave in test_lifecycle.py and
+test_end_to_end.py, slow and large HTTP in test_timeouts.py; here is the rest of the list.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server import logs
+from server.config import LimitsConfig, ServerConfig
+from tests.api.live import LiveServer, wait_until
+from tests.api.test_end_to_end import CONTEXT, spec
+
+LIMITS = LimitsConfig(max_body_bytes=8 << 20, body_timeout_s=1.0, header_timeout_s=2.0)
+MOST_GROWTH_MIB = 48
+KEY = {"authorization": "Bearer sk-one"}
+
+
+def rss_mib() -> float:
+    """Resident memory, once what is free has gone back to the system."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # another libc
+        pass
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    config = ServerConfig.model_validate(
+        {
+            "keys": ({"id": "one", "key": "sk-one"}, {"id": "two", "key": "sk-two"}),
+            "limits": LIMITS,
+        }
+    )
+    with LiveServer([spec()], config=config, max_model_len=CONTEXT) as live:
+        yield live
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: LiveServer) -> Iterator[None]:
+    """Asserts after each test that the attack left nothing behind."""
+    post(server, prompt="the", max_tokens=2)
+    before = rss_mib() if Path("/proc/self/statm").exists() else 0.0
+    yield
+    wait_until(lambda: server.client.num_open == 0)
+    answer = post(server, prompt="the quick brown", max_tokens=3, ignore_eos=True)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert server.client.queued == {} and server.client.num_queued_tokens == 0
+    wait_until(lambda: server.sample("tailor_kv_cache_usage_perc") == 0)
+    assert server.client.engines()[0]["restarts"] == 0
+    if before:
+        wait_until(lambda: rss_mib() - before < MOST_GROWTH_MIB, 10)
+
+
+def post(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Response:
+    return httpx.post(
+        live.url + "/v1/completions",
+        json={"model": "tiny", **body},
+        headers={"authorization": f"Bearer {secret}"},
+        timeout=20,
+    )
+
+
+def post_raw(client: httpx.Client, live: LiveServer, content: bytes) -> httpx.Response:
+    headers = {**KEY, "content-type": "application/json"}
+    return client.post(live.url + "/v1/completions", content=content, headers=headers, timeout=20)
+
+
+def exchange(live: LiveServer, data: bytes, wait_s: float = 10.0) -> bytes:
+    """Raw bytes out, raw bytes back until the server closes (it does, at the latest by a limit)."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=wait_s) as s:
+        try:
+            s.sendall(data)
+            while part := s.recv(65536):
+                got += part
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    return got
+
+
+# --- values ---
+
+INTEGERS = (
+    "n", "best_of", "logprobs", "max_tokens", "min_tokens", "top_k", "seed", "priority",
+    "speculation.max_draft_tokens",
+)  # fmt: skip
+NUMBERS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
+)  # fmt: skip
+LITERALS = (
+    *(str(10**k) for k in (6, 7, 9, 12, 15, 18, 30)), "9" * 400, "-1", "-1000000", str(-(10**18)),
+    "1.5", "1e308", "-1e308", "1e999", "NaN", "Infinity", "-Infinity", "true", "false", '"5"',
+    '""', "[]", "[1]", "{}", '{"a": 1}', "0", "-0", "-0.0", "1e-400",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", (*INTEGERS, *NUMBERS))
+def test_no_number_breaks_it(server: LiveServer, field: str) -> None:
+    outer, _, inner = field.partition(".")
+    with httpx.Client() as client:
+        for literal in LITERALS:
+            value = f'{{"{inner}": {literal}}}' if inner else literal
+            base = "" if outer == "max_tokens" else '"max_tokens": 2, '
+            content = f'{{"model": "tiny", "prompt": "a", {base}"{outer}": {value}}}'
+            began_s = time.monotonic()
+            answer = post_raw(client, server, content.encode())
+            assert time.monotonic() - began_s < 5, literal
+            assert answer.status_code in (200, 400), (literal, answer.text)
+            if answer.status_code == 400:
+                error = answer.json()["error"]
+                assert error["code"] == "invalid_body" or error["param"].startswith(outer), error
+            elif field in INTEGERS and outer not in ("seed", "priority", "top_k"):
+                assert literal in ("0", "-0"), literal
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] * MANY},
+        {"prompt": [[1]] * MANY},
+        {"prompt": [[]] * MANY},
+        {"prompt": [1] * MANY},
+        {"prompt": list(range(MANY))},
+        {"prompt": ["a", *[1] * MANY]},
+        {"prompt": "a" * (4 << 20)},
+        {"prompt": "\U0001f600" * (1 << 19)},
+        {"prompt": ["a" * 100] * 256, "n": 128, "max_tokens": 100},
+        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(MANY)}},
+        {"prompt": "a", "logit_bias": {"1" * 1_000_000: 1}},
+        {"prompt": "a", "stop": "x" * (1 << 20)},
+        {"prompt": "a", "stop": ["x" * (1 << 20)] * 4},
+        {"prompt": "a", "stop": ["x"] * MANY},
+        {"prompt": "a", "stop_token_ids": [1] * MANY},
+        {"prompt": "a", "allowed_token_ids": [1] * 1_000_000},
+        {"prompt": "a", "model": "x" * (1 << 20)},
+        {"prompt": "a", "cache_salt": "x" * (1 << 20)},
+        {"prompt": "a", "context": {"after": "x" * (1 << 20)}},
+        {"prompt": "a", **{f"field{i}": 1 for i in range(MANY)}},
+        {"prompt": "a", "speculation": {f"field{i}": 1 for i in range(MANY)}},
+    ],
+    ids=range(21),
+)
+def test_large_things_are_refused_quickly(server: LiveServer, body: dict[str, Any]) -> None:
+    began_s = time.monotonic()
+    answer = post(server, **body)
+    assert answer.status_code == (404 if len(str(body.get("model", ""))) > 512 else 400) or (
+        answer.status_code == 400
+    )
+    assert time.monotonic() - began_s < 5
+    assert len(answer.text) < 1000
+
+
+def test_no_op_fields_may_be_large_and_are_let_go(server: LiveServer) -> None:
+    body = {"metadata": {str(i): "v" for i in range(MANY)}, "user": "u" * (1 << 20)}
+    assert post(server, prompt="a", max_tokens=1, **body).status_code == 200
+
+
+@pytest.mark.parametrize("token_id", [400, 401, 2**31 - 1, 2**31, 2**32, 2**63, 10**18, 10**30, -1])
+def test_ids_past_the_vocabulary_are_refused_everywhere(server: LiveServer, token_id: int) -> None:
+    fields: list[dict[str, Any]] = [
+        {"prompt": [token_id]},
+        {"prompt": [[1], [1, token_id]]},
+        {"prompt": "a", "stop_token_ids": [1, token_id]},
+        {"prompt": "a", "allowed_token_ids": [1, token_id]},
+        {"prompt": "a", "logit_bias": {str(token_id): 5}},
+    ]
+    for body in fields:
+        answer = post(server, max_tokens=1, **body)
+        assert answer.status_code == 400, body
+        assert answer.json()["error"]["param"].split("[")[0] in body
+    back = httpx.post(server.url + "/detokenize", json={"tokens": [token_id]}, headers=KEY)
+    assert back.status_code == 400
+
+
+# --- bodies ---
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"b":"' + b"[" * 65 + b'","a":"' + b'\\"' * 500_000,
+        b'{"b":"' + b"[" * 65 + b'","a":"' + b"\\" * 500_001,
+        b'"' * 1_000_001 + b"[" * 65,
+        b"[" * 64 + b'"' + b'\\"[' * 300_000,
+        b'{"a":' * 1_000_000,
+        b'{"prompt": "a", "seed": ' + b"9" * 4_000_000 + b"}",
+        b'{"temperature": 0.' + b"1" * 4_000_000 + b"}",
+        b'{"a": ' + b" " * 4_000_000 + b"1}",
+        b"{" + b",".join(b'"a%d":1' % i for i in range(200_000)) + b',"a7":1}',
+        b"\x00" * 1_000_000,
+    ],
+    ids=range(10),
+)
+def test_no_body_takes_long_to_refuse(server: LiveServer, content: bytes) -> None:
+    with httpx.Client() as client:
+        began_s = time.monotonic()
+        answer = post_raw(client, server, content)
+        assert answer.status_code == 400
+        assert time.monotonic() - began_s < 3
+
+
+# --- ways around the key ---
+
+PATHS = (
+    "/v1/%6dodels", "/v1/%2e%2e/v1/models", "/./v1/models", "/v1/./models", "/v1//models",
+    "/health/../v1/models", "/health%2f..%2fv1%2fmodels", "/health;/v1/models", "/HEALTH",
+    "/health%00", "/health%20", "/health%0d%0a", "/ready/v1/models", "/%68ealth/x", "/metrics/x",
+    "/v1/models%2ftiny", "/v1/models?x=/health", "/v1/models#/health", "/\\health", "/v1\\models",
+    "/v1/tasks", "/v1/tasks/..%2fmodels", "/v1/models/..%2f..%2fetc%2fpasswd",
+)  # fmt: skip
+
+
+def test_no_spelling_of_a_path_opens_a_route(server: LiveServer) -> None:
+    for path in PATHS:
+        for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE"):
+            head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            answer = exchange(server, head.encode())
+            assert answer.startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 ")), (method, path, answer)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET http://x/v1/models HTTP/1.1\r\nhost: x",
+        "GET http://127.0.0.1/health/../v1/models HTTP/1.1\r\nhost: x",
+        "GET //health/v1/models HTTP/1.1\r\nhost: /health",
+        "GET /v1/models HTTP/1.1\r\nhost: x/health?",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-original-url: /health",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-rewrite-url: /health",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-prefix: /health",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-http-method-override: GET",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 127.0.0.1",
+        "GET /v1/models HTTP/1.0",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer x\r\nauthorization: "
+        "Bearer sk-one",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one, Bearer x",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Basic c2stb25l",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\napi-key: sk-one",
+        "GET /v1/models?api_key=sk-one HTTP/1.1\r\nhost: x",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\ncookie: authorization=Bearer sk-one",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13",
+        "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade, http2-settings\r\n"
+        "upgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__",
+    ],
+)
+def test_no_header_opens_a_route(server: LiveServer, head: str) -> None:
+    answer = exchange(server, f"{head}\r\nconnection: close\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 401 "), answer[:200]
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+# --- HTTP that has two meanings, or none ---
+
+AUTH = b"host: x\r\nauthorization: Bearer sk-one\r\ncontent-type: application/json\r\n"
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}   "
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"content-length: -1\r\n\r\n" + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"content-length: +5\r\n\r\n{}   " + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"content-length: 99999999999999999999999\r\n\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"transfer-encoding: chunked\r\n\r\n-1\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n"
+        + HIDDEN,
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + AUTH
+        + b"transfer-encoding: chunked\r\n\r\n2\r\n{}X\r\n0\r\n\r\n"
+        + HIDDEN,
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\r\n c: folded\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na\x00b: c\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\na: b\rc: d\r\n\r\n",
+        b"GET /v1/models\r\n\r\n",
+        b"GET /v1/models HTTP/9.9\r\n\r\n",
+        b"GET\t/v1/models\tHTTP/1.1\r\n\r\n",
+        b"FROB /v1/models HTTP/1.1\r\n\r\n",
+        b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
+        b"\x00" * 1000,
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+    ],
+    ids=range(26),
+)
+def test_http_with_two_meanings_or_none_is_refused_once(server: LiveServer, data: bytes) -> None:
+    answer = exchange(server, data)
+    assert answer.count(b"HTTP/1.1 ") == 1, answer
+    assert not answer.startswith(b"HTTP/1.1 200 ") and b'"object": "list"' not in answer
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if b"HTTP/1.1 4" in head:
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert b"x-request-id:" in head
+
+
+def test_garbage_after_a_request_does_not_cut_its_answer(server: LiveServer) -> None:
+    content = b'{"model": "tiny", "prompt": "a", "max_tokens": 2}'
+    request = b"POST /v1/completions HTTP/1.1\r\n" + AUTH
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+        s.sendall(request + b"content-length: %d\r\n\r\n%b" % (len(content), content))
+        assert s.recv(65536).startswith(b"HTTP/1.1 200 ")
+        s.sendall(b"\x00\x01garbage\r\n\r\n")
+        answer = s.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"invalid_http" in answer
+
+
+def test_many_connections_and_pipelined_requests(server: LiveServer) -> None:
+    one = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-one\r\n\r\n"
+    last = one.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    answer = exchange(server, one * 300 + last)
+    assert answer.count(b"HTTP/1.1 200 ") == 301
+    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    try:
+        for s in held:
+            s.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        assert post(server, prompt="a", max_tokens=1).status_code == 200
+    finally:
+        for s in held:
+            s.close()
+
+
+# --- tenants ---
+
+
+def test_the_prefix_cache_does_not_tell_what_another_key_asked(server: LiveServer) -> None:
+    prompt = list(range(1, 120))
+
+    def num_cached(secret: str, **body: Any) -> int:
+        usage = post(server, secret, prompt=prompt, max_tokens=1, **body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert num_cached("sk-one") == 0
+    assert num_cached("sk-one") >= 112
+    assert num_cached("sk-two") == 0
+    assert num_cached("sk-two", cache_salt="one") == 0
+    assert num_cached("sk-two", cache_salt="\0one") == 0
+
+
+# --- logs ---
+
+
+@pytest.mark.parametrize("format", ["console", "json"])
+def test_nothing_from_a_client_forges_a_log_line(server: LiveServer, format: Any) -> None:
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        logs.configure(format, "info", stream=stream)
+        evil = "%0d%0a2026-01-01T00:00:00Z [info] FORGED%1b[31m%9b0m%e2%80%a8%00"
+        for headers in (
+            KEY,
+            {"x-request-id": "a\tb"},
+            {**KEY, "x-request-id": b"\x85FORGED"},
+        ):
+            for path in (f"/{evil}", f"/v1/models/{evil}", "/v1/completions"):
+                httpx.post(server.url + path, content=b"\x1b[31m", headers=headers)
+        post(server, prompt="the secret \x1b[31m word", model="\x1b[31mFORGED\r\n", user="\r\nu")
+        post(server, prompt="the secret word", max_tokens=1)
+        exchange(server, b"\x1b[31mFORGED\r\n\r\n")
+        wait_until(lambda: "completion_tokens" in stream.getvalue())
+    finally:
+        for handler in root.handlers[:]:
+            if handler not in before:
+                root.removeHandler(handler)
+        root.setLevel(level)
+        logging.getLogger("uvicorn").setLevel(logging.NOTSET)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) >= 12
+    for line in lines:
+        assert line.isprintable() and "secret" not in line and "sk-one" not in line
+        if format == "json":
+            assert {"event", "level", "timestamp", "logger"} <= set(json.loads(line))
+        else:
+            assert re.match(r"20\d\d-\d\d-\d\dT[\d:.]+Z \[", line), line
+    assert any("FORGED" in line for line in lines)  # it was there, in its place
+
+
+# --- floods ---
+
+
+def test_a_thousand_streams_reset_at_once(server: LiveServer) -> None:
+    content = json.dumps(
+        {"model": "tiny", "prompt": "the", "max_tokens": 100, "stream": True, "n": 2}
+    ).encode()
+    data = b"POST /v1/completions HTTP/1.1\r\n" + AUTH
+    data += b"content-length: %d\r\n\r\n%b" % (len(content), content)
+
+    def cut(i: int) -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as s:
+            s.sendall(data)
+            if i % 3 == 0:
+                s.recv(100)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(cut, range(1000)))
+    wait_until(lambda: server.client.num_open == 0, 20)
+    handles = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    assert handles < 200

@@ -1,0 +1,244 @@
+"""Faults under load: no client hangs, nobody else's request fails, and the server comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from server.api.client import RestartPolicy
+from server.config import TaskConfig, TaskLimits
+from server.engine.batch import Batch
+from server.engine.host import start_process
+from tests.api.live import BYTE_IDS, LiveServer, wait_until
+from tests.api.test_end_to_end import CONTEXT, spec
+
+MARK = BYTE_IDS[b"~"]
+SECRET = "CUDA out of memory. Tried to allocate 2.00 GiB on device-7"
+PROMPTS = ["the quick brown fox", "Once upon a time", "SELECT name FROM users", "hello world"]
+OFF = {"speculation": {"drafter": "off"}}
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> None:
+    def fail(batch: Batch) -> None:
+        if MARK in batch.token_ids.tolist():
+            raise MemoryError(SECRET)
+
+    ask: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    ask["logit_bias"] = {str(MARK): -100}  # nobody draws it
+    with LiveServer([spec(fail=fail, step_s=0.002)], max_model_len=CONTEXT) as live:
+        alone = {p: text_of(live.post(prompt=p, **ask)) for p in PROMPTS}
+        with ThreadPoolExecutor(12) as threads:
+            good = [(p, threads.submit(live.post, prompt=p, **ask)) for p in PROMPTS * 2]
+            bad = [
+                threads.submit(live.post, prompt=f"too ~ much {i}", stream=i % 2 == 1, **ask)
+                for i in range(4)
+            ]
+            for prompt, answer in good:
+                assert text_of(answer.result()) == alone[prompt]
+            for refused in bad:
+                assert refused.result().status_code == 500
+                assert refused.result().json()["error"]["code"] == "engine_error"
+                assert (
+                    "GiB" not in refused.result().text and "device-7" not in refused.result().text
+                )
+        assert live.client.engines()[0]["restarts"] == 0
+        wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
+        assert live.sample("tailor_request_outcomes_total", outcome="error") == 4
+
+
+def test_a_device_that_is_lost_fails_what_is_open_and_the_engine_is_made_anew() -> None:
+    lost = threading.Event()
+
+    def fail(batch: Batch) -> None:
+        if lost.is_set():
+            raise RuntimeError(SECRET)
+
+    def lose(count: int) -> list[httpx.Response]:
+        with ThreadPoolExecutor(count) as threads:
+            answers = [
+                threads.submit(live.post, max_tokens=200, ignore_eos=True, stream=i % 2 == 1)
+                for i in range(count)
+            ]
+            wait_until(lambda: live.sample("tailor_num_requests_running") == count)
+            lost.set()
+            return [a.result(timeout=20) for a in answers]
+
+    with LiveServer([spec(fail=fail, step_s=0.005)], max_model_len=CONTEXT) as live:
+        for answer in lose(8):
+            assert answer.status_code == 500 or '"error"' in answer.text
+            assert "device-7" not in answer.text
+        live.post(max_tokens=1)  # one more step that fails, if it was not given up yet
+        wait_until(lambda: live.client.engines()[0]["restarts"] >= 1, 10)
+        lost.clear()
+        wait_until(lambda: httpx.get(live.url + "/ready").status_code == 200, 10)
+        assert text_of(live.post(max_tokens=3))
+        assert live.client.num_open == 0
+
+
+def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() -> None:
+    engines = [spec(start_process, i, step_s=0.01, drafts=False) for i in range(2)]
+    policy = RestartPolicy(first_delay_s=0.05)
+    with LiveServer(engines, max_model_len=CONTEXT, restart=policy) as live:
+
+        def one(i: int) -> str:
+            answer = live.post(
+                prompt=f"request {i}", max_tokens=150, ignore_eos=True, stream=i % 2 == 0, **OFF
+            )
+            text = answer.text
+            if "engine_died" in text:
+                assert answer.status_code in (200, 500)
+                return "died"
+            assert answer.status_code == 200, text
+            assert text.endswith("data: [DONE]\n\n") if i % 2 == 0 else '"usage"' in text
+            return "ok"
+
+        with ThreadPoolExecutor(16) as threads:
+            results = [threads.submit(one, i) for i in range(16)]
+            wait_until(lambda: live.client.num_open == 16, 20)
+            held = live.client.engines()[0]["open_requests"]
+            handle: Any = live.client._slots[0].handle
+            os.kill(handle.pid, signal.SIGKILL)
+            outcomes = [r.result(timeout=30) for r in results]
+        assert outcomes.count("died") == held and outcomes.count("ok") == 16 - held
+        wait_until(lambda: all(e["state"] == "ready" for e in live.client.engines()), 20)
+        assert [e["restarts"] for e in live.client.engines()] == [1, 0]
+        assert live.client.num_open == 0 and live.client.queued == {}
+        assert text_of(live.post(max_tokens=2, **OFF))
+
+
+def test_an_engine_that_hangs_holds_nobody_longer_than_the_task_allows() -> None:
+    tasks = {"quick": TaskConfig(name="quick", limits=TaskLimits(total_timeout_s=0.4))}
+    engine = spec(start_process, step_s=0.005, drafts=False)
+    with LiveServer([engine], tasks=tasks, max_model_len=CONTEXT) as live:
+        handle: Any = live.client._slots[0].handle
+        os.kill(handle.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            late = live.post(model="quick", max_tokens=5, **OFF)
+            assert late.status_code == 504 and time.monotonic() - began_s < 3
+            assert httpx.get(live.url + "/health").status_code == 200  # the API does not hang
+        finally:
+            os.kill(handle.pid, signal.SIGCONT)
+        assert text_of(live.post(model="quick", max_tokens=2, **OFF))
+        assert live.client.num_open == 0
+
+
+PROGRAM = """
+import asyncio, sys
+from server.api.app import create_app, run_loop, serve
+from server.api.client import EngineClient
+from server.config import ServerConfig
+from server.engine.host import start_process
+from server.metrics import Metrics
+from tests.api.live import served
+from tests.api.test_end_to_end import spec
+
+async def main():
+    metrics = Metrics()
+    client = EngineClient([spec(start_process, step_s=0.01, drafts=False)], metrics=metrics)
+    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client,
+                     metrics=metrics)
+    return await serve(app, client, port=0, drain_s=float(sys.argv[1]),
+                       on_ready=lambda port: print(port, flush=True))
+
+if __name__ == "__main__":
+    sys.exit(run_loop(main()))
+"""
+
+
+@pytest.mark.parametrize(("drain_s", "num_tokens"), [(20.0, 150), (0.3, 200)])
+def test_sigterm_under_load_drains_or_tells_and_leaves_no_process(
+    drain_s: float, num_tokens: int, tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    program = tmp_path / "server_program.py"  # a file, because the engine's process imports it
+    program.write_text(PROGRAM)
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(drain_s)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert below
+
+        def one(i: int) -> str:
+            body = {"model": "tiny", "prompt": f"request {i}", "max_tokens": num_tokens}
+            body |= {"ignore_eos": True, "stream": i % 2 == 0, **OFF}
+            try:
+                answer = httpx.post(
+                    f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30
+                )
+            except (httpx.ConnectError, httpx.RemoteProtocolError):
+                return "refused"  # by the kernel, or as the socket was closed
+            if "draining" in answer.text:
+                return "told"
+            assert answer.status_code == 200 and "error" not in answer.text, answer.text
+            return "whole"
+
+        with ThreadPoolExecutor(24) as threads:
+            first = [threads.submit(one, i) for i in range(12)]
+            health = f"http://127.0.0.1:{port}/health"
+            wait_until(lambda: httpx.get(health).json()["engines"][0]["open_requests"] == 12, 20)
+            os.killpg(process.pid, signal.SIGTERM)  # as a supervisor does: every process at once
+            time.sleep(0.1)
+            later = [threads.submit(one, i) for i in range(12)]
+            outcomes = [f.result(timeout=40) for f in first]
+            refused = [f.result(timeout=40) for f in later]
+        assert set(refused) <= {"told", "refused"}
+        if drain_s > 1:
+            assert outcomes == ["whole"] * 12
+        else:
+            assert set(outcomes) <= {"told", "whole"} and "told" in outcomes
+        assert process.wait(20) == 0
+        _, alive = psutil.wait_procs(below, timeout=5)
+        assert alive == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_restarts_are_not_for_ever() -> None:
+    """A device that never comes back ends the server with status 1, for its supervisor to see."""
+
+    def fail(batch: Batch) -> None:
+        raise RuntimeError("gone")
+
+    policy = RestartPolicy(max_restarts=1, first_delay_s=0.02)
+    live = LiveServer([spec(fail=fail)], max_model_len=CONTEXT, restart=policy)
+    with live:
+        ends = threading.Thread(target=partial(live.join, 20))
+        ends.start()
+        for _ in range(60):
+            if not ends.is_alive():
+                break
+            with contextlib.suppress(httpx.TransportError):
+                live.post(max_tokens=2)
+            time.sleep(0.02)
+        ends.join(20)
+        assert live.status == 1

@@ -1,0 +1,307 @@
+"""Time-outs of tasks, comments that keep a stream alive, and bounds of a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from server.api.client import EngineSpec
+from server.config import LimitsConfig, ServerConfig, TaskConfig, TaskLimits
+from server.types import Delta, Request
+from tests.api.live import LiveServer, encode, wait_until
+from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.test_lifecycle import send_request
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+IDS = encode(" over the lazy dog")
+TASKS = {
+    "hurried": TaskConfig(name="hurried", limits=TaskLimits(total_timeout_s=0.3)),
+    "patient": TaskConfig(name="patient", limits=TaskLimits(total_timeout_s=60)),
+    "impatient": TaskConfig(name="impatient", limits=TaskLimits(queue_timeout_s=0.2)),
+}
+
+
+def read_all(s: socket.socket) -> bytes:
+    """Everything until the server closes; fails after 10 s of silence."""
+    s.settimeout(10)
+    data = b""
+    while part := s.recv(65536):
+        data += part
+        if data.endswith(b"0\r\n\r\n"):
+            break
+    return data
+
+
+# --- total and queue ---
+
+
+def test_a_request_that_takes_too_long_is_a_504_and_is_aborted() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.02)
+    with LiveServer([engine], tasks=TASKS) as live:
+        began_s = time.monotonic()
+        late = live.post(model="hurried", max_tokens=200)
+        assert time.monotonic() - began_s > 0.25
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        assert late.headers["x-should-retry"] == "false"
+        wait_until(lambda: len(engine.aborted) == 1 and live.client.num_open == 0)
+        stream = live.post(model="hurried", max_tokens=200, stream=True)
+        assert '"code":"timeout"' in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        assert live.post(model="hurried", max_tokens=3).status_code == 200
+        assert live.post(model="patient", max_tokens=30).status_code == 200
+        wait_until(lambda: live.sample("tailor_request_outcomes_total", outcome="error") == 2)
+
+
+def test_openai_s_client_does_not_send_a_late_request_again() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.02)
+    with LiveServer([engine], tasks=TASKS) as live:
+        client = openai.OpenAI(api_key="x", base_url=live.url + "/v1", max_retries=2)
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model="hurried", prompt="the", max_tokens=200)
+        assert len(engine.submitted) == 1
+
+
+def test_the_server_s_limit_and_the_task_s_the_tighter_one_counts() -> None:
+    engine = ScriptedEngine(saying(IDS), step_s=0.02)
+    config = ServerConfig(limits=LimitsConfig(total_timeout_s=0.2))
+    with LiveServer([engine], tasks=TASKS, config=config) as live:
+        for model in ("tiny", "patient", "hurried"):
+            assert live.post(model=model, max_tokens=200).status_code == 504
+
+
+def test_a_finished_request_leaves_no_timer() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    with LiveServer([engine], tasks=TASKS) as live:
+        for _ in range(20):
+            assert live.post(model="patient", max_tokens=1).status_code == 200
+        due = [t for t in getattr(live._loop, "_scheduled", []) if not t.cancelled()]
+        assert len(due) < 20
+
+
+@pytest.fixture(scope="module")
+def one_seat() -> Iterator[LiveServer]:
+    """A real engine with one seat and slow steps: the second request waits."""
+    busy: EngineSpec = spec(step_s=0.05, max_num_seqs=1)
+    with LiveServer([busy], tasks=TASKS, max_model_len=CONTEXT) as live:
+        yield live
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_too_long_is_refused_and_the_others_go_on(
+    one_seat: LiveServer, stream: bool
+) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(one_seat.post, max_tokens=80, ignore_eos=True)
+        wait_until(lambda: one_seat.client.num_open == 1)
+        late = one_seat.post(model="impatient", max_tokens=2, stream=stream)
+        assert not first.done()  # it did not wait for the first one's end
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "queue_timeout" and late.headers["retry-after"]
+        assert first.result().status_code == 200
+    assert one_seat.post(model="impatient", max_tokens=2).status_code == 200
+    assert one_seat.client.num_open == 0
+
+
+def test_a_request_that_has_begun_is_not_in_the_queue_any_more(one_seat: LiveServer) -> None:
+    answer = one_seat.post(model="impatient", max_tokens=10, ignore_eos=True)  # 0.5 s of steps
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 10
+
+
+# --- streams ---
+
+
+def test_a_silent_stream_sends_comments_that_clients_skip() -> None:
+    engine = ScriptedEngine(saying(IDS))
+    config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=0.1))
+    with LiveServer([engine], config=config) as live:
+        engine.gate.clear()
+        s = send_request(live.port, stream=True, max_tokens=3)
+        got = b""
+        while got.count(b": keep-alive\n\n") < 3:
+            got += s.recv(4096)
+        assert b"data:" not in got
+        engine.gate.set()
+        got += read_all(s)
+        s.close()
+        events = [e for e in got.split(b"\n\n") if b"data: {" in e]
+        assert len(events) == 3 and got.count(b"data: [DONE]\n\n") == 1
+        engine.gate.clear()
+        with ThreadPoolExecutor(1) as threads:
+            client = live.openai()
+            chunks = threads.submit(
+                lambda: list(
+                    client.completions.create(model="tiny", prompt="the", stream=True, max_tokens=3)
+                )
+            )
+            time.sleep(1.4)  # the headers come after a second, then comments
+            engine.gate.set()
+            assert len(chunks.result()) == 3
+
+
+def test_a_stream_that_speaks_has_no_comments_and_0_is_off() -> None:
+    config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=0.2))
+    with LiveServer([ScriptedEngine(saying(IDS), step_s=0.01)], config=config) as live:
+        assert "keep-alive" not in live.post(stream=True, max_tokens=60).text
+    config = ServerConfig(limits=LimitsConfig(sse_keep_alive_s=0))
+    with LiveServer([ScriptedEngine(saying(IDS), step_s=0.3)], config=config) as live:
+        assert "keep-alive" not in live.post(stream=True, max_tokens=4).text
+
+
+def test_an_error_before_the_first_token_of_a_late_stream_is_an_event() -> None:
+    def script(request: Request) -> list[list[Delta]]:
+        return [
+            [Delta(request.request_id, 0, (), finish_reason="error", error="no", error_code="x")]
+        ]
+
+    engine = ScriptedEngine(script)
+    engine.gate.clear()
+    with LiveServer([engine]) as live:
+        s = send_request(live.port, stream=True)
+        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")  # the headers, after a second
+        engine.gate.set()
+        rest = read_all(s)
+        s.close()
+        assert b'"engine_error"' in rest and rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+# --- connections ---
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[LiveServer]:
+    limits = LimitsConfig(
+        max_header_bytes=4096, header_timeout_s=0.4, send_timeout_s=0.4, body_timeout_s=0.5
+    )
+    with LiveServer([ScriptedEngine(saying(IDS))], config=ServerConfig(limits=limits)) as live:
+        yield live
+
+
+def connect(live: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), timeout=10)
+
+
+def check_json(answer: bytes, status: int, code: str) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"content-type: application/json" in head and b"x-request-id: req-" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+
+
+def test_slow_headers_time_out(strict: LiveServer) -> None:
+    before = strict.sample("tailor_http_responses_total", code="request_timeout")
+    with connect(strict) as s:
+        s.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
+        check_json(read_all(s), 408, "request_timeout")
+    with connect(strict) as s:  # byte by byte is no better
+        began_s = time.monotonic()
+        s.settimeout(0.02)
+        answer = b""
+        for byte in b"GET /v1/models HTTP/1.1\r\n" + b"a: b\r\n" * 1000:
+            try:
+                s.send(bytes([byte]))
+                answer = s.recv(4096)
+                break
+            except TimeoutError:
+                continue
+        assert time.monotonic() - began_s < 3
+        check_json(answer, 408, "request_timeout")
+    assert strict.sample("tailor_http_responses_total", code="request_timeout") == before + 2
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"\r\n\r\n\r\n"])
+def test_an_idle_connection_is_closed(strict: LiveServer, sent: bytes) -> None:
+    with connect(strict) as s:
+        s.sendall(sent)
+        answer = read_all(s)
+        assert not answer or answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_is_used_again_is_not_cut(strict: LiveServer) -> None:
+    with httpx.Client() as client:
+        for _ in range(4):
+            assert client.get(strict.url + "/v1/models").status_code == 200
+            time.sleep(0.2)
+
+
+def test_a_long_answer_outlives_the_header_timeout() -> None:
+    limits = LimitsConfig(header_timeout_s=0.2)
+    engine = ScriptedEngine(saying(IDS), step_s=0.02)
+    with LiveServer([engine], config=ServerConfig(limits=limits)) as live:
+        assert live.post(max_tokens=40).status_code == 200
+        assert live.post(max_tokens=40, stream=True).text.endswith("[DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /v1/models HTTP/1.1\r\nx: " + b"a" * 5000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(1000)) + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nx: " + b"a" * 500_000,
+    ],
+    ids=["a long value", "a long path", "many", "without an end"],
+)
+def test_large_headers_are_a_431(strict: LiveServer, head: bytes) -> None:
+    with connect(strict) as s:
+        try:
+            s.sendall(head)
+            answer = read_all(s)
+        except (ConnectionResetError, BrokenPipeError):
+            return  # it hung up while we were still sending
+        check_json(answer, 431, "headers_too_large")
+
+
+@pytest.mark.parametrize("what", ["trailers", "extension"])
+def test_trailers_and_chunk_extensions_are_bounded(strict: LiveServer, what: str) -> None:
+    with connect(strict) as s:
+        s.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        sent = 0
+        try:
+            s.sendall(b"0\r\nx: " if what == "trailers" else b"1;")
+            while sent < 50_000_000:
+                s.sendall(b"a" * 65536)
+                sent += 65536
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        assert sent < 20_000_000
+    assert strict.post(max_tokens=1).status_code == 200
+
+
+def test_small_chunks_are_no_attack(strict: LiveServer) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "the", "max_tokens": 1, "user": "u" * 3000})
+    with connect(strict) as s:
+        s.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+            + b"".join(b"1\r\n%c\r\n" % byte for byte in body.encode())
+            + b"0\r\n\r\n"
+        )
+        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_does_not_read_is_cut_off(strict: LiveServer) -> None:
+    one = len(httpx.get(strict.url + "/openapi.json").content)
+    num = 1 + 30_000_000 // one
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        s.connect(("127.0.0.1", strict.port))
+        s.settimeout(1.5)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            s.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * num)
+        time.sleep(1.5)
+        got = 0
+        with contextlib.suppress(ConnectionError):
+            while part := s.recv(1 << 20):
+                got += len(part)
+    assert got < num * one
