@@ -123,6 +123,7 @@ class SliceBook:
         self._draw_keep: Int32 | None = None
         self._batch: Batch | None = None
         self.last_window = 0
+        self._has_warned = False
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -193,7 +194,9 @@ class SliceBook:
             self._load_table(head)
             placement = self._index.acquire(sequence, head.profile, head.slice)
         except (SliceCapacityError, MemoryError) as error:
-            _log.warning("a slice is not cached, the full head stands in for it: %s", error)
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            _log.log(level, "a slice is not cached, the full head stands in for it: %s", error)
+            self._has_warned = True
             ids = head.slice.ids.copy()
             head.where = HeadSlice(ids, np.empty(0, np.int32), -1, 0)
             return
@@ -267,10 +270,15 @@ class SliceBook:
     def decide(self, items: Iterable[Scheduled]) -> None:
         """Which sequences draw from their slice in this step.
 
-        `exact` draws its first token from the full head, and every token while that is cheaper.
+        `exact` draws its first token from the full head, and every token while that is cheaper:
+        by the measured costs, or because others in the batch read the full head anyway.
         """
-        for item in items:
-            head = item.sequence.head
+        items = list(items)
+        heads = [item.sequence.head for item in items]
+        if all(head is None for head in heads):
+            return
+        is_read = any(item.draws and head is None for item, head in zip(items, heads, strict=True))
+        for item, head in zip(items, heads, strict=True):
             if head is None:
                 continue
             if head.mode == "slice":
@@ -278,7 +286,9 @@ class SliceBook:
             elif item.sequence.num_output == 0 or head.where is None or head.where.table < 0:
                 head.proposes = False
             else:
-                head.proposes = bool(head.window) or self.control.plan(head.profile).uses_slice
+                head.proposes = bool(head.window) or (
+                    not is_read and self.control.plan(head.profile).uses_slice
+                )
 
     def cut(
         self,

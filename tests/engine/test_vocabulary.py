@@ -196,6 +196,21 @@ def test_one_verification_takes_every_window() -> None:
     assert sizes == [12, 12, 12]
 
 
+def test_beside_a_full_head_exact_draws_from_it_once_its_window_is_empty() -> None:
+    model = FakeModel(24, seed=2)
+    engine, _ = _engine(model, _profile(set(range(24)), 24))
+    engine.submit(_request((3, 5), "exact", 4, max_tokens=16))
+    deltas = engine.step() + engine.step()  # the first token, one waiting
+    engine.submit(_request((7, 5), "full", 0, request_id="full", max_tokens=30))
+    deltas += _drain(engine)
+    counts = [d.vocabulary for d in deltas if d.vocabulary]
+    assert sum(v.num_windows for v in counts) == 1
+    assert sum(v.num_slice_steps for v in counts) == 4
+    assert sum(v.num_full_steps for v in counts) == 12
+    got = [t for d in deltas if d.request_id == "r" for t in d.token_ids]
+    assert got == _truth(model, _request((3, 5), "exact", 4, max_tokens=16))
+
+
 def test_text_is_released_at_verification_only() -> None:
     """The first token at once, then whole windows, then what is left at the end."""
     model = FakeModel(24, seed=2)
