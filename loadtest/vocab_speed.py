@@ -1,13 +1,13 @@
 """Decode speed of the vocabulary modes on one model: full, slices of 1 % and 10 %, exact.
 
-    python -m loadtest.vocab_speed --folder MODEL_FOLDER --data DIR [--rounds 6]
+    python -m loadtest.vocab_speed --folder MODEL_FOLDER --data DIR [--prompts 30]
 
 DIR is a task's folder with train.jsonl and test.jsonl, lines of prompt and completion. The profile
 is Algorithm 1's on the training part, filled up with its own fill order to 1 % and 10 % of the
 vocabulary, so that sizes are comparable between tasks. Engine and runner run in this process, one
-request at a time, greedily, without drafts; every round has prompts of its own and runs all modes
-on them, in another order each time. Figures are of decode steps alone: from a choice's first token
-to its last.
+request at a time, greedily, without drafts. Every prompt is a round: all modes answer it, one after
+the other, in an order that turns. Figures are of decode steps alone, from a choice's first token to
+its last; ratios are within a prompt.
 
 `full` beside `full` (the first and the last column are the same mode) shows the noise. `exact` must
 give the text of `full`: exit status 1 if one answer differs. Ends in one JSON line.
@@ -40,7 +40,7 @@ PARTS = ("body", "head", "draw", "verify", "host")
 
 @dataclass
 class Run:
-    """What one mode did in one round. Seconds are of decode steps."""
+    """What one mode did with one prompt. Seconds are of decode steps."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -134,8 +134,19 @@ def sized(profile: VocabProfile, share: float) -> VocabProfile:
 
 
 def figures(rounds: dict[str, list[Run]]) -> dict[str, Any]:
-    """Per mode: tokens/s, its ratio to full within a round, milliseconds of a step's parts."""
+    """Per mode: tokens/s, its ratio to full within a round, milliseconds of a step's parts.
+
+    Raises ValueError when no round has decode steps in every mode.
+    """
     found: dict[str, Any] = {}
+    # An answer of one token has no decode step: its prompt is no round.
+    timed = [all(run.num_tokens for run in one) for one in zip(*rounds.values(), strict=True)]
+    if not any(timed):
+        raise ValueError("no prompt has an answer of two tokens in every mode")
+    rounds = {
+        mode: [run for run, has_steps in zip(runs, timed, strict=True) if has_steps]
+        for mode, runs in rounds.items()
+    }
     for mode, runs in rounds.items():
         speeds = [run.tokens_per_s for run in runs]
         steps = sum(run.num_steps for run in runs)
@@ -207,9 +218,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", type=Path, required=True, help="a converted model")
     parser.add_argument("--data", type=Path, required=True, help="a task's folder")
-    parser.add_argument("--prompts", type=int, default=8, help="of a round")
+    parser.add_argument("--prompts", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=3, help="prompts before those")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
-    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--verify-every", type=int, default=0, help="of exact; 0 is adapted")
     parser.add_argument("--drafts", action="store_true", help="exact and full with drafts, too")
@@ -221,14 +232,15 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if min(options.prompts, options.tokens, options.rounds) < 1:
-        parser.error("--prompts, --tokens and --rounds want at least 1")
+    if min(options.prompts, options.tokens - 1, options.warm_up) < 1:
+        parser.error("--prompts and --warm-up want at least 1, --tokens at least 2")
     refuse_busy_machine(options.max_load)
+    num_prompts = options.prompts + options.warm_up
     engine, made, profiles, prompts = _build(
-        options.folder, options.data, options.threads, options.prompts * (options.rounds + 1)
+        options.folder, options.data, options.threads, num_prompts
     )
-    if len(prompts) < options.prompts * (options.rounds + 1):
-        parser.error(f"{options.data} has {len(prompts)} prompts: lower --prompts or --rounds")
+    if len(prompts) < num_prompts:
+        parser.error(f"{options.data} has {len(prompts)} prompts: lower --prompts")
     modes: list[tuple[str, VocabularyParams, str]] = [
         ("full", VocabularyParams(), "off"),
         *((name, VocabularyParams("slice", name), "off") for name in SHARES),
@@ -242,16 +254,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds: dict[str, list[Run]] = {name: [] for name, _, _ in modes}
     num_different = 0
     try:
-        for round_id in range(-1, options.rounds):  # round -1 warms up
-            turn = round_id % len(modes)
-            first = (round_id + 1) * options.prompts
-            own = prompts[first : first + options.prompts]
+        for i, prompt in enumerate(prompts):
+            turn = i % len(modes)
             for name, vocabulary, drafter in modes[turn:] + modes[:turn]:
                 run = run_mode(
-                    engine, own, vocabulary, max_tokens=options.tokens,
-                    name=f"{round_id}-{name}", drafter=drafter,
+                    engine, [prompt], vocabulary, max_tokens=options.tokens,
+                    name=f"{i}-{name}", drafter=drafter,
                 )  # fmt: skip
-                if round_id >= 0:
+                if i >= options.warm_up:
                     rounds[name].append(run)
         for name, runs in rounds.items():
             if not name.startswith("slice"):
@@ -270,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "slice_bytes": engine.stats().slice_bytes,
             "different_answers": num_different,
             "modes": figures(rounds),
-            "num_answers": options.rounds * options.prompts,
+            "num_answers": options.prompts,
             "same_as_full": {
                 name: sum(
                     a == b

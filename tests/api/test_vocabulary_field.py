@@ -96,10 +96,10 @@ def test_what_is_refused(server: LiveServer, model: str, field: dict[str, Any], 
     assert response.json()["error"]["param"] == param
 
 
-def test_reported_when_asked_and_counted_always(server: LiveServer) -> None:
+def test_reported_when_asked_and_counted_always(server: LiveServer, engine: ScriptedEngine) -> None:
     def sample(name: str, mode: str, task: str) -> float:
         found = server.metrics.registry.get_sample_value(
-            f"tailor_{name}", {"task": task, "mode": mode}
+            f"tailor_{name}", {"task": task, "mode": mode, "model": engine.info.name}
         )
         return found or 0.0
 
