@@ -309,6 +309,7 @@ _ANSWERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
 """Summary and answer of each operation; one that is not here answers with any JSON."""
 
 _STREAMS = {"/v1/completions", "/v1/chat/completions"}
+_CHUNKS = "server-sent events: the data of each is a chunk as JSON, of the last one [DONE]"
 _OPEN = {"/health", "/ready", "/openapi.json"}
 _OWN_503 = {"/health": HEALTH, "/ready": READY}
 
@@ -361,7 +362,7 @@ def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool)
         operation["summary"] = summary
         content = {JSON: {"schema": schema}}
         if path in _STREAMS:
-            content[EVENTS] = {"schema": {"type": "string"}}
+            content[EVENTS] = {"schema": {"description": _CHUNKS}}
         responses["200"] = {"description": summary, "content": content}
     is_admin = path.startswith("/v1/tasks")
     statuses = ["500"]

@@ -26,8 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from environment import add_options, environment, run, work_folder
 
 VERSION = "4.32.5"
+ADMIN_PATHS = "^/v1/tasks"
 LEFT_OUT = {
-    "positive_data_acceptance": (
+    f"paths {ADMIN_PATHS}": (
+        "without an admin key they are refused with 403 whatever the method, before it is looked "
+        "at; methods that do not exist are expected to get 405"
+    ),
+    "check positive_data_acceptance": (
         "a schema cannot say all that is checked: ids below the vocabulary size, stream_options "
         "only with stream, best_of of at least n, prompts that fit the context"
     ),
@@ -140,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 [
                     python.parent / "schemathesis", "run", file, "--url", root,
                     "--phases", "coverage,fuzzing" if name == "wide" else "fuzzing",
-                    "--exclude-checks", ",".join(LEFT_OUT),
+                    "--exclude-checks", "positive_data_acceptance",
+                    "--exclude-path-regex", ADMIN_PATHS,
                     "--max-examples", str(options.examples), "--seed", str(options.seed),
                     "--workers", "1", "--request-timeout", "60", "--continue-on-failure",
                     "--no-color", "--report", "har",
