@@ -329,6 +329,7 @@ def test_a_full_queue_drops_outputs_and_holds_nothing_up(engines: list[Engine]) 
     engines.append(engine)
     _run(engine, [_request(i, [2, 3 + i]) for i in range(5)])
     assert engine.memory is not None and engine.memory.num_dropped == 5
+    engine.memory.wait()
     assert engine.stats().learned == (("task", 0, 0),)
 
 
