@@ -161,17 +161,19 @@ def build_engine(order: EngineOrder) -> Engine:
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, about a minute")
     cost = load_or_measure(runner, cost_file)
-    grammars = GrammarCompiler(
-        functools.partial(
-            load_grammar_tokenizer,
-            Path(order.folder) / "tokenizer.json",
+    grammars = None
+    if order.engine.structured_outputs:
+        grammars = GrammarCompiler(
+            functools.partial(
+                load_grammar_tokenizer,
+                Path(order.folder) / "tokenizer.json",
+                runner.info.vocab_size,
+                runner.info.eos_token_ids,
+            ),
             runner.info.vocab_size,
-            runner.info.eos_token_ids,
-        ),
-        runner.info.vocab_size,
-    )
+        )
+        grammars.load()
     profiles = ProfileFiles(table, runner.info.eos_token_ids)
-    grammars.load()
     engine = Engine(
         runner,
         drafters,
