@@ -9,6 +9,7 @@ import numpy as np
 
 from drafters.suffix import SuffixDrafter
 from server.api.client import EngineSpec
+from server.config import SpeculationConfig, TaskConfig
 from server.engine.batch import Batch
 from server.engine.engine import Engine, EngineSettings
 from server.engine.host import start_thread
@@ -59,6 +60,11 @@ def make_engine(step_s: float) -> Engine:
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         profiles=lambda name: half_the_vocabulary(),
     )
+
+
+def suffix_task(name: str, **fields: Any) -> TaskConfig:
+    """A task that drafts with what the engine has."""
+    return TaskConfig(name=name, speculation=SpeculationConfig(drafter="suffix"), **fields)
 
 
 def monitored(*, step_s: float = 0.0, **options: Any) -> LiveServer:

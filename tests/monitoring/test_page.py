@@ -23,7 +23,7 @@ import pytest
 from server.config import ServerConfig, SpeculationConfig, TaskConfig, VocabularyConfig
 from tests.api.live import LiveServer, wait_until
 from tests.api.test_end_to_end import PROMPTS
-from tests.monitoring.live_engine import monitored
+from tests.monitoring.live_engine import monitored, suffix_task
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 360, "height": 740}
 TASKS = {
-    "sql": TaskConfig(name="sql"),
-    "exact": TaskConfig(
-        name="exact", vocabulary=VocabularyConfig(mode="exact", profile="half", verify_every=4)
+    "sql": suffix_task("sql"),
+    "exact": suffix_task(
+        "exact", vocabulary=VocabularyConfig(mode="exact", profile="half", verify_every=4)
     ),
     "plain": TaskConfig(name="plain", speculation=SpeculationConfig(drafter="off")),
 }
@@ -302,7 +302,7 @@ def test_the_pictures_of_the_readme_can_be_made(tmp_path: Path) -> None:
         command += ["--rounds", "1", "--seconds", "0.5", "--out", str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    tasks = {name: TaskConfig(name=name) for name in TASK_PROMPTS}
+    tasks = {name: suffix_task(name) for name in TASK_PROMPTS}
     with monitored(tasks=tasks) as live:
         done = run(live.url)
     assert done.returncode == 0, done.stderr

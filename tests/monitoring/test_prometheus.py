@@ -23,7 +23,7 @@ from tests.api.live import LiveServer, wait_until
 from tests.api.test_completions import events
 from tests.api.test_end_to_end import PROMPTS
 from tests.api.test_lifecycle import send_request
-from tests.monitoring.live_engine import POISON, monitored
+from tests.monitoring.live_engine import POISON, monitored, suffix_task
 from tests.monitoring.prometheus_server import CONFIG, ROOT, Prometheus, binary
 from tests.monitoring.test_grafana import PANELS, dashboards
 
@@ -37,14 +37,14 @@ RULES = [
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 
 TASKS = {
-    "sql": TaskConfig(name="sql"),
-    "rag": TaskConfig(name="rag"),
+    "sql": suffix_task("sql"),
+    "rag": suffix_task("rag"),
     "plain": TaskConfig(name="plain", speculation=SpeculationConfig(drafter="off")),
-    "exact": TaskConfig(
-        name="exact", vocabulary=VocabularyConfig(mode="exact", profile="half", verify_every=4)
+    "exact": suffix_task(
+        "exact", vocabulary=VocabularyConfig(mode="exact", profile="half", verify_every=4)
     ),
-    "slice": TaskConfig(name="slice", vocabulary=VocabularyConfig(mode="slice", profile="half")),
-    "faulty": TaskConfig(name="faulty"),
+    "slice": suffix_task("slice", vocabulary=VocabularyConfig(mode="slice", profile="half")),
+    "faulty": suffix_task("faulty"),
 }
 
 
@@ -174,7 +174,10 @@ def test_every_variable_of_the_dashboards_has_values(run: Run) -> None:
                 f"group by ({inner[2]}) ({_filled_in(inner[1])})", inner[2]
             )
             seen.add((variable["name"], *sorted(key[0] for key in found)))
-    assert seen == {("model", "tiny"), ("task", "exact", "faulty", "plain", "rag", "slice", "sql")}
+    assert seen == {
+        ("model", "tiny"),
+        ("task", "completion", "exact", "faulty", "plain", "rag", "slice", "sql"),
+    }
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if "record" in r], ids=lambda r: r["record"])
@@ -214,9 +217,9 @@ def test_prometheus_tells_what_the_requests_reports_tell_exactly(run: Run) -> No
     assert sums["sql"]["accepted"] > 100 and sums["plain"]["drafted"] == 0
 
     spec = "tailor_spec_decode_num"
-    ask, where = run.prometheus.values, '{task!="faulty"}'
+    ask, where = run.prometheus.values, '{task!~"faulty|completion"}'
     accepted_of_rows = ask(
-        f'sum by (task) ({spec}_accepted_tokens_total{{task!~"plain|faulty"}}) / '
+        f'sum by (task) ({spec}_accepted_tokens_total{{task!~"plain|faulty|completion"}}) / '
         f"sum by (task) ({spec}_draft_tokens_total)", "task",
     )  # fmt: skip
     assert accepted_of_rows == {
@@ -237,7 +240,8 @@ def test_prometheus_tells_what_the_requests_reports_tell_exactly(run: Run) -> No
     )
     assert by_source == dict(sources)
     answered = ask(
-        'sum by (task) (tailor_request_outcomes_total{task!="faulty",outcome="ok"})', "task"
+        'sum by (task) (tailor_request_outcomes_total{task!~"faulty|completion",outcome="ok"})',
+        "task",
     )
     assert answered == {(task,): own["requests"] for task, own in sums.items()}
     vllm = ask('sum(vllm:generation_tokens_total{model_name="tiny"})')
