@@ -1,0 +1,112 @@
+"""The container files name what is there, and the proof script reads them as a builder would."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCKERFILES = sorted((REPOSITORY / "docker").glob("Dockerfile*"))
+
+
+@pytest.fixture(scope="module")
+def prove() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prove", REPOSITORY / "docker" / "prove.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["prove"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def rules() -> list[str]:
+    lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_every_copy_has_its_source_and_the_server_is_not_root(
+    prove: ModuleType, file: Path
+) -> None:
+    found = list(prove.instructions(file.read_text()))
+    names = [name for name, _ in found]
+    for name, rest in found:
+        if name == "COPY" and not rest.startswith("--from"):
+            for source in rest.split()[:-1]:
+                assert (REPOSITORY / source).exists(), source
+                assert not prove.ignored(source, rules()), source
+    last = {name: rest for name, rest in found}  # the last of each kind is what counts
+    user = last["USER"].split(":")
+    assert user[0].isdigit() and int(user[0]) > 0
+    assert "RUN" not in names[names.index("USER") :]
+    for name in ("ENTRYPOINT", "CMD", "VOLUME"):
+        assert all(isinstance(word, str) for word in json.loads(last[name]))
+    assert "127.0.0.1" not in last["CMD"]  # a container's own loopback is nobody else's
+    assert json.loads(last["VOLUME"]) == ["/var/cache/tailor"]
+
+
+def test_both_images_install_torch_as_the_constraints_pin_it() -> None:
+    pinned = next(
+        line
+        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    assert len(DOCKERFILES) == 2
+    for file in DOCKERFILES:
+        assert f"-c constraints.txt {pinned}" in file.read_text()
+
+
+def test_ignored_like_dockerignore(prove: ModuleType) -> None:
+    lines = ["*", "!server", "!configs", "**/__pycache__", "**/*.pyc", "configs/tasks/*.corpus"]
+    kept = ["server/cli.py", "server/api/app.py", "configs/tasks/sql.yaml"]
+    out = [
+        "README.md", "tests/x.py", "server/__pycache__/cli.pyc", "server/api/a.pyc",
+        "configs/tasks/sql.corpus",
+    ]  # fmt: skip
+    assert [path for path in kept + out if prove.ignored(path, lines)] == out
+
+
+def test_instructions_are_joined_and_refused_when_cut_short(prove: ModuleType) -> None:
+    text = "# x\nFROM a AS b\nRUN one \\\n    # said why\n    && two\n\nUSER 1\n"
+    assert [(n, " ".join(r.split())) for n, r in prove.instructions(text)] == [
+        ("FROM", "a AS b"), ("RUN", "one && two"), ("USER", "1"),
+    ]  # fmt: skip
+    with pytest.raises(prove.ProofError, match="ends inside"):
+        list(prove.instructions("RUN a \\\n"))
+    with pytest.raises(prove.ProofError, match="exec form"):
+        prove.exec_form("tailor serve")
+
+
+def test_compose_mounts_what_is_there_and_waits_for_health() -> None:
+    plain = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text())
+    assert set(plain["services"]) == {"tailor", "prometheus", "grafana"}
+    for name, service in plain["services"].items():
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"], name
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:"), port
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (REPOSITORY / "docker" / source).resolve().exists(), volume
+            else:
+                assert source in plain["volumes"], volume
+    targets = yaml.safe_load((REPOSITORY / "docker/targets/tailor.yml").read_text())
+    assert targets == [{"targets": ["tailor:8000"]}]
+
+
+def test_the_unit_restarts_after_failure_and_drains_before_it_is_killed() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(REPOSITORY / "docker" / "tailor.service")
+    service = unit["Service"]
+    assert service["Restart"] == "on-failure" and service["KillMode"] == "mixed"
+    assert service["User"] == "tailor" and service["NoNewPrivileges"] == "yes"
+    assert int(service["TimeoutStopSec"]) >= 60
