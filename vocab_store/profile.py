@@ -389,6 +389,7 @@ class VocabProfile:
         fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
         try:
             with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, 0o644)  # mkstemp's 0600 would keep a server's own user out
                 file.write(head + payload)
                 file.flush()
                 os.fsync(file.fileno())

@@ -64,6 +64,7 @@ def test_a_profile_file_is_read_once_and_again_when_replaced(folder: Path, tmp_p
     path = tmp_path / "t.vocab"
     _full_profile(folder).save(path)
     files = ProfileFiles(_table(folder), [EOS])
+    assert path.stat().st_mode & 0o777 == 0o644, "a server of another user reads it"
     first = files(str(path))
     assert files(str(path)) is first
     _full_profile(folder).save(path)
