@@ -113,6 +113,8 @@ def test_serve_completes_says_hello_and_stops_cleanly(start: Callable[..., Runni
     plain = server.ask("/v1/completions", body | {"speculation": {"drafter": "off"}}, "secret")
     drafted = server.ask("/v1/completions", body | {"model": "extraction"}, "secret")
     assert plain["usage"]["completion_tokens"] > 0
+    held = body | {"structured_outputs": {"choice": ["abba", "cab"]}}
+    assert server.ask("/v1/completions", held, "secret")["choices"][0]["text"] in ("abba", "cab")
     assert drafted["choices"][0]["text"].startswith(plain["choices"][0]["text"][:4])
     assert server.stop(signal.SIGTERM) == 0
     text = "".join(server.lines)
