@@ -333,8 +333,10 @@ async def load(server: Server, options: Options, tally: Tally, progress: Progres
                 )
             await asyncio.sleep(min(2.0, options.minutes * 60 / 40))
 
-    watching = asyncio.create_task(watch())
-    clients = asyncio.gather(*(client_loop(k) for k in range(options.num_clients)))
+    watching: asyncio.Future[Any] = asyncio.create_task(watch())
+    clients: asyncio.Future[Any] = asyncio.gather(
+        *(client_loop(k) for k in range(options.num_clients))
+    )
     try:
         done, _ = await asyncio.wait({watching, clients}, return_when=asyncio.FIRST_COMPLETED)
         for finished in done:

@@ -153,6 +153,28 @@ def test_a_key_uses_what_its_list_names(server: LiveServer) -> None:
             assert tokens.status_code == answer.status_code
 
 
+GENERATES: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "the"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
+    "/tokenize": {"prompt": "the"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+def test_no_route_takes_a_model_that_the_key_may_not_use(server: LiveServer) -> None:
+    document = httpx.get(server.url + "/openapi.json", headers=as_key("sk-all")).json()
+    posts = {p for p, item in document["paths"].items() if "post" in item}
+    assert {p for p in posts if not p.startswith("/v1/tasks")} == set(GENERATES)
+    for path, body in GENERATES.items():
+        for model in ("summary", "tiny", "none-of-this-name"):
+            answer = httpx.post(
+                server.url + path, json={**body, "model": model}, headers=as_key("sk-sql")
+            )
+            assert answer.status_code == 404, (path, answer.text)
+            assert answer.json()["error"]["code"] == "model_not_found"
+
+
 def test_a_closed_name_looks_like_one_that_is_not_there(server: LiveServer) -> None:
     closed, missing = (ask(server, "sk-sql", name).json() for name in ("summary", "surmise"))
     assert str(closed).replace("summary", "X") == str(missing).replace("surmise", "X")
