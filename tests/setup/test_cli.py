@@ -86,7 +86,7 @@ def test_as_a_program(tmp_path: Path) -> None:
 
     assert run("version").stdout.strip() == __version__
     assert run("nonsense").returncode == 2
-    failed = run("serve", "--model", str(tmp_path / "none.gguf"))
+    failed = run("serve", "--port", "0", "--model", str(tmp_path / "none.gguf"))
     assert failed.returncode == 1
     assert "no such file or folder" in failed.stderr and "Traceback" not in failed.stderr
 
