@@ -409,6 +409,9 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     table = token_bytes.load_or_build(tokenizer, _table_file(folder), vocab_size)
+    # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    vocab_size = min(vocab_size, max(known.values(), default=-1) + 1)
     try:
         chat = load_chat_template(folder, tokenizer)
     except (OSError, ValueError) as error:

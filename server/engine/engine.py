@@ -1044,8 +1044,17 @@ class Engine:
             return "a request needs a prompt and at least one choice", "invalid_value"
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.info.vocab_size:
             return "a prompt id lies outside the vocabulary", "invalid_value"
+        sampling = request.sampling
+        for name, ids in (
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            # A sampler's compiled code does not look at the bounds of its arrays.
+            if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
+                return f"{name}: an id lies outside the vocabulary", "invalid_value"
         if request.label_ids:
-            if request.sampling.max_tokens > 0 or request.num_choices > 1:
+            if sampling.max_tokens > 0 or request.num_choices > 1:
                 return "label ids go with max_tokens 0 and one choice", "invalid_value"
             if min(request.label_ids) < 0 or max(request.label_ids) >= self.info.vocab_size:
                 return "a label id lies outside the vocabulary", "invalid_value"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from drafters import DRAFTER_NAMES
 from server.compose import listen, make_task_drafter, plan_server, served_model
@@ -137,6 +138,19 @@ def test_two_engines_and_ctrl_c(start: Callable[..., Running]) -> None:
     # Ctrl-C reaches every process of the terminal's group, engines included.
     assert server.stop(signal.SIGINT) == 0
     assert "Traceback" not in "".join(server.lines)
+
+
+def test_rows_that_pad_the_vocabulary_are_no_ids_of_the_api(
+    tiny_folder: Path, tmp_path: Path, own_cache: None
+) -> None:
+    folder = tmp_path / "padded"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    config["vocab_size"] = max(known.values()) + 65
+    (folder / "config.json").write_text(json.dumps(config))
+    model = served_model(ModelConfig(name="padded", path=str(folder)), folder, None)
+    assert model.vocab_size == max(known.values()) + 1
 
 
 def test_a_folders_chat_template_is_served_and_a_broken_one_is_told(
