@@ -588,7 +588,8 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     def classes(root: type[TailorError]) -> Iterator[type[TailorError]]:
         yield root
         for child in root.__subclasses__():
-            yield from classes(child)
+            if child.__module__ == errors.__name__:  # the client's commands have their own
+                yield from classes(child)
 
     for cls in classes(TailorError):
         words = rows[cls.__name__]

@@ -14,7 +14,13 @@ import openai
 import pytest
 
 from server.api.client import EngineSpec
-from server.config import LimitsConfig, ServerConfig, TaskConfig, TaskLimits
+from server.config import (
+    LimitsConfig,
+    ServerConfig,
+    SpeculationConfig,
+    TaskConfig,
+    TaskLimits,
+)
 from server.types import Delta, Request
 from tests.api.live import LiveServer, encode, wait_until
 from tests.api.test_end_to_end import CONTEXT, spec
@@ -22,10 +28,14 @@ from tests.api.test_lifecycle import send_request
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 IDS = encode(" over the lazy dog")
+LIMITS = {
+    "hurried": TaskLimits(total_timeout_s=0.3),
+    "patient": TaskLimits(total_timeout_s=60),
+    "impatient": TaskLimits(queue_timeout_s=0.2),
+}
 TASKS = {
-    "hurried": TaskConfig(name="hurried", limits=TaskLimits(total_timeout_s=0.3)),
-    "patient": TaskConfig(name="patient", limits=TaskLimits(total_timeout_s=60)),
-    "impatient": TaskConfig(name="impatient", limits=TaskLimits(queue_timeout_s=0.2)),
+    name: TaskConfig(name=name, limits=limits, speculation=SpeculationConfig(drafter="suffix"))
+    for name, limits in LIMITS.items()
 }
 
 
