@@ -33,6 +33,7 @@ from server.model import cpu_forward, cpu_sampler
 from server.model.cpu_kernels import LANES, PANEL, pack_panels
 from server.model.cpu_slices import SlicedHead, gather, padded
 from server.model.cpu_threads import KernelThreads
+from server.model.kv_pages import KvPages
 from server.model.shape import ModelShape
 from server.types import ModelInfo
 
@@ -238,6 +239,7 @@ class CpuRunner:
         self._values = np.zeros(
             (s.num_layers, s.num_kv_heads, num_blocks, BLOCK_SIZE, width), np.float32
         )
+        self._pages = KvPages((self._keys, self._values))
         group = s.num_heads // s.num_kv_heads
         room = -(-max_model_len // LANES) * LANES + 4 * LANES + max_rows // LANES * LANES
         self._scores = np.zeros((t, group, room), np.float32)
@@ -275,6 +277,8 @@ class CpuRunner:
             raise RuntimeError("a step is in flight already")
         if batch.num_rows > self._x.shape[0]:
             raise ValueError(f"{batch.num_rows} rows, at most {self._x.shape[0]} fit")
+        if batch.num_rows:
+            self._pages.use(int(batch.slots.max()) // BLOCK_SIZE)
         self._in_flight = self._worker.submit(self._step, batch)
 
     def wait(self) -> Drawn:
@@ -326,6 +330,7 @@ class CpuRunner:
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
         self._worker.shutdown(wait=True)
+        self._pages.close()
 
     def _step(self, batch: Batch) -> Drawn:
         started = time.perf_counter()

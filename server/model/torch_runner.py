@@ -735,9 +735,7 @@ def _read_back(step: _InFlight) -> Drawn:
     failed = tuple(
         (
             d,
-            "the model produced NaN logits"
-            if token_ids[d] == NAN_LOGITS
-            else NO_TOKEN_LEFT,
+            "the model produced NaN logits" if token_ids[d] == NAN_LOGITS else NO_TOKEN_LEFT,
         )
         for d in np.flatnonzero(token_ids < 0).tolist()
     )
