@@ -195,6 +195,8 @@ def test_sigterm_under_load_drains_or_tells_and_leaves_no_process(
                 )
             except (httpx.ConnectError, httpx.RemoteProtocolError):
                 return "refused"  # by the kernel, or as the socket was closed
+            except httpx.ReadError:
+                return "reset"  # by the kernel: it waited to be accepted as the socket was closed
             if "draining" in answer.text:
                 return "told"
             assert answer.status_code == 200 and "error" not in answer.text, answer.text
@@ -209,7 +211,7 @@ def test_sigterm_under_load_drains_or_tells_and_leaves_no_process(
             later = [threads.submit(one, i) for i in range(12)]
             outcomes = [f.result(timeout=40) for f in first]
             refused = [f.result(timeout=40) for f in later]
-        assert set(refused) <= {"told", "refused"}
+        assert set(refused) <= {"told", "refused", "reset"}
         if drain_s > 1:
             assert outcomes == ["whole"] * 12
         else:
