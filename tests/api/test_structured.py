@@ -258,7 +258,7 @@ def test_a_slow_grammar_does_not_stall_the_loop() -> None:
             checker.check(
                 GrammarSpec("json_schema", json.dumps({**_product(6), "title": f"{i}"})), "json"
             )
-            for i in range(2)
+            for i in range(8)
         ]
         work = asyncio.gather(*slow, return_exceptions=True)
         longest, num = 0.0, 0
@@ -270,7 +270,8 @@ def test_a_slow_grammar_does_not_stall_the_loop() -> None:
         return longest, num
 
     longest, num = asyncio.run(run())
-    assert num >= 10 and longest < 0.2
+    # A loop that stalled would turn once a grammar at most; how often it does turn is the machine's.
+    assert num > 8 and longest < 0.5
 
 
 def test_what_was_found_is_remembered_within_bounds() -> None:
