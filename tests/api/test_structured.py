@@ -270,7 +270,7 @@ def test_a_slow_grammar_does_not_stall_the_loop() -> None:
         return longest, num
 
     longest, num = asyncio.run(run())
-    # A loop that stalled would turn once a grammar at most; how often it does turn is the machine's.
+    # A loop that stalled would turn once a grammar at most. How often it turns is the machine's.
     assert num > 8 and longest < 0.5
 
 
