@@ -11,13 +11,14 @@ import json
 import math
 import mmap
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from drafters.atomic_file import replacing
 
 Array = npt.NDArray[Any]
 
@@ -66,20 +67,12 @@ def write_arrays(
     ).encode()
     start = -(-(16 + len(header)) // ALIGN) * ALIGN
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(MAGIC + len(header).to_bytes(8, "little") + header)
-            for name, array in arrays.items():
-                out.seek(start + entries[name]["offset"])
-                out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            out.truncate(start + offset)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as out:
+        out.write(MAGIC + len(header).to_bytes(8, "little") + header)
+        for name, array in arrays.items():
+            out.seek(start + entries[name]["offset"])
+            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        out.truncate(start + offset)
 
 
 def read_arrays(

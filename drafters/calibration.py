@@ -9,8 +9,6 @@ saved atomically and survives a restart.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.atomic_file import replacing
 from drafters.tree import DraftTree
 
 Float64 = npt.NDArray[np.float64]
@@ -143,16 +142,8 @@ class Calibration:
             "accepted": self.accepted.tolist(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as out:
-                json.dump(body, out)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as out:
+            out.write(json.dumps(body).encode())
 
     def restore(self, path: Path | str) -> None:
         """Take over what save() wrote, in place of what there is. Raises CalibrationError."""

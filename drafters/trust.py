@@ -12,14 +12,13 @@ The defaults were fitted on the train splits of twenty task data sets (loadtest/
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from drafters.atomic_file import replacing
 from drafters.calibration import CalibrationError
 from drafters.default_trust import FACTORS, WEIGHTS
 from drafters.growth import (
@@ -160,16 +159,8 @@ class Trust:
             "outcomes": self.outcomes.round(4).tolist(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as out:
-                json.dump(body, out)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as out:
+            out.write(json.dumps(body).encode())
 
     def restore(self, path: Path | str) -> None:
         """Take over saved evidence in place of what there is.

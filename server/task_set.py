@@ -380,13 +380,7 @@ def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
 
 
 def _write_json(path: Path, body: Any) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(body, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    from drafters.atomic_file import replacing
+
+    with replacing(path) as out:
+        out.write(json.dumps(body).encode())

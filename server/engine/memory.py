@@ -24,7 +24,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
@@ -35,6 +34,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from drafters.atomic_file import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -615,13 +616,5 @@ def _digest(*parts: str) -> str:
 
 def _write_json(path: Path, body: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as out:
-            json.dump(body, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as out:
+        out.write(json.dumps(body).encode())
