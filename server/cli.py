@@ -8,6 +8,7 @@
     tailor corpus build   a task's corpus from its training data, for drafting
     tailor corpus show    what a corpus holds
     tailor corpus generate  a model's own outputs for a file of prompts
+    tailor record         the same from a running server
     tailor corpus bigrams   a model's own bigrams, for the drafter grammys
     tailor run            answer a file of prompts through a running server
     tailor complete       one completion of a running server, drafts in colour
@@ -132,6 +133,21 @@ def build_parser() -> argparse.ArgumentParser:
 
     _client_commands(commands)
     _corpus_commands(commands)
+    record = _command(
+        commands,
+        "record",
+        _generate_corpus,
+        "record a running server's outputs for a file of prompts, for `replay`, `corpus build` and "
+        "`tasks tune`; an interrupted run goes on where it stopped",
+        "tailor record --task extraction --data prompts.jsonl -o recorded.jsonl",
+    )
+    record.add_argument(
+        "--url", default=DEFAULT_URL, metavar="URL", help=f"the server ({DEFAULT_URL})"
+    )
+    record.add_argument(
+        "--task", metavar="NAME", help="the task or model to ask for (the server's first model)"
+    )
+    _recording_options(record, "the task's")
     replay = _command(
         commands,
         "replay",
@@ -218,6 +234,23 @@ def _client_commands(commands: Any) -> None:
         )
 
 
+def _recording_options(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines with a prompt, or with prompt_ids",
+    )
+    parser.add_argument("--prompt-field", default="prompt", help="where the prompt is (prompt)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    _sampling_options(parser, default)
+    parser.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="prompts at once (16)"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+
+
 def _corpus_commands(commands: Any) -> None:
     corpus = _group(
         commands, "corpus", "work with a task's corpus", "tailor corpus show task.corpus"
@@ -272,20 +305,7 @@ def _corpus_commands(commands: Any) -> None:
     generate.add_argument(
         "--task", metavar="NAME", help="with --url: the task or model to ask for (its first model)"
     )
-    generate.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="JSON lines with a prompt, or with prompt_ids",
-    )
-    generate.add_argument("--prompt-field", default="prompt", help="where the prompt is (prompt)")
-    generate.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    _sampling_options(generate, "the task's; without --url 256")
-    generate.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="prompts at once (16)"
-    )
-    generate.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    _recording_options(generate, "the task's; without --url 256")
     bigrams = _command(
         corpus,
         "bigrams",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from drafters.replay import read_recordings
+from server.cli import main
 from server.corpus_command import read_examples
 from server.engine.engine import Engine, EngineSettings
 from server.errors import ConfigError
@@ -270,6 +271,15 @@ def test_a_server_is_asked_again_when_it_is_busy(url: str) -> None:
     assert _Handler.keys == {"Bearer key"}
     assert all(b["max_tokens"] == 9 and b["return_token_ids"] for b in _Handler.bodies)
     assert "temperature" not in _Handler.bodies[0], "what is not said is the task's own"
+
+
+def test_the_record_command_asks_the_running_server(url: str, tmp_path: Path) -> None:
+    data, output = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(3)))
+    command = ["record", "--url", url, "--task", "sql", "--data", str(data), "-o", str(output)]
+    assert main([*command, "--max-tokens", "9"]) == 0
+    assert [r.output_ids for r in read_recordings(output)] == [[4, 0]] * 3
+    assert {(b["model"], b["max_tokens"]) for b in _Handler.bodies} == {("sql", 9)}
 
 
 @pytest.mark.parametrize(
