@@ -19,7 +19,10 @@ from typing import Any
 
 from jinja2 import Environment
 
+from drafters.atomic_file import replacing
+
 WIDTH, LABEL, BAR, GAP = 720, 170, 20, 10
+Interval = tuple[float, float, float]
 PART_COLOURS = {
     "body_ms": "#33608c", "head_ms": "#6d9dc5", "sampler_ms": "#b5d0e6",
     "drafter_ms": "#c46a2b", "host_ms": "#8a8f98",
@@ -53,6 +56,16 @@ th:first-child, td:first-child { text-align: left; }
 {% for piece in bar.pieces %}<rect x="{{ piece.x }}" width="{{ piece.width }}" height="{{ height }}" fill="{{ piece.colour }}"><title>{{ piece.title }}</title></rect>{% endfor %}
 {% if bar.low is not none %}<line x1="{{ bar.low }}" x2="{{ bar.high }}" y1="10" y2="10" stroke="currentColor" stroke-width="2"/>{% endif %}
 <text x="{{ bar.end }}" y="15">{{ bar.text }}</text></g>{% endfor %}
+</svg></figure>{% endfor %}
+{% for chart in section.charts %}
+<figure><figcaption>{{ chart.title }}</figcaption>
+<svg viewBox="0 0 {{ width }} {{ chart.height }}" role="img" aria-label="{{ chart.spoken }}">
+{% for tick in chart.ticks %}<line x1="{{ label }}" x2="{{ chart.right }}" y1="{{ tick.y }}" y2="{{ tick.y }}" stroke="#8a8f98" stroke-opacity=".35"/>
+<text x="{{ label - 8 }}" y="{{ tick.y + 4 }}" text-anchor="end">{{ tick.text }}</text>{% endfor %}
+{% for mark in chart.marks %}<text x="{{ mark.x }}" y="{{ chart.height - 4 }}" text-anchor="middle">{{ mark.text }}</text>{% endfor %}
+{% for line in chart.lines %}<g stroke="{{ line.colour }}" fill="{{ line.colour }}"><polyline points="{{ line.points }}" fill="none" stroke-width="2.5"{% if line.dash %} stroke-dasharray="{{ line.dash }}"{% endif %}/>
+{% for dot in line.dots %}<line x1="{{ dot.x }}" x2="{{ dot.x }}" y1="{{ dot.low }}" y2="{{ dot.high }}" stroke-width="1.5"/><circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="4" stroke="none"><title>{{ dot.title }}</title></circle>{% endfor %}</g>
+<g transform="translate({{ line.x }} {{ line.y }})"><line x2="24" y1="-4" y2="-4" stroke="{{ line.colour }}" stroke-width="3"{% if line.dash %} stroke-dasharray="{{ line.dash }}"{% endif %}/><text x="30">{{ line.name }}</text></g>{% endfor %}
 </svg></figure>{% endfor %}
 {% for table in section.tables %}<table><caption>{{ table.title }}</caption>
 <thead><tr>{% for cell in table.head %}<th scope="col">{{ cell }}</th>{% endfor %}</tr></thead>
@@ -108,6 +121,62 @@ def plot(title: str, bars: Sequence[Bar], unit: str) -> dict[str, Any]:
         "bars": drawn,
         "height": len(bars) * (BAR + GAP),
         "spoken": title + ": " + ", ".join(f"{one['label']} {one['text']}" for one in drawn),
+    }
+
+
+PLOT_HEIGHT, LEGEND_ROW, LEGEND_WIDTH = 190, 20, 180
+LINES = (("#33608c", ""), ("#c46a2b", "7 4"), ("#3f7d5a", "2 4"), ("#7a4f9a", "10 3 2 3"))
+
+
+def chart(
+    title: str, marks: Sequence[str], lines: Mapping[str, Sequence[Interval | None]], unit: str
+) -> dict[str, Any]:
+    """A line chart over load levels: a line a server, (median, low, high) a point, from 0 up.
+
+    Servers differ in colour and in dashes. The spoken text has every figure.
+    """
+    right, legend_columns = WIDTH - 20, (WIDTH - LABEL) // LEGEND_WIDTH
+    begin = LEGEND_ROW * (1 + (len(lines) - 1) // legend_columns) + 8
+    bottom = begin + PLOT_HEIGHT
+    top = max((point[2] for points in lines.values() for point in points if point), default=0.0)
+    top = top or 1.0
+    step = (right - LABEL) / max(1, len(marks))
+
+    def height(value: float) -> float:
+        return round(bottom - PLOT_HEIGHT * value / top, 1)
+
+    at = [round(LABEL + step * (i + 0.5), 1) for i in range(len(marks))]
+    drawn, spoken = [], []
+    for index, (name, points) in enumerate(lines.items()):
+        dots = [
+            {
+                "x": x, "y": height(point[0]), "low": height(point[1]), "high": height(point[2]),
+                "title": f"{name}, {mark}: {point[0]:.3g} {unit} [{point[1]:.3g}, {point[2]:.3g}]",
+            }
+            for x, mark, point in zip(at, marks, points, strict=True)
+            if point is not None
+        ]  # fmt: skip
+        colour, dash = LINES[index % len(LINES)]
+        drawn.append(
+            {
+                "name": name, "colour": colour, "dash": dash, "dots": dots,
+                "points": " ".join(f"{dot['x']},{dot['y']}" for dot in dots),
+                "x": LABEL + index % legend_columns * LEGEND_WIDTH,
+                "y": LEGEND_ROW * (1 + index // legend_columns) - 6,
+            }
+        )  # fmt: skip
+        spoken += [dot["title"] for dot in dots]
+    return {
+        "title": title,
+        "height": bottom + 24,
+        "right": right,
+        "ticks": [
+            {"y": height(top * part / 4), "text": f"{top * part / 4:.3g} {unit}"}
+            for part in range(5)
+        ],
+        "marks": [{"x": x, "text": mark} for x, mark in zip(at, marks, strict=True)],
+        "lines": drawn,
+        "spoken": title + ": " + "; ".join(spoken),
     }
 
 
@@ -182,30 +251,108 @@ def _concurrency(result: Mapping[str, Any], section: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
+def _between(found: Mapping[str, float] | None, scale: float = 1.0) -> Interval | None:
+    if not found:
+        return None
+    return found["median"] * scale, found["low"] * scale, found["high"] * scale
+
+
+LOAD_CHARTS = (
+    ("tokens_per_s", "throughput", 1, "tok/s"),
+    ("goodput_per_s", "requests that met the objective", 1, "/s"),
+    ("ttft_s", "time to the first token, median", 1000, "ms"),
+    ("ttft_p99_s", "time to the first token, 99 % of requests", 1000, "ms"),
+    ("tpot_s", "time per output token, median", 1000, "ms"),
+    ("itl_s", "gap between chunks, median", 1000, "ms"),
+)
+
+
 def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
-    for level, rows in result["figures"].items():
-        speeds = [Bar(server, [("tok/s", row["tokens_per_s"])]) for server, row in rows.items()]
-        section["plots"].append(plot(f"{level}: throughput", speeds, "tok/s"))
+    figures = result["figures"]
+    slo = ", ".join(f"{name} ≤ {limit:g} s" for name, limit in result["slo"].items())
+    section["notes"].append(
+        {
+            "text": "Objective: " + (slo or "an answer") + ". Mix: "
+            + ", ".join(f"{name} {weight:g}" for name, weight in result["mix"].items())
+            + f". {result['num_rounds']} rounds; points are medians of rounds with their 95 % "
+            "bootstrap interval.",
+            "bad": False,
+        }
+    )  # fmt: skip
+    for kind in ("clients", "req/s", "trace"):
+        levels = [level for level in figures if kind in level]
+        servers = list(figures[levels[0]]) if levels else []
+        for metric, title, scale, unit in LOAD_CHARTS if len(levels) > 1 else ():
+            lines = {
+                server: [
+                    _between(figures[level][server]["rounds"].get(metric), scale)
+                    for level in levels
+                ]
+                for server in servers
+            }
+            section["charts"].append(chart(title, levels, lines, unit))
+    for level, rows in figures.items():
+        for metric, title, scale, unit in LOAD_CHARTS:
+            found = {s: _between(row["rounds"].get(metric), scale) for s, row in rows.items()}
+            bars = [
+                Bar(s, [(title, point[0])], point[1], point[2])
+                for s, point in found.items()
+                if point
+            ]
+            if bars:
+                section["plots"].append(plot(f"{level}: {title}", bars, unit))
 
         def pair(row: Mapping[str, Any], name: str, scale: float) -> str:
             found = row[name]
             return f"{found['p50'] * scale:.3g} / {found['p99'] * scale:.3g}" if found else ""
 
+        def steps(row: Mapping[str, Any]) -> str:
+            return "" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
+
         section["tables"].append(
             {
-                "title": f"{level}; ratio is server / {result['base']}; p50 / p99",
-                "head": ["server", "req/s", "ratio", "TTFT ms", "TPOT ms", "gap ms",
-                         "end to end s", "good", "tokens a step", "failed"],
+                "title": f"{level}; p50 / p99 of all requests",
+                "head": ["server", "req/s", "tok/s", "TTFT ms", "TPOT ms", "ITL ms",
+                         "end to end s", "good", "good/s", "tokens a step", "failed"],
                 "rows": [
-                    [server, f"{row['requests_per_s']:.2f}", _interval(row["ratio"]),
+                    [server, f"{row['requests_per_s']:.2f}", f"{row['tokens_per_s']:.1f}",
                      pair(row, "ttft_s", 1000), pair(row, "tpot_s", 1000),
                      pair(row, "itl_s", 1000), pair(row, "e2e_s", 1), f"{row['good_share']:.0%}",
-                     "" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}",
-                     row["num_failed"]]
+                     f"{row['goodput_per_s']:.2f}", steps(row), row["num_failed"]]
                     for server, row in rows.items()
                 ],
             }
         )  # fmt: skip
+        if len(rows) > 1:
+            section["tables"].append(
+                {
+                    "title": f"{level}: server / {result['base']}, median of the rounds' ratios "
+                    "and its 95 % bootstrap interval",
+                    "head": ["server", "tok/s", "TTFT", "TPOT", "ITL", "end to end"],
+                    "rows": [
+                        [server, *(_interval(row["ratios"].get(name)) for name in (
+                            "tokens_per_s", "ttft_s", "tpot_s", "itl_s", "e2e_s"))]
+                        for server, row in rows.items()
+                        if server != result["base"]
+                    ],
+                }
+            )  # fmt: skip
+        sets = sorted({name for row in rows.values() for name in row["data_sets"]})
+        if len(sets) > 1:
+            section["tables"].append(
+                {
+                    "title": f"{level}, by data set; p50 / p99",
+                    "head": ["data set", "server", "requests", "TTFT ms", "TPOT ms", "good",
+                             "tokens a step"],
+                    "rows": [
+                        [name, server, part["num_requests"], pair(part, "ttft_s", 1000),
+                         pair(part, "tpot_s", 1000), f"{part['good_share']:.0%}", steps(part)]
+                        for name in sets
+                        for server, row in rows.items()
+                        if (part := row["data_sets"].get(name))
+                    ],
+                }
+            )  # fmt: skip
 
 
 def _lossless(result: Mapping[str, Any], section: dict[str, Any]) -> None:
@@ -269,6 +416,7 @@ def render(results: Iterable[Mapping[str, Any]]) -> str:
             f"{versions}",
             "notes": [],
             "plots": [],
+            "charts": [],
             "tables": [],
         }
         if fill is None:
@@ -300,7 +448,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    options.out.write_text(page, encoding="utf-8")
+    with replacing(options.out) as out:
+        out.write(page.encode())
+    options.out.chmod(0o644)
     print(f"{options.out}: {len(results)} results")
     return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,19 @@ class Ratio:
     low: float
     high: float
     num_pairs: int
+
+    def to_json(self) -> dict[str, float | int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Median of a sample of rounds with its 95 % bootstrap interval, in the sample's own unit."""
+
+    median: float
+    low: float
+    high: float
+    num: int
 
     def to_json(self) -> dict[str, float | int]:
         return asdict(self)
@@ -73,9 +87,22 @@ def ratio(
     b = np.asarray(denominators, dtype=np.float64)
     if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b)) and a.min() > 0 and b.min() > 0):
         raise ValueError("ratios need positive, finite figures")
-    ratios = a / b
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(ratios), size=(num_resamples, len(ratios)))
-    medians = np.median(ratios[picks], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))
+    return Ratio(*_bootstrap(a / b, num_resamples, seed), len(a))
+
+
+def median_interval(
+    values: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """Median of `values` and its 95 % percentile-bootstrap interval. Raises ValueError for none."""
+    if not values:
+        raise ValueError("no value")
+    sample = np.asarray(values, dtype=np.float64)
+    return Interval(*_bootstrap(sample, num_resamples, seed), len(values))
+
+
+def _bootstrap(
+    sample: npt.NDArray[np.float64], num_resamples: int, seed: int
+) -> tuple[float, float, float]:
+    picks = np.random.default_rng(seed).integers(0, len(sample), size=(num_resamples, len(sample)))
+    low, high = np.percentile(np.median(sample[picks], axis=1), [2.5, 97.5])
+    return float(np.median(sample)), float(low), float(high)

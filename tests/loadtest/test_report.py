@@ -67,7 +67,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert compare.main([*two, *short, "--tries", "1", "--prompts", "copy"]) == 0
         assert concurrency.main([*two, *short, "--streams", "2"]) == 0
         assert load.main(
-            [*two, *short, *data, "--mix", "alpha", "--concurrency", "1", "--requests", "2"]
+            [*two, *short, *data, "--mix", "alpha", "--concurrency", "1,2", "--requests", "2"]
         ) == 0  # fmt: skip
         assert lossless.main([*one, *data, "--tokens", "4"]) == 0
     return out
@@ -121,3 +121,35 @@ def test_a_broken_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "bad.jsonl").write_text("{")
     assert report.main([str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "r.html")]) == 1
     assert "JSONDecodeError" in capsys.readouterr().err
+
+
+def test_a_sweep_is_a_line_chart_with_every_figure_in_words() -> None:
+    lines: dict[str, list[report.Interval | None]] = {
+        "on": [(10.0, 9.0, 11.0), (20.0, 18.0, 40.0)],
+        "off": [(5.0, 5.0, 5.0), None],
+        "c": [(1.0, 1.0, 1.0)] * 2,
+        "d": [(2.0, 2.0, 2.0)] * 2,
+    }
+    drawn = report.chart("t", ["1 clients", "4 clients"], lines, "ms")
+    on, off, _, fourth = drawn["lines"]
+    assert [len(line["dots"]) for line in (on, off)] == [2, 1]
+    bottom, top = drawn["ticks"][0]["y"], drawn["ticks"][-1]["y"]
+    assert on["dots"][1]["high"] == top and drawn["ticks"][-1]["text"] == "40 ms"
+    # 20 of 40 stands halfway up, and its interval around it.
+    assert on["dots"][1]["y"] == pytest.approx((bottom + top) / 2, abs=0.2)
+    assert on["dots"][0]["high"] < on["dots"][0]["y"] < on["dots"][0]["low"]
+    assert "on, 4 clients: 20 ms [18, 40]" in drawn["spoken"]
+    assert len({(line["colour"], line["dash"]) for line in drawn["lines"]}) == 4
+    assert (fourth["x"], fourth["y"]) == (on["x"], on["y"] + report.LEGEND_ROW)
+    assert fourth["y"] < top < bottom < drawn["height"]
+
+
+def test_the_page_of_a_load_has_its_ratios_and_its_sweep(results: Path, tmp_path: Path) -> None:
+    assert report.main([str(results), "--out", str(tmp_path / "r.html")]) == 0
+    page = read((tmp_path / "r.html").read_text())
+    text = " ".join(page.text)
+    [line] = [r for r in map(json.loads, results.read_text().splitlines()) if r["tool"] == "load"]
+    ratios = line["figures"]["2 clients"]["peer<x>"]["ratios"]
+    assert f"{ratios['ttft_s']['median']:.2f} [{ratios['ttft_s']['low']:.2f}, " in text
+    assert page.tags.count("polyline") == 2 * len(report.LOAD_CHARTS)
+    assert "time to the first token, 99 % of requests" in text

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.stats import ratio, summarize
+from loadtest.stats import median_interval, ratio, summarize
 
 positive = st.floats(0.01, 1e4)
 
@@ -60,3 +60,13 @@ def test_summary_of_nothing_is_none_and_percentiles_are_right() -> None:
     found = summarize([float(value) for value in range(1, 102)])
     assert found is not None
     assert (found.p50, found.p90, found.p99, found.low, found.high) == (51, 91, 100, 1, 101)
+
+
+def test_the_interval_of_a_median_is_in_the_samples_unit_and_shrinks_with_more_of_it() -> None:
+    rng = np.random.default_rng(1)
+    few, many = (median_interval(rng.normal(50.0, 5.0, size=n).tolist()) for n in (5, 100))
+    assert few.num == 5 and few.low < few.median < few.high
+    assert many.low < 50.5 and many.high > 49.5
+    assert many.high - many.low < few.high - few.low
+    with pytest.raises(ValueError, match="no value"):
+        median_interval([])

@@ -14,6 +14,7 @@ import pytest
 from loadtest import compare, concurrency, load, lossless
 from loadtest.completion import Timing
 from loadtest.peer import CpuMeter
+from loadtest.trace import Arrival, read_trace
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 IDLE = ["--max-load", "1e9"]
@@ -323,6 +324,110 @@ def test_lateness_counts_against_the_objective() -> None:
     assert load.meets_slo(timing, 0.0, {"ttft": 0.2, "tpot": 0.001, "e2e": 1.5})
     assert not load.meets_slo(timing, 0.15, {"ttft": 0.2})
     assert not load.meets_slo(timing, 0.6, {"e2e": 1.5})
+
+
+def test_load_counts_each_data_set_and_every_ratio(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    with ScriptedServer(pace_s=0.002) as fast, ScriptedServer(pace_s=0.02) as slow:
+        arguments = load_args([slow.url, fast.url], data_dir, "--concurrency", "2")
+        assert load.main([*arguments, "--as", "alpha=extraction"]) == 0
+    result = last_json(capsys)
+    row = result["figures"]["2 clients"]["tailor-1"]
+    sent = [body["prompt"].split()[0] for body in fast.bodies]
+    assert {name: part["num_requests"] for name, part in row["data_sets"].items()} == {
+        name: sent.count(name) for name in ("alpha", "beta")
+    }
+    models = {body["prompt"].split()[0]: body["model"] for body in fast.bodies}
+    assert models == {"alpha": "extraction", "beta": "scripted-model"}
+    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s"):
+        found = row["ratios"][name]
+        assert found["num_pairs"] == 2 and found["median"] < 0.9, name
+    assert row["ratios"]["tokens_per_s"] == row["ratio"]
+    for name in ("tokens_per_s", "goodput_per_s", "ttft_s", "ttft_p99_s"):
+        told = row["rounds"][name]
+        assert told["num"] == 2 and 0 < told["low"] <= told["median"] <= told["high"]
+
+
+def test_a_trace_is_replayed_at_its_times_with_its_tasks_and_lengths(
+    capsys: pytest.CaptureFixture[str], data_dir: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"at_s": 10.4, "task": "beta", "max_tokens": 3},
+        {"at_s": 10.0, "task": "sql", "max_tokens": 2},
+        {"at_s": 10.8, "prompt": "my own"},
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arrived: list[float] = []
+
+    def answer(body: dict[str, Any]) -> list[str]:
+        arrived.append(time.monotonic())
+        return WORDS[: body["max_tokens"]]
+
+    with ScriptedServer(pace_s=0.0, answer=answer) as server:
+        arguments = load_args([server.url], data_dir, "--as", "alpha=sql", "--rounds", "1")
+        assert load.main([*arguments, "--trace", str(trace), "--trace-speed", "2"]) == 0
+    result = last_json(capsys)
+    assert result["trace"] == {"num_requests": 3, "span_s": pytest.approx(0.8)}
+    assert [(body["model"], body["max_tokens"]) for body in server.bodies] == [
+        ("sql", 2), ("scripted-model", 3), ("scripted-model", 6),
+    ]  # fmt: skip
+    prompts = [body["prompt"] for body in server.bodies]
+    assert prompts[0].startswith("alpha") and prompts[1].startswith("beta")
+    assert prompts[2] == "my own"
+    assert arrived[1] - arrived[0] >= 0.15 and arrived[2] - arrived[0] >= 0.35  # 0.2 and 0.4 due
+    assert result["figures"]["trace x2"]["tailor-0"]["num_requests"] == 3
+
+
+def test_a_trace_comes_from_tailors_own_log(tmp_path: Path) -> None:
+    def logged(second: int, duration_ms: float, **fields: Any) -> str:
+        at = f"2026-11-21T10:00:{second:02d}.500000Z"
+        return json.dumps(
+            {"event": "request", "timestamp": at, "duration_ms": duration_ms} | fields
+        )
+
+    log = tmp_path / "tailor.log"
+    log.write_text(
+        "\n".join(
+            [
+                json.dumps({"event": "ready", "timestamp": "2026-11-21T09:00:00Z"}),
+                logged(9, 500.0, task="sql", completion_tokens=12),
+                logged(8, 3500.0, task="rag", completion_tokens=7),
+                logged(8, 1.0, task="rag", status=400),
+            ]
+        )
+    )
+    assert read_trace(log) == [Arrival(0.0, "rag", None, 7), Arrival(4.0, "sql", None, 12)]
+    assert read_trace(log, 1) == [Arrival(0.0, "rag", None, 7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no request"),
+        ('{"at_s": 0}\n{"at": 1}', "t.jsonl:2: no arrival: neither"),
+        ('{"at_s": 0, "model": "x"}', "unknown member 'model'"),
+        ('{"at_s": "soon"}', "t.jsonl:1: no arrival"),
+        ('{"at_s": 0, "max_tokens": 0}', "at least 1"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused_with_its_line(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_trace(tmp_path / "t.jsonl")
+
+
+def test_a_traces_task_without_a_data_set_is_refused(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"at_s": 0, "task": "sql"}')
+    with pytest.raises(SystemExit) as left:
+        load.main(load_args(["http://x"], data_dir, "--trace", str(tmp_path / "t.jsonl")))
+    assert left.value.code == 2
+    assert "--as DATASET=sql" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["ttfb=1", "ttft=0", "ttft=x", "ttft=nan"])
