@@ -294,6 +294,71 @@ HEALTH = _object(
 READY = _object({"status": {"enum": ["ready", "loading", "draining"]}})
 VERSION = _object({"version": TEXT})
 
+CORPUS_SIZE = _or_null(
+    _object({"documents": COUNT, "tokens": COUNT, "bytes": COUNT, "uploaded": BOOLEAN})
+)
+LEARNED = _object({"tokens": COUNT, "outputs": COUNT, "scopes": COUNT})
+_TASK = {
+    "id": TEXT,
+    "object": {"const": "task"},
+    "description": TEXT,
+    "model": TEXT,
+    "drafter": TEXT,
+    "max_draft_tokens": COUNT,
+    "learn": BOOLEAN,
+    "corpus": CORPUS_SIZE,
+}
+_SETTINGS = {"type": "object", "description": "keys of the task's file"}
+TASKS = _object({"object": {"const": "list"}, "data": _list(_object(_TASK))})
+TASK = _object(
+    {
+        **_TASK,
+        "version": TEXT,
+        "sampling": _SETTINGS,
+        "limits": _SETTINGS,
+        "speculation": _SETTINGS,
+        "vocabulary": _SETTINGS,
+        "learned": LEARNED,
+        "expected_tokens_per_step": _or_null(NUMBER),
+        "measured_steps": COUNT,
+        "engines": _list(_object({"name": TEXT, "state": TEXT, "answered": BOOLEAN})),
+        "calibration": _list(
+            _object(
+                {
+                    "source": TEXT,
+                    "min_match_length": COUNT,
+                    "predicted_share": NUMBER,
+                    "offered": NUMBER,
+                    "accepted": NUMBER,
+                    "chance": CHANCE,
+                }
+            )
+        ),
+    }
+)
+TASK_CORPUS = _object(
+    {
+        "object": {"const": "task.corpus"},
+        "task": TEXT,
+        "corpus": CORPUS_SIZE,
+        "learn": BOOLEAN,
+        "learned": LEARNED,
+    }
+)
+CORPUS_DELETED = _object(
+    {"object": {"const": "task.corpus.deleted"}, "task": TEXT, "deleted": {"const": True}}
+)
+_NAMES = _list(TEXT)
+RELOAD = _object(
+    {
+        "object": {"const": "task.reload"},
+        "tasks": _NAMES,
+        "added": _NAMES,
+        "removed": _NAMES,
+        "changed": _NAMES,
+    }
+)
+
 _ANSWERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("get", "/v1/models"): ("The models and tasks that the key may use", MODELS),
     ("get", "/v1/models/{model}"): ("One model or task", MODEL),
@@ -305,10 +370,20 @@ _ANSWERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("post", "/v1/decisions"): ("Typed answers about an input", DECISION),
     ("post", "/tokenize"): ("Token ids of a text", TOKENS),
     ("post", "/detokenize"): ("Text of token ids", DETOKENIZED),
+    ("get", "/v1/tasks"): ("The tasks", TASKS),
+    ("get", "/v1/tasks/{task}"): ("One task: settings, corpus, calibration", TASK),
+    ("post", "/v1/tasks/reload"): ("Read the task files again", RELOAD),
+    ("get", "/v1/tasks/{task}/corpus"): ("A task's corpus and what it learned", TASK_CORPUS),
+    ("post", "/v1/tasks/{task}/corpus"): ("Upload a task's examples", TASK_CORPUS),
+    ("delete", "/v1/tasks/{task}/corpus"): (
+        "Delete what was uploaded and what was learned",
+        CORPUS_DELETED,
+    ),
 }
 """Summary and answer of each operation; one that is not here answers with any JSON."""
 
 _STREAMS = {"/v1/completions", "/v1/chat/completions"}
+_GENERATES = {*_STREAMS, "/v1/decisions"}
 _CHUNKS = "server-sent events: the data of each is a chunk as JSON, of the last one [DONE]"
 _OPEN = {"/health", "/ready", "/openapi.json"}
 _OWN_503 = {"/health": HEALTH, "/ready": READY}
@@ -323,6 +398,7 @@ _MEANINGS = {
     "415": "The body is not application/json, or compressed",
     "429": "Too much at once, for the key or the server; Retry-After says when to come back",
     "500": "The server's fault",
+    "504": "It took longer than the task allows; the same again would, too",
     "503": "Nothing can serve this now; Retry-After says when to come back",
 }
 
@@ -374,6 +450,8 @@ def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool)
         statuses.append("404")
     if method != "get":
         statuses += ["400", "404", "408", "413", "415", "503"]
+    if path in _GENERATES:
+        statuses.append("504")
     reference = {"schema": {"$ref": "#/components/schemas/Error"}}
     for status in sorted(set(statuses)):
         responses.setdefault(

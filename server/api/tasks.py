@@ -29,6 +29,7 @@ from server.api import protocol
 from server.api.body import parse_object, read_body
 from server.api.client import EngineClient
 from server.api.intake import Intake
+from server.api.openapi import described
 from server.config import LimitsConfig, TaskConfig, task_version
 from server.errors import (
     ConfigError,
@@ -353,7 +354,9 @@ class TaskRoutes:
         async def get_corpus(task: str) -> Response:
             return JSONResponse(await self.corpus(task))
 
-        @app.post("/v1/tasks/{task}/corpus")
+        @app.post(
+            "/v1/tasks/{task}/corpus", **described(protocol.CorpusBody, "Upload a task's examples")
+        )
         async def post_corpus(request: HttpRequest, task: str) -> Response:
             self._find(task)  # before the body is read
             limits = self._limits

@@ -13,7 +13,9 @@ lines that have an answer are not sent again, those with an error are. `key` is 
 request, so that answers to other prompts are noticed.
 
 An answer of 429, 502, 503 or 504 and a lost connection are tried again, after Retry-After where
-the server says one; everybody waits then. Any other error belongs to its line.
+the server says one; everybody waits then. An answer of 500 is tried again twice, and only its line
+waits: the line itself may be what the server fails at. With `x-should-retry: false` nothing is
+tried again, and any other error belongs to its line.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ __all__ = ["BulkError", "BulkOutcome", "BulkRun"]
 MAX_LINE_BYTES = 64 << 20
 MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
+MAX_FAULT_RETRIES = 2
 
 
 class BulkError(TailorError):
@@ -328,15 +331,21 @@ class BulkRun:
                 if response.status_code in (401, 403):
                     raise _Stopped(refusal.message)
                 why = refusal.message
-            if refusal is None or refusal.may_retry:
-                if attempt < self._max_retries:
-                    self.outcome.num_retries += 1
-                    wait_s = self._wait_s(attempt, refusal.retry_after_s if refusal else None)
+            most = self._max_retries
+            alone = refusal is not None and refusal.is_fault
+            if alone:
+                most = min(most, MAX_FAULT_RETRIES)
+            if attempt < most and (refusal is None or refusal.may_retry or alone):
+                self.outcome.num_retries += 1
+                wait_s = self._wait_s(attempt, refusal.retry_after_s if refusal else None)
+                attempt += 1
+                if alone:
+                    await asyncio.sleep(wait_s)
+                else:
                     self._resume_at_s = max(self._resume_at_s, time.monotonic() + wait_s)
-                    attempt += 1
-                    continue
-                if refusal is None:
-                    raise _Stopped(why)
+                continue
+            if refusal is None:
+                raise _Stopped(why)
             self.outcome.num_failed += 1
             error_record = refusal.record() if refusal is not None else {"message": why}
             return {**head, "error": error_record, "key": line.key}

@@ -16,6 +16,10 @@ __all__ = ["CallFailedError", "Endpoint", "Refusal", "refusal_of"]
 RETRY_STATUS = frozenset({429, 502, 503, 504})
 """Statuses after which the same request may succeed: too much at once, or nobody there yet."""
 
+FAULT_STATUS = 500
+"""The server failed at this request, or an engine died that held it: another request may have been
+the cause, or this one, which then fails every time."""
+
 
 class CallFailedError(TailorError):
     """The server cannot be reached, or refused what the whole command depends on."""
@@ -45,7 +49,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer that is an error. retry_after_s: how long to wait, if trying again may help."""
+    """An answer that is an error. may_retry: trying again may help, after retry_after_s where the
+    server says so. is_fault: it may help, or do the same harm again."""
 
     status: int
     message: str
@@ -53,6 +58,7 @@ class Refusal:
     param: str | None
     code: str | None
     may_retry: bool
+    is_fault: bool
     retry_after_s: float | None
 
     def record(self) -> dict[str, Any]:
@@ -75,13 +81,15 @@ def refusal_of(response: httpx.Response) -> Refusal:
         pass
     if not isinstance(error, dict):
         error = {"message": f"{response.status_code} {response.reason_phrase}".strip()}
+    final = response.headers.get("x-should-retry") == "false"  # as OpenAI's clients read it
     return Refusal(
         response.status_code,
         str(error.get("message", "")),
         error.get("type"),
         error.get("param"),
         error.get("code"),
-        response.status_code in RETRY_STATUS,
+        response.status_code in RETRY_STATUS and not final,
+        response.status_code == FAULT_STATUS and not final,
         _retry_after_s(response.headers.get("retry-after")),
     )
 

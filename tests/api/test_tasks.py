@@ -509,6 +509,30 @@ def test_without_who_changes_tasks_they_can_be_looked_at() -> None:
         )
 
 
+def test_the_document_tells_the_upload_s_body_and_every_answer(live: LiveServer) -> None:
+    paths = call(live, "GET", "/openapi.json")["paths"]
+    post = paths["/v1/tasks/{task}/corpus"]["post"]
+    body = post["requestBody"]["content"]["application/json"]["schema"]
+    assert set(body["properties"]) == {"examples", "mode"} and body["required"] == ["examples"]
+    example = body["properties"]["examples"]["items"]["properties"]
+    assert set(example) == {"prompt", "completion", "prompt_ids", "output_ids"}
+    complete(live, "sql")
+    for method, route, given in (
+        ("GET", "/v1/tasks", None),
+        ("POST", "/v1/tasks/{task}/corpus", {"examples": EXAMPLES}),
+        ("GET", "/v1/tasks/{task}/corpus", None),
+        ("GET", "/v1/tasks/{task}", None),
+        ("POST", "/v1/tasks/reload", None),
+        ("DELETE", "/v1/tasks/{task}/corpus", None),
+    ):
+        answer = call(live, method, route.replace("{task}", "sql"), json=given)
+        responses = paths[route][method.lower()]["responses"]
+        told = responses["200"]["content"]["application/json"]["schema"]
+        assert set(answer) == set(told["properties"]) == set(told["required"]), route
+        assert answer["object"] == told["properties"]["object"]["const"]
+        assert {"401", "403"} <= set(responses)
+
+
 def test_the_readme_tells_every_route() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     told = set(re.findall(r"^\| `([A-Z]+ /v1/tasks[^`]*)` \|", readme, re.M))

@@ -246,6 +246,50 @@ def test_a_lost_connection_is_tried_again(tmp_path: Path) -> None:
     assert (outcome.num_answered, outcome.num_retries, len(times)) == (1, 1, 2)
 
 
+FAULT = {"error": {"message": "died", "type": "x", "param": None, "code": "engine_died"}}
+
+
+def test_a_fault_of_the_server_is_tried_again_a_few_times_and_holds_up_nobody(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "in.jsonl", "unlucky", "poison", *(f"good {i}" for i in range(6)))
+    tries: dict[str, list[float]] = {}
+
+    def answer(i: int, body: Any) -> Answer:
+        seen = tries.setdefault(body["prompt"], [])
+        seen.append(time.monotonic())
+        if body["prompt"] == "poison" or (body["prompt"] == "unlucky" and len(seen) == 1):
+            return 500, {"retry-after": "0.6"}, FAULT
+        return 200, {}, GOOD
+
+    target = tmp_path / "out.jsonl"
+    with answering(answer) as (url, _):
+        outcome = go(url, source, target, concurrency=3)
+        records = read(target)
+        assert records[0]["text"] == "ok" and len(tries["unlucky"]) == 2
+        assert records[1]["error"]["code"] == "engine_died" and len(tries["poison"]) == 3
+        assert all(record["text"] == "ok" for record in records[2:])
+        assert (outcome.num_answered, outcome.num_failed, outcome.num_retries) == (7, 1, 3)
+        # The others were done before the first of the two came back.
+        again = min(tries["unlucky"][1], tries["poison"][1])
+        assert all(times[0] < again for name, times in tries.items() if "good" in name)
+        outcome = go(url, source, target)  # the next run sends that line again, and no other
+        assert outcome.num_before == 7 and len(tries["poison"]) == 6
+
+
+@pytest.mark.parametrize("status", [500, 503, 504])
+def test_what_the_server_calls_final_is_not_sent_again(tmp_path: Path, status: int) -> None:
+    source = write(tmp_path / "in.jsonl", "a", "b")
+
+    def answer(i: int, body: Any) -> Answer:
+        return (status, {"x-should-retry": "false"}, BUSY) if i == 0 else (200, {}, GOOD)
+
+    with answering(answer) as (url, times):
+        outcome = go(url, source, tmp_path / "out.jsonl", concurrency=1)
+    assert (outcome.num_answered, outcome.num_failed, outcome.num_retries) == (1, 1, 0)
+    assert len(times) == 2
+
+
 def test_a_line_that_is_refused_for_ever_fails_alone(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", "a", "b", "c")
 
