@@ -142,11 +142,15 @@ def mixed_examples(
 
 
 def spread_examples(
-    data_dir: Path, num_examples: int, *, max_prompt_chars: int | None = None
+    data_dir: Path,
+    num_examples: int,
+    *,
+    max_prompt_chars: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> Sequence[Example]:
-    """The first short-enough test prompts, one data set after the other in turn."""
+    """The first short-enough test prompts, one data set (of `names`) after the other in turn."""
     queues = []
-    for name in task_names(data_dir):
+    for name in task_names(data_dir) if names is None else names:
         queue = [
             example
             for example in read_examples(data_dir, name)

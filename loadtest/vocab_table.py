@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from tokenizers import Tokenizer
 from server import token_bytes
 from vocab_store.command import model_facts
 from vocab_store.profile import (
-    Coverage,
     Example,
     document_frequencies,
     measure_coverage,
@@ -46,55 +46,63 @@ LANGUAGES = {"mt_en_zh": ("en", "zh")}
 MODELS = ("smollm2-135m-instruct", "gemma-3-270m")
 
 
-def figures(slice_: VocabSlice, num_t: int, coverage: Coverage) -> dict[str, Any]:
-    """One cell of the table."""
-    return {
-        "t": num_t,
-        "dynamic": round(coverage.mean_dynamic, 1),
-        "share": num_t / slice_.vocab_size,
-        "share_with_required": slice_.share,
-        "recall": coverage.recall,
-        "documents_missed": coverage.document_miss_rate,
-    }
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row of the table lets a request draw.
+
+    slice: T with the required ids. num_t: |T| without them, as the paper counts. dynamic: whether
+    the request's prompt ids belong to it. tokenizer: VP's own, whose id i is slice.ids[i].
+    """
+
+    slice: VocabSlice
+    num_t: int
+    dynamic: bool = True
+    tokenizer: Tokenizer | None = None
+
+    def figures(self, test: list[Example]) -> dict[str, Any]:
+        """One cell of the table, on documents that it was not made from."""
+        coverage = measure_coverage(self.slice, test, dynamic=self.dynamic)
+        return {
+            "t": self.num_t,
+            "dynamic": round(coverage.mean_dynamic, 1),
+            "share": self.num_t / self.slice.vocab_size,
+            "share_with_required": self.slice.share,
+            "recall": coverage.recall,
+            "documents_missed": coverage.document_miss_rate,
+        }
 
 
-def measure_task(
+def make_rows(
     train: list[Example],
-    test: list[Example],
-    tests: list[tuple[str, str]],
     languages: tuple[str, ...],
     tokens: token_bytes.TokenBytes,
     required: RequiredIds,
     tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """All rows of one model on one task."""
+) -> dict[str, Row]:
+    """All rows of one task by name, in the table's order."""
     num = required.vocab_size
     every = document_frequencies(train, num, input_aware=False)
     df = document_frequencies(train, num)
     blocks = blocks_of_languages(languages)
 
-    def static(ids: Any) -> VocabSlice:
-        return VocabSlice.make(np.union1d(ids, required.ids), required)
-
-    def row(ids: Any, *, dynamic: bool = True) -> dict[str, Any]:
-        made = static(ids)
-        return figures(made, len(ids), measure_coverage(made, test, dynamic=dynamic))
+    def row(ids: Any, *, dynamic: bool = True) -> Row:
+        made = VocabSlice.make(np.union1d(ids, required.ids), required)
+        return Row(made, len(ids), dynamic)
 
     def in_blocks(ids: Any) -> Any:
         return np.asarray([i for i in ids if blocks.has_token(tokens.bytes_of(int(i)))], np.int64)
 
     aware = np.flatnonzero(df)
     language = in_blocks(aware)
-    rows: dict[str, Any] = {
+    rows = {
         "unfiltered": row(np.flatnonzero(every)),
         "+ input-aware": row(aware),
         "+ language": row(language),
     }
     for tau in TOLERANCES:
-        kept = tolerance_filter(language, df, tau, len(train))
-        rows[f"tau {tau}"] = row(kept)
-    kept = tolerance_filter(language, df, 0.01, len(train))
+        rows[f"tau {tau}"] = row(tolerance_filter(language, df, tau, len(train)))
     rows["dynamic only"] = row(np.empty(0, np.int64))
+    kept = tolerance_filter(language, df, 0.01, len(train))
     rows["static only, tau 0.01"] = row(kept, dynamic=False)
     unaware = in_blocks(np.flatnonzero(every))
     rows["static only, not input-aware, tau 0.01"] = row(
@@ -104,18 +112,26 @@ def measure_task(
     pruned = VocabSlice.make(
         close_under_merges(spec, static_pruning_ids(train, required).ids), required
     )
-    cell = figures(pruned, pruned.num_ids, measure_coverage(pruned, test, dynamic=False))
     cut = Tokenizer.from_str(prune_tokenizer(spec, pruned)[0])
-    prompts = [prompt for prompt, _ in tests]
+    rows["VP"] = Row(pruned, pruned.num_ids, dynamic=False, tokenizer=cut)
+    return rows
+
+
+def measure_task(
+    rows: dict[str, Row], test: list[Example], prompts: list[str], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """All rows of one model on one task; VP's with the share of prompts it writes otherwise."""
+    cells = {name: row.figures(test) for name, row in rows.items()}
+    cut, ids = rows["VP"].tokenizer, rows["VP"].slice.ids
+    assert cut is not None
     changed = sum(
-        not np.array_equal(pruned.ids[new.ids], old.ids)
+        not np.array_equal(ids[new.ids], old.ids)
         for new, old in zip(
             cut.encode_batch_fast(prompts), tokenizer.encode_batch_fast(prompts), strict=True
         )
     )
-    cell["prompts_changed"] = changed / max(1, len(prompts))
-    rows["VP"] = cell
-    return rows
+    cells["VP"]["prompts_changed"] = changed / max(1, len(prompts))
+    return cells
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,9 +169,10 @@ def run(args: argparse.Namespace) -> int:
             train = tokenize_pairs(list(read_pairs(root / task / "train.jsonl")), tokenizer)
             test = tokenize_pairs(tests, tokenizer)
             languages = LANGUAGES.get(task, ("en",))
-            rows = measure_task(train, test, tests, languages, tokens, required, tokenizer)
-            results.setdefault(model, {})[task] = rows
-            for name, cell in rows.items():
+            rows = make_rows(train, languages, tokens, required, tokenizer)
+            cells = measure_task(rows, test, [prompt for prompt, _ in tests], tokenizer)
+            results.setdefault(model, {})[task] = cells
+            for name, cell in cells.items():
                 note = f"; {cell['prompts_changed']:.0%} prompts other" if name == "VP" else ""
                 print(
                     f"| {task} | {name} | {cell['t']} + [{cell['dynamic']:.0f}] | "
