@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from loadtest.vocab_speed import figures, run_mode, sized
+from loadtest.vocab_speed import (
+    figures,
+    head_memory,
+    measure_first_tokens,
+    most_dynamic,
+    run_mode,
+    sized,
+    unseen_ids,
+)
 from server.engine.engine import Engine, EngineSettings
 from server.types import VocabularyParams
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -69,3 +80,43 @@ def test_modes_side_by_side() -> None:
     assert found["full"]["head_ms"] == pytest.approx(0.002)
     assert found["exact"]["windows"] == sum(r.num_windows for r in rounds["exact"])
     assert found["slice_1"]["misses"] == 0
+
+
+def test_every_row_of_a_prompt_is_copied_before_its_first_token() -> None:
+    """The flush between requests: no request finds rows that an earlier one left."""
+    profile = _profile(6, 0)
+    prompts = [[3, 9, 10, 11], [9, 10, 30], [4, 9, 10, 11], [9, 31, 3]]
+    num_rows = most_dynamic(prompts, profile)
+    assert num_rows == 3
+    engine = Engine(
+        FakeRunner(FakeModel(40, seed=2), fake_info(vocab_size=40)),
+        {},
+        EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, slice_rows=num_rows + 4),
+        profiles=lambda name: profile,
+    )
+    flush = unseen_ids(prompts, profile, num_rows + 4, 40)
+    assert not set(flush) & {0, 1, 2, 3, 4, 5, 9, 10, 11, 30, 31}
+    found = measure_first_tokens(
+        engine, prompts, flush, profile="p", num_warm_up=1, row_bytes=engine.runner.head_row_bytes
+    )
+    for mode in ("full", "full_again"):
+        assert found[mode]["bytes_copied"]["high"] == 0 and found[mode]["most_ids"] == 0
+        assert found[mode]["same_as_full"] == 3
+    assert found["slice"]["bytes_copied"]["mean"] == pytest.approx(4 * (3 + 3 + 2) / 3)
+    assert found["slice"]["most_ids"] == 6 + 3
+    assert found["exact"]["same_as_full"] == 3
+    assert found["exact"]["against_full"]["num_pairs"] == 3
+    with pytest.raises(ValueError, match="only 29 ids"):
+        unseen_ids(prompts, profile, 30, 40)
+
+
+def test_memory_is_counted_by_mode(tmp_path: Path) -> None:
+    table = np.zeros((40, 8), np.float16)
+    save_file({"model.embed_tokens.weight": table}, tmp_path / "model.safetensors")
+    found = head_memory(tmp_path, 40, 32, {"full": 0, "slice": 7, "exact": 9})
+    assert found["embedding_table_mapped"] == 40 * 8 * 2
+    assert found["modes"] == {
+        "full": {"beside_arithmetic": 40 * 32, "host_head": 0},
+        "slice": {"beside_arithmetic": 7 * 32, "host_head": 0},
+        "exact": {"beside_arithmetic": 9 * 32, "host_head": 40 * 32},
+    }
