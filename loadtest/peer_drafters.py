@@ -3,18 +3,24 @@
     python -m drafters.replay --drafter loadtest.peer_drafters:ArcticSuffix ...
 
 ArcticSuffix: SuffixDecodingCache of `arctic-inference` (only its csrc/suffix_decoding part has to
-be built). TransformersPromptLookup: PromptLookupCandidateGenerator of `transformers` (and torch).
+be built). Rest: the datastore of `draftretriever` (REST, arXiv 2311.08252).
+TransformersPromptLookup: PromptLookupCandidateGenerator of `transformers` (and torch).
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from drafters.corpus import Corpus
 from drafters.tree import DraftTree
+
+REST_SPANS = range(16, 1, -1)  # REST's max_token_span; the package aborts on a single token
+PADDING = -2  # REST's, behind paths shorter than the longest
 
 
 class ArcticSuffix:
@@ -107,6 +113,115 @@ class ArcticSession:
     def close(self) -> None:
         self._drafter.cache.stop_request(self._request)
         self._drafter.cache.evict_cached_response(self._request)
+
+
+class Rest:
+    """REST: a suffix array over a corpus, queried with the last 16, 15, ... 2 tokens.
+
+    outputs (or corpus): what the datastore holds. It is a file, removed with this object. The
+    first span that is found gives the tree, cut by REST itself to its most frequent nodes.
+    vocab_size: the datastore keeps 16 bits an id, so at most 65,536.
+    """
+
+    name = "rest"
+    sources = ("rest",)
+
+    def __init__(
+        self,
+        *,
+        outputs: Iterable[Sequence[int]] = (),
+        corpus: Corpus | None = None,
+        vocab_size: int = 1 << 16,
+    ) -> None:
+        import draftretriever  # type: ignore[import-not-found]
+
+        if corpus is not None:
+            outputs = [corpus.output(i).tolist() for i in range(corpus.num_documents)]
+        self._folder = tempfile.TemporaryDirectory(prefix="rest-")
+        file = str(Path(self._folder.name) / "datastore.idx")
+        writer = draftretriever.Writer(file_path=file, vocab_size=vocab_size)
+        self.num_outputs = 0
+        for output in outputs:
+            writer.add_entry(list(output))
+            self.num_outputs += 1
+        writer.finalize()
+        # An empty file has no index to read, and the package would abort the process.
+        self.reader: Any = draftretriever.Reader(file) if self.num_outputs else None
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> RestSession:
+        """A session over the whole prompt."""
+        return RestSession(self, prompt_ids)
+
+
+class RestSession:
+    """One request: its ids, nothing else; REST reads no prompt beyond the query."""
+
+    def __init__(self, drafter: Rest, prompt_ids: Sequence[int]) -> None:
+        self._reader = drafter.reader
+        self._ids = list(prompt_ids)
+        self._num_prompt = len(self._ids)
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        if self._reader is None or budget <= 0:
+            return DraftTree.empty()
+        for span in REST_SPANS:
+            if span > len(self._ids):
+                continue
+            # The nodes that it keeps, most frequent first, are `choices` and the root.
+            paths = self._reader.search(self._ids[-span:], choices=budget)[0]
+            if paths:
+                return tree_of_paths(paths, budget, max_depth)
+        return DraftTree.empty()
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._ids.extend(token_ids)
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Not used there."""
+
+    def settle(self) -> None:
+        """Nothing is deferred there."""
+
+    def checkpoint(self) -> int:
+        return len(self._ids) - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        del self._ids[self._num_prompt + mark :]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def tree_of_paths(paths: Iterable[Sequence[int]], budget: int, max_depth: int) -> DraftTree:
+    """The tree of paths that end in PADDING, at most `budget` nodes of it, no deeper."""
+    nodes: dict[tuple[int, ...], int] = {}
+    tokens: list[int] = []
+    parents: list[int] = []
+    for path in paths:
+        for depth, token in enumerate(path, 1):
+            prefix = tuple(path[:depth])
+            if token == PADDING or depth > max_depth:
+                break
+            if prefix in nodes:
+                continue
+            if len(tokens) >= budget:
+                break
+            nodes[prefix] = len(tokens)
+            tokens.append(token)
+            parents.append(nodes.get(prefix[:-1], -1))
+    num = len(tokens)
+    return DraftTree(
+        np.asarray(tokens, np.int32),
+        np.asarray(parents, np.int32),
+        np.ones(num, np.float32),  # REST does not say
+        np.zeros(num, np.uint8),
+    )
 
 
 class TransformersPromptLookup:

@@ -8,6 +8,7 @@ brings one), so that leading blanks and merges are those a model would emit, and
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ def load_tokenizer(path: Path | None) -> Any:
     from tokenizers import Tokenizer
 
     if path is None:
-        path = Path(user_cache_dir("tailor")) / "models/smollm2-135m-instruct/tokenizer.json"
+        cache = os.environ.get("TAILOR_CACHE_DIR") or user_cache_dir("tailor")
+        found = sorted(Path(cache).glob("models/smollm2-135m-instruct-v*/tokenizer.json"))
+        path = found[-1] if found else Path(cache) / "models/smollm2-135m-instruct"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: start the server once (make serve), which fetches the default"

@@ -3,17 +3,19 @@
     python -m loadtest.replay_table --data ../shared/data
 
 Outputs are the gold completions of the test splits, or the model's own where --recorded DIR holds
-NAME.test.jsonl (and NAME.train.jsonl for the corpus) in the format of drafters.replay. The corpus
-is made of train outputs only; tests are read for this table and for nothing else. Arctic's columns
-appear where arctic-inference's suffix_decoding can be imported. The last line is JSON.
+NAME/test.jsonl (and NAME/train.jsonl for the corpus), made by `tailor corpus generate`. The corpus
+is made of train outputs only; tests are read for this table and for nothing else. Columns of other
+projects' drafters (loadtest.peer_drafters) appear where their packages can be imported. The last
+line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ import numpy as np
 
 from drafters import make_drafter
 from drafters.corpus import Corpus, build_corpus
+from drafters.grammys import BigramTable
 from drafters.replay import Recording, ReplayResult, read_recordings, replay
+from loadtest import machine
 from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split
 
 NUM_RESAMPLES = 2000
 
 
-def columns(corpus: Corpus, eos: int) -> dict[str, Callable[[], Any]]:
+def columns(corpus: Corpus, eos: int, bigrams: BigramTable | None) -> dict[str, Callable[[], Any]]:
     """How each column's drafter is made: anew for each cell, so that ours learn nothing between."""
     made: dict[str, Callable[[], Any]] = {
         "prompt": lambda: make_drafter("prompt", eos_token_ids=(eos,)),
@@ -36,6 +40,9 @@ def columns(corpus: Corpus, eos: int) -> dict[str, Callable[[], Any]]:
         "grammys": lambda: make_drafter("grammys"),
         "suffix": lambda: make_drafter("suffix", eos_token_ids=(eos,)),
     }
+    if bigrams is not None:
+        made["bigram"] = lambda: make_drafter("grammys", table=bigrams, strategy="bigram")
+        made["grammys, table"] = lambda: make_drafter("grammys", table=bigrams)
     try:
         from loadtest.peer_drafters import ArcticSuffix
 
@@ -47,6 +54,14 @@ def columns(corpus: Corpus, eos: int) -> dict[str, Callable[[], Any]]:
     else:
         made["arctic"] = lambda: plain
         made["arctic tree 4"] = lambda: tree
+    try:
+        from loadtest.peer_drafters import Rest
+
+        rest = Rest(corpus=corpus)
+    except ImportError:
+        print("draftretriever is not installed: its column is left out")
+    else:
+        made["rest"] = lambda: rest
     made["auto"] = lambda: make_drafter("auto", corpus=corpus, eos_token_ids=(eos,))
     return made
 
@@ -63,10 +78,13 @@ def ratio_interval(ours: ReplayResult, other: ReplayResult, seed: int) -> tuple[
     return float(low), float(high)
 
 
-def main() -> None:
-    """The command."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
     root = Path(__file__).resolve().parent.parent
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog="example: python -m loadtest.replay_table --data ../shared/data --budgets 16",
+    )
     parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
     parser.add_argument("--recorded", type=Path, help="folder of the model's own outputs")
@@ -77,23 +95,36 @@ def main() -> None:
     parser.add_argument(
         "--split", choices=("test", "tune"), default="test", help="tune: a held-back part of train"
     )
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--bigrams", type=Path, help="`tailor corpus bigrams` of the model: two more columns"
+    )
+    parser.add_argument(
+        "--from-json", type=Path, help="print the tables of an earlier run's cells, replay nothing"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.from_json is not None:
+        lines = arguments.from_json.read_text().splitlines()
+        cells = [json.loads(line) for line in lines if line.startswith('{"data"')]
+        _print_tables(cells, sorted({cell["budget"] for cell in cells}))
+        return 0
     try:
+        bigrams = (
+            None
+            if arguments.bigrams is None
+            else BigramTable.load(arguments.bigrams, fingerprint=None)
+        )
         tokenizer = load_tokenizer(arguments.tokenizer)
         names = (
             data_sets(arguments.data)
             if arguments.recorded is None
-            else sorted(
-                path.name.removesuffix(".test.jsonl")
-                for path in arguments.recorded.glob("*.test.jsonl")
-            )
+            else sorted(path.parent.name for path in arguments.recorded.glob("*/test.jsonl"))
         )
-    except FileNotFoundError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if arguments.sets:
         names = [name for name in names if name in arguments.sets]
     eos = int(tokenizer.token_to_id(EOS))
-    cells: list[dict[str, Any]] = []
+    cells = []
     for name in names:
         train, test = _examples(arguments, tokenizer, name)
         start = time.perf_counter()
@@ -101,7 +132,7 @@ def main() -> None:
             ((e.prompt_ids, e.output_ids) for e in train), fingerprint="replay", p_min=5
         )
         built_s = time.perf_counter() - start
-        made = columns(corpus, eos)
+        made = columns(corpus, eos, bigrams)
         for budget in arguments.budgets:
             cell: dict[str, Any] = {"data": name, "budget": budget, "examples": len(test)}
             results: dict[str, ReplayResult] = {}
@@ -129,6 +160,7 @@ def main() -> None:
             cells.append(cell)
             print(json.dumps(cell), flush=True)
     _print_tables(cells, arguments.budgets)
+    return 0
 
 
 def _examples(
@@ -136,8 +168,8 @@ def _examples(
 ) -> tuple[list[Recording], list[Recording]]:
     """(corpus examples, examples to replay) of a data set."""
     if arguments.recorded is not None:
-        test = list(read_recordings(arguments.recorded / f"{name}.test.jsonl"))
-        path = arguments.recorded / f"{name}.train.jsonl"
+        test = list(read_recordings(arguments.recorded / name / "test.jsonl"))
+        path = arguments.recorded / name / "train.jsonl"
         train = list(read_recordings(path)) if path.is_file() else []
         return train[: arguments.corpus_examples], test[: arguments.examples]
     if arguments.split == "test":
@@ -150,9 +182,14 @@ def _examples(
     return train[:-num_held][: arguments.corpus_examples], train[-num_held:]
 
 
+def _best_other(cell: dict[str, Any]) -> float:
+    best: float = cell["tokens_per_step"][cell["best_other"]]
+    return best
+
+
 def _print_tables(cells: list[dict[str, Any]], budgets: list[int]) -> None:
     """One Markdown table a budget, and the summary as the last line."""
-    summary: dict[str, Any] = {}
+    summary: dict[str, Any] = {"tool": "replay_table", "machine": machine.describe()}
     for budget in budgets:
         rows = [cell for cell in cells if cell["budget"] == budget]
         if not rows:
@@ -172,6 +209,10 @@ def _print_tables(cells: list[dict[str, Any]], budgets: list[int]) -> None:
         summary[str(budget)] = {
             "median_ratio_to_best_other": round(float(np.median([c["ratio"] for c in rows])), 3),
             "lowest_ratio": min(c["ratio"] for c in rows),
+            "median_prefill_ratio": round(
+                float(np.median([c["auto_prefill"] / _best_other(c) for c in rows])), 3
+            ),
+            "lowest_prefill_ratio": round(min(c["auto_prefill"] / _best_other(c) for c in rows), 3),
             "median_ratio_to": {
                 c: round(
                     float(np.median(auto / np.asarray([r["tokens_per_step"][c] for r in rows]))), 3
@@ -190,4 +231,4 @@ def _print_tables(cells: list[dict[str, Any]], budgets: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -56,6 +56,7 @@ _WORTH = 1.01  # below this expected speedup a task drafts nothing
 _WORTH_WINDOWS = 1.05  # ... and a task's text does not come in windows
 _MANY_STREAMS = 8
 _BUSY = 0.5  # runnable threads a core, of others, from which on measured costs are doubtful
+_MADE_BY = "Made by `tailor tasks tune`"
 _OWN, _DATA, _BOTH = "own outputs", "completions", "both"
 _WITHOUT_CORPUS = ("auto", "suffix", "prompt", "trie", "grammys")
 _WITH_CORPUS = ("auto", "mix")
@@ -239,7 +240,13 @@ def tune(
         "vocabulary": vocabulary,
     }
     text = _task_text(settings, material, engine, cost, choices, best, report)
+    replaced = _is_ours(settings.output)
     _save(settings.output, lambda file: _write_checked(file, text, settings.name))
+    if replaced:
+        # What an earlier tuning wrote beside the file, and this one's file no longer names.
+        for file, kept in ((profile_file, profile is not None), (corpus_file, label is not None)):
+            if not kept:
+                _remove(file)
     report["seconds"] = round(time.monotonic() - began, 1)
     return report
 
@@ -548,7 +555,7 @@ def _task_text(
         else f"the model's own for {material.num_recorded} of its prompts"
     )
     lines = [
-        f"Made by `tailor tasks tune` {__version__} on {datetime.date.today().isoformat()}.",
+        f"{_MADE_BY} {__version__} on {datetime.date.today().isoformat()}.",
         f"data      {settings.data.name} ({data}), {material.num_lines} lines",
         f"model     {engine.info.name} ({engine.info.fingerprint[:12]}, {engine.info.dtype})",
         f"outputs   {outputs}; {len(material.held)} held back and replayed, "
@@ -663,6 +670,21 @@ def _write_checked(file: Path, text: str, name: str) -> None:
     file.write_text(text, encoding="utf-8")
     if load_task(file).name != name:
         raise AssertionError(f"{file} does not hold the task {name}")
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether there is a task file that an earlier tuning wrote."""
+    try:
+        return file.read_text(encoding="utf-8").startswith(f"# {_MADE_BY}")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
 
 
 def _save(path: Path, write: Callable[[Path], None]) -> None:

@@ -172,6 +172,25 @@ def test_a_large_head_is_cut_to_the_tasks_vocabulary(tmp_path: Path) -> None:
     assert drafted["vocabulary"]["exact_speedup"] < large["vocabulary"]["exact_speedup"]
 
 
+def test_tuning_again_leaves_nothing_of_the_old_task(tmp_path: Path) -> None:
+    """What the new file does not name is gone; a file that tuning did not write keeps its own."""
+    data, tasks = _write(tmp_path / "train.jsonl", _lines(60)), tmp_path / "tasks"
+
+    def names() -> list[str]:
+        return sorted(file.name for file in tasks.iterdir())
+
+    _tune(data, per_row=100.0, head_s=60.0)
+    assert names() == ["town.vocab", "town.yaml"]
+    _tune(data, per_row=1.0, head_s=0.1)
+    assert names() == ["town.corpus", "town.yaml"]
+    _tune(data, per_row=100.0, head_s=0.1)  # nothing is worth drafting
+    assert names() == ["town.yaml"]
+    (tasks / "town.yaml").write_text("name: town\n")
+    (tasks / "town.vocab").write_text("of somebody's own")
+    _tune(data, per_row=100.0, head_s=0.1)
+    assert names() == ["town.vocab", "town.yaml"]
+
+
 def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
     data = _write(tmp_path / "train.jsonl", _lines(40))
     with pytest.raises(ConfigError, match="only 0 outputs were recorded; give it more time"):
