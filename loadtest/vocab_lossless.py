@@ -201,6 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", type=Path, help="a PEFT LoRA's folder")
     parser.add_argument("--data", type=Path, required=True, help="folder of task data sets")
     parser.add_argument("--limit", type=int, default=200, help="prompts (default 200)")
+    parser.add_argument("--skip", type=int, default=0, help="prompts before those")
     parser.add_argument("--train", type=int, default=1000, help="training examples of a profile")
     parser.add_argument("--settings", default="greedy,temperature")
     parser.add_argument("--drafters", default=",".join(DRAFTERS))
@@ -221,14 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = set(settings) - set(SETTINGS)
         if unknown:
             raise ValueError(f"no setting {unknown}; there are {', '.join(SETTINGS)}")
-        if min(options.limit, options.at_once, options.tokens, options.train) < 1:
-            raise ValueError("--limit, --at-once, --tokens and --train want at least 1")
+        if min(options.limit, options.at_once, options.tokens, options.train, options.skip + 1) < 1:
+            raise ValueError("--limit, --at-once, --tokens and --train want at least 1, --skip 0")
         examples = spread_examples(
             options.data,
-            options.limit,
+            options.skip + options.limit,
             max_prompt_chars=options.max_prompt_chars,
             names=data_sets(options.data),
-        )
+        )[options.skip :]
         if not examples:
             raise ValueError(f"no task data with short enough prompts in {options.data}")
         files = open_files(options.model, options.adapter)
@@ -264,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tool": "vocab_lossless",
         "machine": about,
         "model": options.model,
+        "skip": options.skip,
         "at_once": options.at_once,
         "train_examples": options.train,
         "may_fall_back": options.may_fall_back,

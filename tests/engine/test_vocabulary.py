@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from server.engine.batch import Batch
+from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine, EngineSettings
 from server.engine.stops import StopTable
 from server.engine.windows import WindowControl
@@ -328,6 +328,76 @@ def test_a_profile_s_t_is_copied_once_and_forgotten_with_its_version() -> None:
     assert loads == [0, 1, 2, 3] and engine.slices.num_tables == 1
     assert all(set(d.token_ids) <= {1, 2, 3, 4, 5, 6} for d in got if d.request_id == "old")
     assert all(set(d.token_ids) <= {1, 2, 3, 9, 5, 6} for d in got if d.request_id == "new")
+
+
+def test_rows_are_copied_before_the_prompt_and_never_while_decoding() -> None:
+    """A request's rows come in one copy, however many chunks its prompt has; decode steps of
+    `slice` copy nothing, those of `exact` the missed rows only."""
+    model = FakeModel(60, seed=5)
+    engine, runner = _engine(model, _profile({2, 3, 4}, 60))
+    events: list[str] = []
+    load, launch = runner.load_rows, runner.launch
+
+    def load_rows(ids: Int32, places: Int32) -> None:
+        events.append(f"load {ids.shape[0]}")
+        load(ids, places)
+
+    def launched(batch: Batch) -> None:
+        events.append("prompt" if batch.num_prefill_rows else "decode")
+        launch(batch)
+
+    runner.load_rows, runner.launch = load_rows, launched  # type: ignore[method-assign]
+    prompt = tuple(Random(2).choices(range(2, 40), k=150))  # three chunks of 64 rows at most
+    num_rows = len(set(prompt) - {2, 3, 4})
+    engine.submit(_request(prompt, "slice", 0, max_tokens=8))
+    _drain(engine)
+    assert events[:4] == [f"load {num_rows}", "prompt", "prompt", "prompt"]
+    assert set(events[4:]) == {"decode"}
+    events.clear()
+    engine.submit(_request(prompt, "exact", 4, request_id="e", max_tokens=20))
+    missed = sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary is not None)
+    assert events[0] == "prompt", "the rows are there still, nothing is copied again"
+    loads = [event for event in events if event.startswith("load")]
+    assert 0 < len(loads) <= missed + 1 and set(loads) == {"load 1"}
+
+
+def test_ids_above_any_bound_of_a_smaller_vocabulary_are_drawn() -> None:
+    """The paper's code drops ids from 128,000 on."""
+    vocab = 150_000
+    model = FakeModel(vocab, seed=5)
+    high = {127_999, 128_000, 131_072, vocab - 1}
+    engine, _ = _engine(model, _profile(high, vocab))
+    prompt = (140_000, 5)
+    engine.submit(_request(prompt, "slice", 0, max_tokens=30, temperature=1.0, seed=1))
+    got = [t for d in _drain(engine) for t in d.token_ids]
+    assert set(got) <= high | set(prompt) | set(EOS)
+    assert {128_000, 131_072, vocab - 1, 140_000} <= set(got)
+
+
+def test_a_slice_stops_at_every_end_of_the_model() -> None:
+    """The paper's code may lack an EOS id in its slice, and then never stops."""
+    model = FakeModel(24, seed=8)
+    ends = (1, 9, 17)
+    required = RequiredIds.of(24, eos_ids=ends)
+    none = np.empty(0, np.int32)
+    made = VocabSlice.make([*ends, 2, 3, 4], required)
+    profile = VocabProfile(made, none, none.astype(np.float32))
+    info = fake_info(vocab_size=24, max_model_len=256, eos_token_ids=ends)
+    engine = Engine(
+        FakeRunner(model, info),
+        {},
+        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        profiles=lambda name: profile,
+    )
+    for i in range(20):
+        request = _request((2, 3, i % 5), "slice", 0, request_id=f"{i}", ignore_eos=False,
+                           temperature=1.0, seed=i, max_tokens=60)  # fmt: skip
+        engine.submit(request)
+    collector = Collector()
+    collector.take(_drain(engine))
+    results = list(collector.results.values())
+    assert all(r.finish_reason == "stop" for r in results)
+    assert {r.ids[-1] for r in results} == set(ends)
 
 
 def test_refusals() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from server.engine import sampling
 from server.engine.batch import Batch, DrawError, Drawn, HeadSlice
@@ -309,3 +310,31 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
             best, best_id = want, i
     assert (out[:num] < 0).all() and (out[num:] == -np.inf).all()
     assert ids[argmax(out)] == best_id
+
+
+def test_ties_go_to_the_lowest_id_wherever_its_row_lies() -> None:
+    """The paper's code leaves its ids unsorted. Here every row of the head is the same, so that
+    every id ties: the lowest one wins from T, from the pool, and from the full head."""
+    module = families.build("llama")
+    with torch.no_grad():
+        module.lm_head.weight[:] = module.lm_head.weight[7].clone()
+    runner = cpu_runner(module)
+    try:
+        static = np.array([2, 60, 150], np.int32)
+        runner.load_table(0, static.copy())
+        none = np.empty(0, np.int32)
+        slices = (
+            cached(runner, 0, static, none, none),
+            cached(runner, 0, static, np.array([1, 40], np.int32), np.array([9, 0], np.int32)),
+            cached(runner, 0, static, np.array([100, 198], np.int32), np.array([3, 70], np.int32)),
+        )
+        pages, builder = Pages(64), BatchBuilder()
+        row = builder.add_rows(pages.sequence(4), [5, 6, 7, 8], 0)[-1]
+        for sampling_ in (SamplingParams(temperature=0.0), SamplingParams(top_k=1, seed=3)):
+            for _ in range(4):
+                builder.draw(row, builder.add_params(draw_params(sampling_)))
+        chosen = np.array([0, 1, 2, -1] * 2, np.int32)
+        got = run(runner, replace(builder.build(), draw_slice=chosen, slices=slices))
+        assert got.token_ids.tolist() == [2, 1, 2, 0] * 2
+    finally:
+        runner.close()
