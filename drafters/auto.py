@@ -68,7 +68,7 @@ class AutoDrafter:
         corpus: Corpus | None = None,
         learned: Corpus | None = None,
         trust: Trust | None = None,
-        min_survival: float = 0.01,
+        min_survival: float = 0.003,
         num_retrieved: int = 12,
         sharpness: float = 4.0,
         template_weight: float = 0.15,

@@ -1,15 +1,18 @@
 """Does speculation change the text? Real model, real prompts, every way of sampling, bit for bit.
 
-    python -m loadtest.lossless --data DATA_DIR --server tailor=http://127.0.0.1:8000
+    python -m loadtest.lossless --data DATA_DIR --server tailor=http://127.0.0.1:8000 \\
+        --model tailor=my-task --drafter auto,trie,mix,grammys,prompt,suffix,prediction
 
 For each prompt and each setting (greedy; temperature 0.8 with seeds; top_p 0.9; penalties; n = 2)
-the completion is asked four times: {drafter off, drafter on} x {alone, among 8 at once}. The first,
-off and alone with a cold prefix cache, is the reference; the others share a prefix cache. Token
+the completion is asked with every drafter and with none, x {alone, among 8 at once}. The one with
+none, alone and with a cold prefix cache, is the reference; the others share a prefix cache. The
+drafter "prediction" is the task's own with the reference as `prediction`, some words of it changed,
+dropped or added. --together asks the drafters among others only, which takes half the time. Token
 ids, text, finish reasons and (unless --no-logprobs) the logprob of every token must be *equal*, to
 the last bit: JSON carries a double exactly.
 
-Exits 0 when all are equal, 1 on any difference, 3 when nothing was shown: no draft was accepted, so
-that "on" was never on. Ends in one JSON line.
+Exits 0 when all are equal, 1 on any difference, 3 when something was not shown: a drafter of which
+no draft was accepted was never on. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+PREDICTION = "prediction"
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request: prompt number, setting, drafter and whether others run beside it."""
@@ -72,8 +78,26 @@ class Answer:
     num_steps: int
 
 
+def edited(text: str, seed: int) -> str:
+    """`text` with a word in six changed, dropped or doubled: a prediction that is nearly right."""
+    rng = random.Random(seed)
+    words = text.split(" ")
+    out: list[str] = []
+    for word in words:
+        edit = rng.random() * 18
+        out += [rng.choice(words)] if edit < 1 else [] if edit < 2 else [word] * (1 + (edit < 3))
+    return " ".join(out)
+
+
 def job_body(
-    job: Job, prompt: str, model: str, *, max_tokens: int, logprobs: bool, salt: str | None
+    job: Job,
+    prompt: str,
+    model: str,
+    *,
+    max_tokens: int,
+    logprobs: bool,
+    salt: str | None,
+    prediction: str | None = None,
 ) -> dict[str, Any]:
     """The request of a job. The seed depends on the prompt only, so every drafter meets it."""
     body: dict[str, Any] = {
@@ -83,9 +107,12 @@ def job_body(
         "seed": 1_000_003 * (job.prompt_id + 1),
         "return_token_ids": True,
         "include_speculation": True,
-        "speculation": {"drafter": job.drafter},
         **SETTINGS[job.setting],
     }
+    if job.drafter != PREDICTION:
+        body["speculation"] = {"drafter": job.drafter}
+    elif prediction:
+        body["prediction"] = {"type": "content", "content": prediction}
     if logprobs:
         body["logprobs"] = 0
     if salt is not None:
@@ -143,12 +170,15 @@ def difference(reference: Answer, other: Answer) -> str | None:
     return None
 
 
-def plan(num_prompts: int, settings: Sequence[str], drafter: str) -> tuple[list[Job], list[Job]]:
+def plan(
+    num_prompts: int, settings: Sequence[str], drafters: Sequence[str], *, together_only: bool
+) -> tuple[list[Job], list[Job]]:
     """(jobs run one at a time, jobs run several at once); the second list is shuffled, so that
     neighbours differ in prompt, setting and drafter."""
     cases = [(prompt_id, setting) for prompt_id in range(num_prompts) for setting in settings]
-    alone = [Job(p, s, d, True) for p, s in cases for d in ("off", drafter)]
-    together = [Job(p, s, d, False) for p, s in cases for d in ("off", drafter)]
+    every = ("off", *drafters)
+    alone = [Job(p, s, d, True) for p, s in cases for d in (every[:1] if together_only else every)]
+    together = [Job(p, s, d, False) for p, s in cases for d in every]
     random.Random(0).shuffle(together)
     return alone, together
 
@@ -157,18 +187,20 @@ async def check(
     peer: Peer,
     examples: Sequence[Example],
     settings: Sequence[str],
-    drafter: str,
+    drafters: Sequence[str],
     *,
+    together_only: bool,
     num_at_once: int,
     max_tokens: int,
     logprobs: bool,
     console: Console,
 ) -> dict[str, Any]:
     """Run all jobs; the figures and every difference as JSON values."""
-    alone, together = plan(len(examples), settings, drafter)
+    alone, together = plan(len(examples), settings, drafters, together_only=together_only)
     reference: dict[tuple[int, str], Answer] = {}
     differences: list[dict[str, Any]] = []
     totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
+    accepted = dict.fromkeys(drafters, 0)
     salt = f"{time.time_ns():x}"
     async with httpx.AsyncClient(timeout=900.0) as client:
         with Progress(console=console) as progress:
@@ -180,6 +212,11 @@ async def check(
                     job, examples[job.prompt_id].prompt, peer.model,
                     max_tokens=max_tokens, logprobs=logprobs,
                     salt=f"{salt}-{job.prompt_id}-{job.setting}" if is_reference else None,
+                    prediction=(
+                        edited(reference[job.case].choices[0][1], job.prompt_id)
+                        if job.drafter == PREDICTION
+                        else None
+                    ),
                 )  # fmt: skip
                 body.update(peer.extra)
                 response = await client.post(f"{peer.url}/v1/completions", json=body)
@@ -190,6 +227,7 @@ async def check(
                 totals["drafted"] += answer.num_drafted
                 totals["accepted"] += answer.num_accepted
                 if job.drafter != "off":
+                    accepted[job.drafter] += answer.num_accepted
                     totals["steps_on"] += answer.num_steps
                     totals["tokens_on"] += answer.num_tokens
                 if is_reference:
@@ -227,7 +265,8 @@ async def check(
     return {
         "num_prompts": len(examples),
         "settings": list(settings),
-        "drafter": drafter,
+        "drafters": list(drafters),
+        "accepted_by_drafter": accepted,
         "num_at_once": num_at_once,
         "max_tokens": max_tokens,
         "logprobs_compared": logprobs,
@@ -253,7 +292,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, help="folder of task data sets")
     parser.add_argument("--limit", type=int, default=100, help="prompts (default 100)")
     parser.add_argument("--settings", default=",".join(SETTINGS))
-    parser.add_argument("--drafter", default="suffix")
+    parser.add_argument(
+        "--drafter", default="suffix", help="drafters with commas, and prediction (default suffix)"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="with drafters, ask among others only"
+    )
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--max-prompt-chars", type=int, default=1500)
@@ -292,7 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         async def run() -> dict[str, Any]:
             await bring_up(peers, options.log_dir)
             return await check(
-                peers[0], examples, settings, options.drafter,
+                peers[0], examples, settings, options.drafter.split(","),
+                together_only=options.together,
                 num_at_once=options.at_once, max_tokens=options.tokens,
                 logprobs=not options.no_logprobs, console=console,
             )  # fmt: skip
@@ -316,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     emit(result, options.json)
     if figures["num_different"]:
         return 1
-    return 0 if figures["num_accepted"] else 3
+    return 0 if all(figures["accepted_by_drafter"].values()) else 3
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     record.add_argument(
         "--task", metavar="NAME", help="the task or model to ask for (the server's first model)"
     )
-    _recording_options(record, "the task's")
+    _recording_options(record, "the task's", "the task's")
     replay = _command(
         commands,
         "replay",
@@ -234,7 +234,7 @@ def _client_commands(commands: Any) -> None:
         )
 
 
-def _recording_options(parser: argparse.ArgumentParser, default: str) -> None:
+def _recording_options(parser: argparse.ArgumentParser, max_tokens: str, temperature: str) -> None:
     parser.add_argument(
         "--data",
         type=Path,
@@ -244,7 +244,7 @@ def _recording_options(parser: argparse.ArgumentParser, default: str) -> None:
     )
     parser.add_argument("--prompt-field", default="prompt", help="where the prompt is (prompt)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    _sampling_options(parser, default)
+    _sampling_options(parser, max_tokens, temperature)
     parser.add_argument(
         "--concurrency", type=int, default=16, metavar="N", help="prompts at once (16)"
     )
@@ -305,7 +305,7 @@ def _corpus_commands(commands: Any) -> None:
     generate.add_argument(
         "--task", metavar="NAME", help="with --url: the task or model to ask for (its first model)"
     )
-    _recording_options(generate, "the task's; without --url 256")
+    _recording_options(generate, "the task's; without --url 256", "the task's; without --url 0")
     bigrams = _command(
         corpus,
         "bigrams",
@@ -329,11 +329,15 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
 
 
-def _sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+def _sampling_options(
+    parser: argparse.ArgumentParser, max_tokens: str, temperature: str = "0"
+) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"longest output ({max_tokens})"
     )
-    parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help=f"0 is greedy ({temperature})"
+    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends an output; up to four"
     )

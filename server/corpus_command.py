@@ -7,6 +7,7 @@ refuses it for another.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,13 +151,14 @@ def build(
     from drafters.corpus import build_corpus
 
     tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
-    examples = [
-        example
-        for path in data
-        for example in read_examples(path, field, prompt_field, tokenizer, eos_token_id)
-    ]
-    if not examples:
+    # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
+    examples = itertools.chain.from_iterable(
+        read_examples(path, field, prompt_field, tokenizer, eos_token_id) for path in data
+    )
+    first = next(examples, None)
+    if first is None:
         raise ConfigError(f"{', '.join(map(str, data))}: no examples")
+    examples = itertools.chain([first], examples)
     try:
         corpus = build_corpus(
             examples, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress

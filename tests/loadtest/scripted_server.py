@@ -110,6 +110,7 @@ class ScriptedServer:
                 time.sleep(script.pace_s)
                 tokens = script.answer(body)
                 on = (body.get("speculation") or {}).get("drafter", "off") != "off"
+                on = on or "prediction" in body
                 number = body.get("n", 1)
                 self.reply(
                     {

@@ -252,6 +252,30 @@ def test_lossless_sees_one_wrong_token(capsys: pytest.CaptureFixture[str], data_
     assert first["difference"] == "choice 0, token 4: [5, 4] against [19, 4]"
 
 
+def test_lossless_with_every_drafter_and_predictions(
+    capsys: pytest.CaptureFixture[str], data_dir: Path
+) -> None:
+    with ScriptedServer(pace_s=0.0) as server:
+        options = [*lossless_args(server.url, data_dir), "--settings", "greedy", "--together"]
+        assert lossless.main([*options, "--drafter", "auto,trie,prediction"]) == 0
+    result = last_json(capsys)
+    # Per prompt: off twice, the others once; all but the reference are compared.
+    assert (len(server.bodies), result["num_compared"]) == (3 * 5, 3 * 4)
+    assert result["accepted_by_drafter"] == {"auto": 9, "trie": 9, "prediction": 9}
+    predicted = [body for body in server.bodies if "prediction" in body]
+    assert len(predicted) == 3 and not any("speculation" in body for body in predicted)
+    told = "".join((WORDS * 8)[:6]).split(" ")
+    given = [body["prediction"]["content"].split(" ") for body in predicted]
+    assert all(set(words) <= set(told) for words in given)
+
+
+def test_an_edited_prediction_is_nearly_right() -> None:
+    words = [f"w{i}" for i in range(600)]
+    other = lossless.edited(" ".join(words), 1).split(" ")
+    assert 0.75 < len(set(other)) / len(words) < 0.97
+    assert lossless.edited(" ".join(words), 1).split(" ") == other
+
+
 def test_lossless_without_accepted_drafts_shows_nothing(
     capsys: pytest.CaptureFixture[str], data_dir: Path
 ) -> None:
