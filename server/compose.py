@@ -110,6 +110,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         kv_bytes=engine.kv_cache_memory.num_bytes,
         kv_fraction=engine.kv_cache_memory.fraction or 0.0,
         threads=engine.threads,
+        full_head=engine.full_head,
     )
 
 
@@ -473,7 +474,7 @@ def plan_server(
         max_model_len = model.max_model_len or config.engine.max_model_len
         models[model.name] = served_model(model, folder, max_model_len)
         own = [t for t in tasks.values() if (t.model or config.models[0].name) == model.name]
-        _check_profiles(own, model, folder, models[model.name])
+        _check_profiles(own, folder, models[model.name])
         for i, device in enumerate(model.devices):
             orders.append(
                 EngineOrder(
@@ -499,7 +500,6 @@ def plan_server(
                             if t.vocabulary.profile is not None
                             and mode != "full"
                             and mode in t.vocabulary.modes
-                            and device == "cpu"
                         )
                     ),
                     log_format=config.log.format,
@@ -511,7 +511,7 @@ def plan_server(
         fresh = tasks if reload_tasks is None else reload_tasks()
         for model in config.models:
             own = [t for t in fresh.values() if (t.model or config.models[0].name) == model.name]
-            _check_profiles(own, model, folders[model.name], models[model.name])
+            _check_profiles(own, folders[model.name], models[model.name])
         return fresh
 
     kept = cache_dir() / "tasks" / _namespace(config)
@@ -533,9 +533,7 @@ def _namespace(config: ServerConfig) -> str:
     return hashlib.sha256(str(folder).encode()).hexdigest()[:24]
 
 
-def _check_profiles(
-    tasks: Sequence[TaskConfig], model: ModelConfig, folder: Path, served: ServedModel
-) -> None:
+def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedModel) -> None:
     """Every profile of a model's tasks can be read and holds what the model needs.
 
     Raises ConfigError that names the task.
@@ -545,13 +543,6 @@ def _check_profiles(
     cut = [t for t in tasks if t.vocabulary.profile is not None]
     if not cut:
         return
-    if any(device != "cpu" for device in model.devices):
-        for task in cut:
-            if task.vocabulary.mode != "full":
-                raise ConfigError(
-                    f"task {task.name}: vocabulary mode {task.vocabulary.mode} runs on cpu only, "
-                    f"and the model {model.name} is on {', '.join(model.devices)}"
-                )
     for task in cut:
         assert task.vocabulary.profile is not None
         try:

@@ -394,6 +394,11 @@ class EngineConfig(_Section):
     slice_cache_rows: int = Field(
         4096, ge=0, le=1 << 20, description="LM-head rows of prompts kept beside the profiles' own"
     )
+    full_head: Literal["device", "stream", "cpu"] = Field(
+        "device",
+        description="where the full LM head lies on cuda; stream: in CPU memory, copied through "
+        "the device whenever it is needed; cpu: the same, and `exact` verifies on the CPU",
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from server.engine.batch import Runner
 from server.types import ModelInfo
@@ -28,7 +28,9 @@ class RunnerSpec:
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. max_model_len: None = the
     model's own limit, or what the KV memory holds if that is less. kv_bytes or kv_fraction:
     memory of the KV cache, the fraction of what is free once the weights are loaded. threads:
-    CPU threads, None = the cores this process may run on.
+    CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
+    CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
+    the same, and windows of `exact` are verified on the CPU. A CPU has it in place.
     """
 
     name: str
@@ -43,6 +45,7 @@ class RunnerSpec:
     kv_bytes: int | None = None
     kv_fraction: float = 0.3
     threads: int | None = None
+    full_head: Literal["device", "stream", "cpu"] = "device"
 
 
 def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
@@ -141,10 +144,13 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
 
 
 def _build_torch_runner(spec: RunnerSpec) -> Runner:
+    """The embedding table stays in CPU memory, mapped from the file where its dtype is the
+    model's, unless it is a tied head that lies on the device: then it is used there, and there is
+    no second copy."""
     import torch
 
     from server.model.kv_cache import bytes_per_block, num_blocks_for
-    from server.model.loader import build_module, open_model
+    from server.model.loader import EMBEDDING, HEAD, build_module, open_model
     from server.model.shape import shape_of
     from server.model.torch_runner import TorchRunner
 
@@ -158,7 +164,15 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     else:
         dtype = getattr(torch, spec.dtype)
     shape = shape_of(folder.config)
-    module = cast("PreTrainedModel", build_module(folder, dtype, device))
+    embedding = head = None
+    if spec.full_head != "device":
+        head = folder.weights.get(HEAD).to(dtype)
+    if shape.tied:
+        embedding = head
+    else:
+        embedding = folder.weights.get(EMBEDDING).to(dtype)
+    elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
+    module = cast("PreTrainedModel", build_module(folder, dtype, device, skip=elsewhere))
     num_blocks = num_blocks_for(
         bytes_per_block(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.block_size, dtype
@@ -180,6 +194,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         eos_token_ids=folder.eos_token_ids,
         num_token_ids=_num_token_ids(folder.tokenizer_file, shape.vocab_size),
         fingerprint=folder.fingerprint,
+        embedding=embedding,
+        head=head,
+        verify_on_cpu=spec.full_head == "cpu",
     )
     runner.warm_up()
     runner.info = replace(runner.info, fingerprint=f"{folder.fingerprint}:{runner.info.dtype}")

@@ -13,7 +13,7 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,11 @@ class DrawPlan:
       bias_row, bias_id int32, bias float64; allow_rows int32 (processed rows restricted to ids),
       allow_row, allow_id int32; mask_rows int32, masks int32 [., words]; ban_row, ban_id int32;
       penalty_row, penalty_id int32, repetition, subtract float64; `*_row` index processed draws.
-      temperature float64 [m] (1 for greedy); top_k int64 [m] (V when off); top_p float64 [m];
-      log_min_p float64 [m] (-inf when off); keys int32 [m, 3]: noise key words, 1 where noise.
+      temperature float64 [m] (1 for greedy); top_k int64 [m] (the logits' width when off); top_p
+      float64 [m]; log_min_p float64 [m] (-inf when off); keys int32 [m, 3]: the noise key's words,
+      and 1 where noise is added.
       logprob_rows, logprob_at int32: draws whose logprobs are wanted.
+    Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
     num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
     num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
     order_limit: 0 = no row needs an order; else the most ids a row may keep by top-k, or V.
@@ -92,8 +94,58 @@ def _is_plain(params: DrawParams, num_on_path: int, mask_id: int) -> bool:
     )
 
 
-def plan_draws(batch: Batch, draw_ids: Array, logits_rows: Array, vocab_size: int) -> DrawPlan:
-    """Plan the draws `draw_ids` of a Batch; draw i of the slab reads row logits_rows[i]."""
+def is_kept(batch: Batch, draw_id: int) -> bool:
+    """Whether a draw's hidden state waits for `verify`: such a draw gives no logprobs."""
+    return batch.draw_keep is not None and bool(batch.draw_keep[draw_id] >= 0)
+
+
+def has_choice(batch: Batch, draw_id: int, ids: Array) -> bool:
+    """Whether a draw's constraints leave any of these ids (ascending, of a slice).
+
+    Where they leave none the full head draws. The host can tell, because nothing but ids decides.
+    """
+    params = batch.params[batch.draw_params[draw_id]]
+    s = params.sampling
+    excluded = [t for t, b in s.logit_bias if b <= -100.0]
+    banned: Array = np.empty(0, np.int32)
+    if params.num_generated + _path_len(batch, draw_id) < s.min_tokens:
+        banned = params.banned_until
+    mask_id = int(batch.draw_mask[draw_id])
+    if mask_id < 0 and s.allowed_token_ids is None:
+        if len(excluded) + banned.shape[0] < ids.shape[0]:
+            return True
+    left = np.ones(ids.shape[0], bool)
+    for gone in (excluded, banned):
+        left[columns_of(ids, np.asarray(gone, np.int64))[0]] = False
+    if mask_id >= 0:
+        left &= (batch.masks[mask_id][ids >> 5] >> (ids & 31).astype(np.uint32)) & 1 != 0
+    if s.allowed_token_ids is not None:
+        allowed = np.zeros(ids.shape[0], bool)
+        allowed[columns_of(ids, np.asarray(s.allowed_token_ids, np.int64))[0]] = True
+        left &= allowed
+    return bool(left.any())
+
+
+def columns_of(ids: Array, wanted: Array) -> tuple[Array, Array]:
+    """(places in `ids`, ascending, of the wanted ids that are there; which ones those are)."""
+    at = np.searchsorted(ids, wanted)
+    found = at < ids.shape[0]
+    found[found] = ids[at[found]] == wanted[found]
+    return at[found], found
+
+
+def plan_draws(
+    batch: Batch,
+    draw_ids: Array,
+    logits_rows: Array,
+    width: int,
+    slice_ids: Sequence[Array] | None = None,
+) -> DrawPlan:
+    """Plan the draws `draw_ids` of a Batch; draw i of the slab reads row logits_rows[i].
+
+    width: columns of the logits. slice_ids: None where a column is a vocabulary id, else for each
+    draw the ids of its first columns, ascending; the others are -inf.
+    """
     plain_rows: list[int] = []
     plain_at: list[int] = []
     processed: list[tuple[int, int, int, int]] = []  # (index in slab, logits row, draw, on path)
@@ -103,7 +155,7 @@ def plan_draws(batch: Batch, draw_ids: Array, logits_rows: Array, vocab_size: in
     for at, (draw_id, row) in enumerate(zip(draw_ids.tolist(), logits_rows.tolist(), strict=True)):
         params = batch.params[batch.draw_params[draw_id]]
         wanted = params.sampling.num_logprobs
-        if wanted is not None:
+        if wanted is not None and not is_kept(batch, draw_id):
             logprob_rows.append(row)
             logprob_at.append(at)
             num_top = max(num_top, wanted)
@@ -121,7 +173,7 @@ def plan_draws(batch: Batch, draw_ids: Array, logits_rows: Array, vocab_size: in
     }
     order_limit, noisy = 0, False
     if processed:
-        order_limit, noisy = _plan_processed(batch, processed, vocab_size, arrays)
+        order_limit, noisy = _plan_processed(batch, processed, width, slice_ids, arrays)
     num_draws = int(draw_ids.shape[0])
     return DrawPlan(
         arrays,
@@ -136,7 +188,8 @@ def plan_draws(batch: Batch, draw_ids: Array, logits_rows: Array, vocab_size: in
 def _plan_processed(
     batch: Batch,
     processed: list[tuple[int, int, int, int]],
-    vocab_size: int,
+    width: int,
+    slice_ids: Sequence[Array] | None,
     arrays: dict[str, Array],
 ) -> tuple[int, bool]:
     """Fill `arrays` for the processed draws; (order_limit, whether any draw has noise)."""
@@ -149,27 +202,38 @@ def _plan_processed(
     penalties: list[tuple[Array, Array, Array, Array]] = []
     count = len(processed)
     temperature = np.ones(count, np.float64)
-    top_k = np.full(count, vocab_size, np.int64)
+    top_k = np.full(count, width, np.int64)
     top_p = np.ones(count, np.float64)
     log_min_p = np.full(count, -np.inf)
     keys = np.zeros((count, 3), np.uint32)
     order_limit = 0
-    for i, (_, _, draw_id, on_path) in enumerate(processed):
+    for i, (at, _, draw_id, on_path) in enumerate(processed):
         params = batch.params[batch.draw_params[draw_id]]
         s = params.sampling
-        bias.extend((i, t, -np.inf if b <= -100.0 else b) for t, b in s.logit_bias)
+        own = None if slice_ids is None else slice_ids[at]
+        for t, b in s.logit_bias:
+            [column] = [t] if own is None else columns_of(own, np.asarray([t]))[0].tolist() or [-1]
+            if column >= 0:
+                bias.append((i, column, -np.inf if b <= -100.0 else b))
         if s.allowed_token_ids is not None:
             ids = np.asarray(s.allowed_token_ids, np.int32)
+            if own is not None:
+                ids = columns_of(own, ids)[0]
             allow_rows.append(i)
             allow.append((np.full(ids.shape[0], i, np.int32), ids))
         if batch.draw_mask[draw_id] >= 0:
             mask_rows.append(i)
             mask_ids.append(int(batch.draw_mask[draw_id]))
         if params.num_generated + on_path < s.min_tokens:
-            banned = params.banned_until
+            banned: Array = params.banned_until
+            if own is not None:
+                banned = columns_of(own, banned)[0]
             bans.append((np.full(banned.shape[0], i, np.int32), banned))
         if s.has_penalties:
             ids64, out, prompt = penalty_counts(params, path_tokens(batch, draw_id))
+            if own is not None:
+                ids64, found = columns_of(own, ids64)
+                out, prompt = out[found], prompt[found]
             seen = (out > 0) | (prompt > 0)
             penalties.append(
                 (
@@ -184,10 +248,10 @@ def _plan_processed(
         temperature[i] = s.temperature
         key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[draw_id]))
         keys[i] = (*key, 1)
-        if 0 < s.top_k < vocab_size:
+        if 0 < s.top_k < width:
             top_k[i] = s.top_k
         top_p[i] = s.top_p
-        if s.top_p < 1.0 or top_k[i] < vocab_size:
+        if s.top_p < 1.0 or top_k[i] < width:
             order_limit = max(order_limit, int(top_k[i]))
         if s.min_p > 0.0:
             log_min_p[i] = np.log(s.min_p)
@@ -227,10 +291,10 @@ def _plan_processed(
 def noise_hash(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """server.engine.sampling.noise_hash in int64 arithmetic, as torch has no uint32 product.
 
-    token_ids int64 [V]; keys int64 [n, 2], each word in [0, 2^32). Returns int64 [n, V] in
-    [0, 2^32). A product of two 32-bit words may wrap around 2^63; its low 32 bits are right.
+    token_ids int64 [V] or [n, V]; keys int64 [n, 2], each word in [0, 2^32). Returns int64 [n, V]
+    in [0, 2^32). A product of two 32-bit words may wrap around 2^63; its low 32 bits are right.
     """
-    return _fmix32((_fmix32(token_ids[None, :] ^ keys[:, :1]) + keys[:, 1:2]) & _MASK32)
+    return _fmix32((_fmix32(token_ids ^ keys[:, :1]) + keys[:, 1:2]) & _MASK32)
 
 
 def _fmix32(h: torch.Tensor) -> torch.Tensor:
@@ -241,14 +305,19 @@ def _fmix32(h: torch.Tensor) -> torch.Tensor:
     return h ^ (h >> 16)
 
 
-def gumbel_max(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest value float64 [n], its lowest id int32 [n]) of logits float64 [n, V] + noise.
+def gumbel_max(
+    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest value float64 [n], its lowest column int32 [n]) of logits float64 [n, V] + noise.
 
-    keys: int32 [n, 3]: the noise key's words, and 1 where noise is added. The Triton kernel of
-    the same name computes the same.
+    keys: int32 [n, 3]: the noise key's words, and 1 where noise is added. ids: int32 [n, V], the
+    columns' vocabulary ids where they are not 0, 1, ... The Triton kernel of the same name computes
+    the same for those.
     """
     words = keys[:, :2].long() & _MASK32
-    ids = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
+    if ids is None:
+        ids = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
+    ids = ids.long()
     u = (noise_hash(ids, words).double() + 0.5) / 4294967296.0
     noise = -torch.log(-torch.log(u))
     noisy = logits + torch.where(keys[:, 2:] != 0, noise, 0.0)
@@ -297,11 +366,15 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Log
 
 
 def process_logits(
-    raw: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor]
+    raw: torch.Tensor,
+    plan: DrawPlan,
+    arrays: Mapping[str, torch.Tensor],
+    ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Processed logits float64 [m, V] of the plan's processed draws; -inf where not drawable.
 
-    raw: float32 [m, V], one row a draw. arrays: plan.arrays on raw's device.
+    raw: float32 [m, V], one row a draw. arrays: plan.arrays on raw's device. ids: int32 [m, V], the
+    columns' vocabulary ids where they are not 0, 1, ...
     """
     x = raw.double()
     host = plan.arrays
@@ -316,10 +389,14 @@ def process_logits(
         drop.index_put_((row, token), drop.new_zeros(()))
         x.masked_fill_(drop, minus_infinity)
     if host["mask_rows"].shape[0]:
-        ids = torch.arange(x.shape[1], device=x.device)
-        words = arrays["masks"].index_select(1, ids >> 5)
-        drop = ((words >> (ids & 31).int()) & 1) == 0
         rows = arrays["mask_rows"].long()
+        if ids is None:
+            bits = torch.arange(x.shape[1], device=x.device)
+            words = arrays["masks"].index_select(1, bits >> 5)
+        else:
+            bits = ids.index_select(0, rows).long()
+            words = arrays["masks"].gather(1, bits >> 5)
+        drop = ((words >> (bits & 31).int()) & 1) == 0
         x[rows] = x[rows].masked_fill(drop, minus_infinity)
     if host["ban_row"].shape[0]:
         row, token = arrays["ban_row"].long(), arrays["ban_id"].long()
@@ -384,33 +461,46 @@ class Sampler:
     """Runs DrawPlans. use_triton: draw by the Triton kernel (CUDA) instead of torch."""
 
     def __init__(self, *, use_triton: bool = False) -> None:
-        self._gumbel_max = gumbel_max
+        self._gumbel_max: Callable[
+            [torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+        ] = gumbel_max
         if use_triton:
             from server.model import triton_kernels
 
             self._gumbel_max = triton_kernels.gumbel_max
 
     def draw(
-        self, logits: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor]
+        self,
+        logits: torch.Tensor,
+        plan: DrawPlan,
+        arrays: Mapping[str, torch.Tensor],
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Drawn ids int32 [n]; NAN_LOGITS or NOTHING_LEFT where there is no answer.
+        """Drawn columns int32 [n]; NAN_LOGITS or NOTHING_LEFT where there is no answer.
 
-        logits: float32 [rows, V], left unchanged. arrays: plan.arrays on the logits' device.
+        logits: float32 [rows, V], left unchanged. arrays: plan.arrays on the logits' device. ids:
+        None where a column is a vocabulary id, else the columns' ids, int32 [rows, V].
         """
         if plan.plain_is_all:
             return _answer(*logits[: plan.num_draws].max(dim=1))
-        ids = torch.empty(plan.num_draws, dtype=torch.int32, device=logits.device)
+        drawn = torch.empty(plan.num_draws, dtype=torch.int32, device=logits.device)
         num_plain = plan.arrays["plain_rows"].shape[0]
         if num_plain:
             answer = _answer(*logits.index_select(0, arrays["plain_rows"]).max(dim=1))
-            ids.index_copy_(0, arrays["plain_at"].long(), answer)
+            drawn.index_copy_(0, arrays["plain_at"].long(), answer)
         if plan.num_draws > num_plain:
             raw = logits.index_select(0, arrays["rows"])
-            x = process_logits(raw, plan, arrays)
-            value, which = self._gumbel_max(x, arrays["keys"]) if plan.noisy else x.max(dim=1)
+            own = None if ids is None else ids.index_select(0, arrays["rows"])
+            x = process_logits(raw, plan, arrays, own)
+            if not plan.noisy:
+                value, which = x.max(dim=1)
+            elif own is None:
+                value, which = self._gumbel_max(x, arrays["keys"])
+            else:
+                value, which = gumbel_max(x, arrays["keys"], own)
             value = torch.where(raw.isnan().any(dim=1), float("nan"), value)
-            ids.index_copy_(0, arrays["at"].long(), _answer(value, which))
-        return ids
+            drawn.index_copy_(0, arrays["at"].long(), _answer(value, which))
+        return drawn
 
 
 def _answer(value: torch.Tensor, which: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from server.engine import sampling
-from server.engine.batch import Batch, DrawError, Drawn, HeadSlice
+from server.engine.batch import DrawError, HeadSlice
 from server.model.cpu_kernels import PANEL, pack_panels
 from server.model.cpu_runner import VERIFY_ROWS, CpuRunner
 from server.model.cpu_sampler import argmax
@@ -21,47 +20,9 @@ from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
+from tests.model.slice_cases import assert_equal, batch_of, cached, ids_of, run, uncached
 
 V = families.VOCAB_SIZE
-Ids = npt.NDArray[np.int32]
-
-SAMPLINGS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.0, num_logprobs=5),
-    SamplingParams(temperature=1.0, seed=3),
-    SamplingParams(temperature=0.8, seed=4, top_p=0.7, num_logprobs=3),
-    SamplingParams(temperature=1.2, seed=5, top_k=7, min_p=0.01),
-    SamplingParams(
-        temperature=0.9,
-        seed=6,
-        repetition_penalty=1.4,
-        frequency_penalty=0.6,
-        presence_penalty=-0.4,
-        logit_bias=((3, 4.0), (60, -100.0), (190, 2.0)),
-    ),
-    SamplingParams(temperature=1.0, seed=7, min_tokens=4, top_p=0.9),
-]
-
-
-def ids_of(seed: int, num: int) -> Ids:
-    """Random ascending ids, EOS (2) among them."""
-    found = np.random.default_rng(seed).choice(np.arange(3, V), num - 1, replace=False)
-    return np.sort(np.append(found, 2)).astype(np.int32)
-
-
-def cached(runner: CpuRunner, table: int, static: Ids, dynamic: Ids, places: Ids) -> HeadSlice:
-    """A slice of T and some dynamic rows, loaded at these places of the pool."""
-    runner.load_rows(dynamic, places)
-    ids = np.concatenate([static, dynamic])
-    columns = np.concatenate([np.arange(static.shape[0]), static.shape[0] + places])
-    order = np.argsort(ids)
-    return HeadSlice(
-        ids[order].astype(np.int32), columns[order].astype(np.int32), table, static.shape[0]
-    )
-
-
-def uncached(slice_: HeadSlice) -> HeadSlice:
-    return HeadSlice(slice_.ids, np.empty(0, np.int32), -1, 0)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "bfloat16"])
@@ -89,43 +50,12 @@ def slices(runner: CpuRunner) -> list[HeadSlice]:
     ]
 
 
-def _batch(num_rows: int, seed: int, chosen: list[int]) -> Batch:
-    """Prompts of random length, one draw each at the last row; chosen[i]: slice of draw i."""
-    rng = np.random.default_rng(seed)
-    pages, builder = Pages(64, seed=seed), BatchBuilder()
-    for i in range(num_rows):
-        ids = rng.integers(3, V, int(rng.integers(1, 9))).tolist()
-        row = builder.add_rows(pages.sequence(len(ids)), ids, 0)[-1]
-        own = SAMPLINGS[(i + seed) % len(SAMPLINGS)]
-        params = draw_params(
-            own,
-            choice_id=i,
-            banned_until=[2, 9, 44] if own.min_tokens else [],
-            counts={3: (1, 0), 50: (2, 1), 120: (0, 1)} if own.has_penalties else None,
-        )
-        builder.draw(row, builder.add_params(params))
-    batch = builder.build()
-    return replace(batch, draw_slice=np.array(chosen, np.int32))
-
-
-def run(runner: CpuRunner, batch: Batch) -> Drawn:
-    runner.launch(batch)
-    return runner.wait()
-
-
-def assert_equal(got: Drawn, want: Drawn) -> None:
-    assert np.array_equal(got.token_ids, want.token_ids)
-    assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
-    assert np.array_equal(got.ranks, want.ranks)
-    assert list(got.top) == list(want.top)
-
-
 @pytest.mark.parametrize("seed", range(7))
 def test_a_slice_is_the_full_head_restricted(
     runner: CpuRunner, slices: list[HeadSlice], seed: int
 ) -> None:
     """Cached rows give the draws and logprobs of the full head's logits at the same ids."""
-    batch = _batch(7, seed, [0, 1, 2, 0, 2, 1, 2])
+    batch = batch_of(7, seed, [0, 1, 2, 0, 2, 1, 2])
     got = run(runner, replace(batch, slices=tuple(slices)))
     assert_equal(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))))
     for d, token in enumerate(got.token_ids.tolist()):
@@ -136,7 +66,7 @@ def test_a_slice_is_the_full_head_restricted(
 def test_draws_are_the_reference_sampler_s_over_the_slice(
     runner: CpuRunner, slices: list[HeadSlice], seed: int
 ) -> None:
-    batch = _batch(6, seed, [0, 1, 2, 0, 1, 2])
+    batch = batch_of(6, seed, [0, 1, 2, 0, 1, 2])
     got = run(runner, replace(batch, slices=tuple(slices)))
     scored = replace(
         batch,
@@ -162,7 +92,7 @@ def test_draws_are_the_reference_sampler_s_over_the_slice(
 def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice], seed: int) -> None:
     """Rows with a full head, with other slices and with other tables in one batch, or alone."""
     chosen = [0, -1, 2, 1, -1, 0, 2, -1]
-    batch = replace(_batch(8, seed, chosen), slices=tuple(slices))
+    batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
     together = run(runner, batch)
     for d in range(8):
         alone = replace(
@@ -226,7 +156,7 @@ def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlic
     num = VERIFY_ROWS + 5
     rng = np.random.default_rng(3)
     places = rng.permutation(3 * num)[:num].astype(np.int32)
-    batches = [_batch(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(num // 8 + 1)]
+    batches = [batch_of(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(num // 8 + 1)]
     want_ids, want_logprobs, parts = [], [], []
     for i, batch in enumerate(batches):
         here = places[8 * i : 8 * (i + 1)]

@@ -14,7 +14,8 @@ from server.engine.batch import DrawError
 from server.model import attention, graphs
 from server.model.kv_cache import KvCache, bytes_per_block, num_blocks_for
 from server.model.lm_head import LmHead
-from server.model.torch_runner import TorchRunner, Upload, pad_to_bucket
+from server.model.torch_runner import TorchRunner, pad_to_bucket
+from server.model.transfers import Upload
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
@@ -176,7 +177,7 @@ def test_a_draw_without_an_answer_fails_alone(runner: TorchRunner) -> None:
 def test_nan_logits_are_reported_by_the_draw() -> None:
     made = make()
     with torch.no_grad():
-        made._head._weight[17, 3] = float("nan")
+        made._head.weight[17, 3] = float("nan")
     builder = BatchBuilder()
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(5), tokens(5, 8), 0)[-1]
     builder.draw(row, builder.add_params(draw_params()))

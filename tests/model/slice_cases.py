@@ -1,0 +1,85 @@
+"""Batches and slices that the tests of both runners share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import Batch, Drawn, HeadSlice, SlicingRunner
+from server.types import SamplingParams
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, draw_params
+
+V = families.VOCAB_SIZE
+Ids = npt.NDArray[np.int32]
+
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, num_logprobs=5),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.8, seed=4, top_p=0.7, num_logprobs=3),
+    SamplingParams(temperature=1.2, seed=5, top_k=7, min_p=0.01),
+    SamplingParams(
+        temperature=0.9,
+        seed=6,
+        repetition_penalty=1.4,
+        frequency_penalty=0.6,
+        presence_penalty=-0.4,
+        logit_bias=((3, 4.0), (60, -100.0), (190, 2.0)),
+    ),
+    SamplingParams(temperature=1.0, seed=7, min_tokens=4, top_p=0.9),
+]
+
+
+def ids_of(seed: int, num: int) -> Ids:
+    """Random ascending ids, EOS (2) among them."""
+    found = np.random.default_rng(seed).choice(np.arange(3, V), num - 1, replace=False)
+    return np.sort(np.append(found, 2)).astype(np.int32)
+
+
+def cached(runner: SlicingRunner, table: int, static: Ids, dynamic: Ids, places: Ids) -> HeadSlice:
+    """A slice of T and some dynamic rows, loaded at these places of the pool."""
+    runner.load_rows(dynamic, places)
+    ids = np.concatenate([static, dynamic])
+    columns = np.concatenate([np.arange(static.shape[0]), static.shape[0] + places])
+    order = np.argsort(ids)
+    return HeadSlice(
+        ids[order].astype(np.int32), columns[order].astype(np.int32), table, static.shape[0]
+    )
+
+
+def uncached(slice_: HeadSlice) -> HeadSlice:
+    return HeadSlice(slice_.ids, np.empty(0, np.int32), -1, 0)
+
+
+def batch_of(num_rows: int, seed: int, chosen: list[int]) -> Batch:
+    """Prompts of random length, one draw each at the last row; chosen[i]: slice of draw i."""
+    rng = np.random.default_rng(seed)
+    pages, builder = Pages(64, seed=seed), BatchBuilder()
+    for i in range(num_rows):
+        ids = rng.integers(3, V, int(rng.integers(1, 9))).tolist()
+        row = builder.add_rows(pages.sequence(len(ids)), ids, 0)[-1]
+        own = SAMPLINGS[(i + seed) % len(SAMPLINGS)]
+        params = draw_params(
+            own,
+            choice_id=i,
+            banned_until=[2, 9, 44] if own.min_tokens else [],
+            counts={3: (1, 0), 50: (2, 1), 120: (0, 1)} if own.has_penalties else None,
+        )
+        builder.draw(row, builder.add_params(params))
+    batch = builder.build()
+    return replace(batch, draw_slice=np.array(chosen, np.int32))
+
+
+def run(runner: SlicingRunner, batch: Batch) -> Drawn:
+    runner.launch(batch)
+    return runner.wait()
+
+
+def assert_equal(got: Drawn, want: Drawn) -> None:
+    assert np.array_equal(got.token_ids, want.token_ids)
+    assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
+    assert np.array_equal(got.ranks, want.ranks)
+    assert list(got.top) == list(want.top)
