@@ -1,0 +1,182 @@
+"""What a supervisor sees: how the server's process ends, and that it comes back on the same port.
+
+docker/tailor.service and docker/compose.yaml restart it on any end but a clean one. systemd itself
+needs to be the first process of a machine; here its own checker reads the unit, and supervisord
+(Debian: apt-get install supervisor) restarts a real server in its place, by the unit's rules.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from loadtest.peer import free_port
+from tests.model.tiny_models import save_tiny
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+UNIT = REPOSITORY / "docker" / "tailor.service"
+LIMIT_S = 300.0
+"""A first start compiles kernels, on a machine that may be busy."""
+
+
+def unit() -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(strict=False, interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read(UNIT)
+    return parsed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("supervised")
+    (made / "tiny").mkdir()
+    save_tiny(made / "tiny", "llama")
+    # No restart of an engine: its death is the server's, as after restart.max_restarts of them.
+    (made / "server.yaml").write_text(json.dumps({"restart": {"max_restarts": 0}}))
+    return made
+
+
+def command(folder: Path, port: int) -> list[str]:
+    return [
+        sys.executable, "-m", "server.cli", "serve", "--host", "127.0.0.1", "--port", str(port),
+        "--config", str(folder / "server.yaml"), "--model", str(folder / "tiny"),
+        "--kv-cache-memory", "64MiB", "--max-num-seqs", "4",
+    ]  # fmt: skip
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {"TAILOR_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(REPOSITORY)}
+
+
+def serves(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def wait(what: Callable[[], bool], told: Callable[[], str]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < end_s, told()
+        time.sleep(0.1)
+
+
+def engine_of(server: int) -> psutil.Process:
+    """The process that holds the model: the child with the most memory."""
+    return max(psutil.Process(server).children(), key=lambda child: child.memory_info().rss)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    port = free_port()
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            command(folder, port), cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment(folder)},
+        )  # fmt: skip
+    try:
+        wait(lambda: serves(port), lambda: (folder / "server.log").read_text())
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_last_engines_death_ends_the_server_with_status_1(
+    server: tuple[subprocess.Popen[bytes], int], folder: Path
+) -> None:
+    process, _ = server
+    engine_of(process.pid).kill()
+    assert process.wait(LIMIT_S) == 1
+    assert "no engine is left" in (folder / "server.log").read_text()
+
+
+def test_systemd_reads_the_unit_without_a_complaint(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    start = unit()["Service"]["ExecStart"].split()[0]
+    text = UNIT.read_text().replace(start, "/bin/true")  # verify wants the program to be there
+    (tmp_path / "tailor.service").write_text(text)
+
+    def verify() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [analyze, "verify", "--man=no", str(tmp_path / "tailor.service")],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    done = verify()
+    complaints = [line for line in done.stderr.splitlines() if "tailor.service" in line]
+    assert done.returncode == 0 and complaints == []
+    (tmp_path / "tailor.service").write_text(text.replace("Restart=on-failure", "Restart=perhaps"))
+    assert "perhaps" in verify().stderr  # it would have said so
+
+
+def test_a_supervisor_brings_the_server_back_and_leaves_a_clean_end_alone(folder: Path) -> None:
+    supervisord = shutil.which("supervisord")
+    if supervisord is None:
+        pytest.skip("supervisord is not installed (Debian: apt-get install supervisor)")
+    service = unit()["Service"]
+    restart = {"on-failure": "unexpected"}[service["Restart"]]
+    compose = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text())
+    assert compose["services"]["tailor"]["restart"] == "unless-stopped"
+    port = free_port()
+    words = " ".join(command(folder, port))
+    values = ",".join(f'{name}="{value}"' for name, value in environment(folder).items())
+    (folder / "supervisord.conf").write_text(
+        f"[supervisord]\nnodaemon=true\nlogfile={folder}/supervisor.log\n"
+        f"pidfile={folder}/supervisor.pid\nchildlogdir={folder}\n"
+        f"[program:tailor]\ncommand={words}\ndirectory={folder}\nenvironment={values}\n"
+        f"autorestart={restart}\nexitcodes=0\nstartsecs=1\n"
+        f"stopwaitsecs={service['TimeoutStopSec']}\nredirect_stderr=true\n"
+        f"stdout_logfile={folder}/child.log\n"
+    )
+    supervisor = subprocess.Popen(
+        [supervisord, "-c", str(folder / "supervisord.conf")], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
+    )  # fmt: skip
+
+    def told() -> str:
+        return (folder / "supervisor.log").read_text() + (folder / "child.log").read_text()
+
+    def pid() -> int:
+        children = psutil.Process(supervisor.pid).children()
+        return children[0].pid if children else 0
+
+    try:
+        wait(lambda: serves(port), told)
+        seen = [pid()]
+        for end in (
+            lambda server: os.kill(server, signal.SIGKILL),  # as the kernel does without memory
+            lambda server: engine_of(server).kill(),
+        ):
+            engine = engine_of(seen[-1])
+            end(seen[-1])
+            wait(lambda: pid() not in (0, seen[-1]), told)
+            wait(lambda: serves(port), told)  # on the same port
+            wait(lambda engine=engine: not engine.is_running(), told)  # type: ignore[misc]
+            seen.append(pid())
+        assert len(set(seen)) == 3
+        os.kill(seen[-1], signal.SIGTERM)
+        wait(lambda: "exit status 0; expected" in told(), told)
+        time.sleep(2.0)
+        assert pid() == 0
+    finally:
+        supervisor.terminate()
+        supervisor.wait(60)
