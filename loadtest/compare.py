@@ -289,11 +289,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """The options that name servers and say where the result goes; shared by the load tests."""
+def add_server_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The options that name servers and say where the result goes; shared by the load tests.
+
+    required: whether a server must be named, the first of which is ours; else none is.
+    """
     parser.add_argument(
-        "--server", action="append", required=True, metavar="NAME=WHERE",
-        help="URL, start script, or @NAME; the first one is ours; repeat",
+        "--server", action="append", required=required, default=None if required else [],
+        metavar="NAME=WHERE",
+        help="URL, start script, or @NAME; repeat" + ("; the first one is ours" * required),
     )  # fmt: skip
     parser.add_argument("--model", action="append", default=[], metavar="NAME=MODEL")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=JSON",

@@ -37,6 +37,7 @@ class Timing:
     chunk_tokens: list[int] = field(default_factory=list)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
     num_tokens: int = 0
@@ -170,6 +171,7 @@ def _take(timing: Timing, chunk: Mapping[str, Any], now: float, seen: int) -> in
         ids = choice.get("token_ids") or []
         timing.text += text
         timing.token_ids += ids
+        timing.prompt_token_ids += choice.get("prompt_token_ids") or []
         timing.finish_reason = choice.get("finish_reason") or timing.finish_reason
         # A final usage on a chunk without text counts no new token here: servers that send one
         # have sent every token in a chunk of its own, and num_tokens below takes the usage.

@@ -19,8 +19,8 @@ is one) is an open loop too: its times, divided by `--trace-speed`, its tasks an
 server as requests of that task; without it all are the server's model's.
 
 Told per level and server: requests/s, tokens/s, TTFT, time per output token (TPOT), inter-chunk
-gaps (ITL), end-to-end latency, goodput (share and rate of requests that met `--slo`), tokens a step
-where the server tells, the same by data set, medians over rounds with their 95 % bootstrap
+gaps (ITL), end-to-end latency, goodput (share and rate of requests that met `--slo`), tokens and
+draft nodes a step where the server tells, the same by data set, medians over rounds with their 95 % bootstrap
 interval, and the paired ratios to the first server of tokens/s, TTFT, TPOT, ITL and end-to-end
 latency with theirs. Ends in one JSON line, which loadtest.report makes a page of. Exits 1 when a
 request failed.
@@ -341,12 +341,14 @@ def _account(
     """What a set of requests got, as JSON values; the failed ones met no objective."""
     good = sum(meets_slo(t, late, slo) for t, late in zip(timings, lates, strict=True))
     steps = sum((t.speculation or {}).get("steps", 0) for t in timings)
+    drafted = sum((t.speculation or {}).get("drafted_tokens", 0) for t in timings)
     with_steps = sum(t.num_tokens for t in timings if t.speculation)
     return {
         "num_requests": len(timings) + num_failed,
         "num_good": good,
         "good_share": good / max(1, len(timings) + num_failed),
         "tokens_per_step": with_steps / steps if steps else None,
+        "nodes_per_step": drafted / steps if steps else None,
         **{
             name: None if (s := summarize(values)) is None else s.to_json()
             for name, values in latencies(timings, lates).items()
@@ -442,7 +444,7 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
         for column in (
             "req/s", "tok/s", "ratio", "TTFT p50/p99 ms", "TPOT p50/p99 ms", "ITL p50/p99 ms",
             "e2e p50/p99 s",
-            "good", "tok/step", "failed",
+            "good", "tok/step", "nodes/step", "failed",
         ):  # fmt: skip
             table.add_column(column, justify="right")
         for server, row in rows.items():
@@ -467,6 +469,7 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
                 pair("e2e_s", 1),
                 f"{row['good_share']:.0%}",
                 "-" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}",
+                "-" if row["nodes_per_step"] is None else f"{row['nodes_per_step']:.2f}",
                 str(row["num_failed"]),
             )
         console.print(table)

@@ -41,13 +41,15 @@ class PeerFailed(Exception):
 
 @dataclass(slots=True)
 class Peer:
-    """One named server under test. `extra` fields are merged into every request's body."""
+    """One named server under test. `extra` fields are merged into every request's body; `env` into
+    the environment of its start script."""
 
     name: str
     where: str
     dialect: Dialect = "openai"
     model: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     url: str = ""
     version: str = ""
     process: subprocess.Popen[bytes] | None = None
@@ -74,7 +76,7 @@ def _split(option: str, text: str) -> tuple[str, str]:
 
 
 def _dialect_of(name: str) -> Dialect:
-    if name.startswith("hf-"):  # peers/hf_generate.py
+    if name.startswith(("hf-", "openvino")):  # peers/hf_generate.py, peers/openvino_serve.py
         return "transformers"
     return next((dialect for dialect in DIALECTS if name.startswith(dialect)), "openai")
 
@@ -157,7 +159,7 @@ def start(peer: Peer, log_dir: Path) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PORT": str(port), "HOST": "127.0.0.1"},
+            env={**os.environ, **peer.env, "PORT": str(port), "HOST": "127.0.0.1"},
             start_new_session=True,  # so that stop() reaches its workers and nothing else
         )
     peer.url = f"http://127.0.0.1:{port}"

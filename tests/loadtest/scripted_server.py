@@ -20,7 +20,9 @@ WORDS = ["one", " two", " three", " four", " five", " six", " seven", " eight"]
 class ScriptedServer:
     """Listens on 127.0.0.1 while used as a context manager; `url` says where.
 
-    pace_s: seconds before each chunk. tokens_per_chunk: tokens a stream chunk carries.
+    pace_s: seconds before each chunk. tokens_per_chunk: tokens a stream chunk carries, where the
+    body does not turn drafts off. Streams tell token ids (a word's length) and speculation where
+    the body asks for them: a chunk is a step, all but one of its tokens were drafted and as many.
     running_usage: whether chunks carry continuous usage. answer: the tokens' texts for a body.
     metrics: the text of /metrics, or what makes it. status: what every completion answers with.
     """
@@ -86,24 +88,39 @@ class ScriptedServer:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                sent = 0
+                sent = num_steps = 0
+                off = (body.get("speculation") or {}).get("drafter") == "off"
+                width = 1 if off else script.tokens_per_chunk
                 while sent < len(tokens):
                     time.sleep(script.pace_s)
-                    part = tokens[sent : sent + script.tokens_per_chunk]
+                    part = tokens[sent : sent + width]
                     sent += len(part)
+                    num_steps += 1
                     with script.lock:
                         script.num_chunks += 1
                     chunk: dict[str, Any] = {
                         "choices": [{"index": 0, "text": "".join(part), "finish_reason": None}]
                     }
+                    if body.get("return_token_ids"):
+                        chunk["choices"][0]["token_ids"] = [len(word) for word in part]
+                        if num_steps == 1:
+                            chunk["choices"][0]["prompt_token_ids"] = [1] * 7
                     if script.running_usage:
                         chunk["usage"] = {"prompt_tokens": 7, "completion_tokens": sent}
                     self.event(chunk)
                 reason = "length" if sent >= body["max_tokens"] else "stop"
                 self.event({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
-                self.event(
-                    {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": sent}}
-                )
+                last: dict[str, Any] = {
+                    "choices": [],
+                    "usage": {"prompt_tokens": 7, "completion_tokens": sent},
+                }
+                if body.get("include_speculation"):
+                    last["speculation"] = {
+                        "steps": num_steps,
+                        "drafted_tokens": num_steps * (width - 1),
+                        "accepted_tokens": sent - num_steps,
+                    }
+                self.event(last)
                 self.wfile.write(b"data: [DONE]\n\n")
 
             def whole(self, body: dict[str, Any]) -> None:

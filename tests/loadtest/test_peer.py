@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import stat
 import sys
 import textwrap
@@ -126,8 +127,12 @@ def test_every_shipped_start_script_is_valid_and_names_no_machine() -> None:
     for path in scripts:
         assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
         text = path.read_text()
-        assert "127.0.0.1" in text or "--port" in text
-        assert "${PORT:?}" in text
+        base = re.search(r'^exec bash "\$\(dirname "\$0"\)/(\w+\.sh)"$', text, re.MULTILINE)
+        if base is not None:  # hands on to another one, which is looked at too
+            assert folder / base[1] in scripts
+        else:
+            assert "127.0.0.1" in text or "--port" in text
+            assert "${PORT:?}" in text
         for place in ("/home/", "/root/", "/work/", "/opt/"):
             assert place not in text
 

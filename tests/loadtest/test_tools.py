@@ -322,6 +322,17 @@ def test_load_closed_and_open_loop(capsys: pytest.CaptureFixture[str], data_dir:
     assert "100 req/s" in result["figures"]
 
 
+def test_load_tells_the_draft_budget(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.001, tokens_per_chunk=3) as server:
+        arguments = load_args([server.url], data_dir, "--concurrency", "2")
+        off = 'tailor-0={"speculation": {"drafter": "off"}}'
+        more = ["--server", "tailor-on=@tailor-0", "--extra", off, "--pause", "0"]
+        assert load.main([*arguments, *more]) == 0
+    rows = last_json(capsys)["figures"]["2 clients"]
+    assert (rows["tailor-on"]["nodes_per_step"], rows["tailor-on"]["tokens_per_step"]) == (2.0, 3.0)
+    assert (rows["tailor-0"]["nodes_per_step"], rows["tailor-0"]["tokens_per_step"]) == (0.0, 1.0)
+
+
 def test_load_books_failures_and_exits_1(
     capsys: pytest.CaptureFixture[str], data_dir: Path
 ) -> None:

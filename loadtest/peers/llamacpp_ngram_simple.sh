@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# llama.cpp with its own drafts from n-grams (--spec-type ngram-simple) beside llamacpp.sh's options.
+set -euo pipefail
+export LLAMACPP_ARGS="--spec-type ngram-simple ${LLAMACPP_ARGS:-}"
+exec bash "$(dirname "$0")/llamacpp.sh"
