@@ -20,10 +20,10 @@ server as requests of that task; without it all are the server's model's.
 
 Told per level and server: requests/s, tokens/s, TTFT, time per output token (TPOT), inter-chunk
 gaps (ITL), end-to-end latency, goodput (share and rate of requests that met `--slo`), tokens and
-draft nodes a step where the server tells, the same by data set, medians over rounds with their 95 % bootstrap
-interval, and the paired ratios to the first server of tokens/s, TTFT, TPOT, ITL and end-to-end
-latency with theirs. Ends in one JSON line, which loadtest.report makes a page of. Exits 1 when a
-request failed.
+draft nodes a step where the server tells, the same by data set, medians over rounds with their
+95 % bootstrap interval, and the paired ratios to the first server of tokens/s, TTFT, TPOT, ITL and
+end-to-end latency with theirs. Ends in one JSON line, which loadtest.report makes a page of. Exits
+1 when a request failed.
 """
 
 from __future__ import annotations

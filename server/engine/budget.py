@@ -82,26 +82,33 @@ class CostTable:
         repeats: int = 3,
         limit_s: float = 0.25,
     ) -> CostTable:
-        """Measure on the real runner: the median of `repeats` steps per row count up to 16.
+        """Measure on the real runner, in `repeats` passes over the row counts.
 
-        Larger ones are measured once (a start-up must be short, and observe() refines them); one
-        whose step passes limit_s is the last. The KV term is the slope
+        The least of a row count's steps counts: whoever else uses the machine only adds to them,
+        and the passes lie apart, so that one disturbance does not hit all of them. Past 16 rows
+        there is one pass (a start-up must be short, and observe() refines them), and past 8 the
+        first row count whose step passes limit_s is the last: without a figure for 8 rows a slow
+        or busy machine would never draft, and so never learn better. The KV term is the slope
         between short_len and long_len keys at 8 rows (0 where long_len is not above short_len).
         """
         prober(1, short_len)  # the first step pays for allocations and compilation
-        rows: list[int] = []
-        seconds: list[float] = []
+        least: dict[int, float] = {}
         for num in row_grid(max_rows):
-            times = sorted(prober(num, short_len) for _ in range(repeats if num <= 16 else 1))
-            rows.append(num)
-            seconds.append(max(times[len(times) // 2], 1e-9))
-            if seconds[-1] > limit_s:
-                break
+            least[num] = max(prober(num, short_len), 1e-9)
+            if num >= 8 and least[num] > limit_s:
+                least[num] = min(least[num], max(prober(num, short_len), 1e-9))
+                if least[num] > limit_s:
+                    break
+        for _ in range(repeats - 1):
+            for num in least:
+                if num <= 16:
+                    least[num] = max(min(least[num], prober(num, short_len)), 1e-9)
+        rows, seconds = list(least), list(least.values())
         key_s = 0.0
         num = min(8, rows[-1])
         if long_len > short_len:
-            near = sorted(prober(num, short_len) for _ in range(repeats))[repeats // 2]
-            far = sorted(prober(num, long_len) for _ in range(repeats))[repeats // 2]
+            near = min(prober(num, short_len) for _ in range(repeats))
+            far = min(prober(num, long_len) for _ in range(repeats))
             key_s = max(0.0, far - near) / (num * (long_len - short_len))
         base = [max(s - key_s * r * short_len, 1e-9) for r, s in zip(rows, seconds, strict=True)]
         return CostTable(rows, base, key_s)
@@ -172,9 +179,13 @@ class DraftRecord:
     trust scales the survivals a drafter claims: accepted over predicted tokens, decayed, with a
     prior of 1, never above 1. After `patience` drafts in a row without one accepted token the
     sequence is not asked for `pause` steps, doubling up to a bound; then one small probe is.
+
+    A sequence whose proposals promise less than asking for them costs (`weigh`) rests as well, for
+    steps that double up to LAST_REST. With one stream asking costs thousandths of a token and
+    nobody rests; with 32 it would cost a twentieth of the step, and the budget takes few nodes.
     """
 
-    __slots__ = ("_accepted", "_left", "_misses", "_pause", "_predicted")
+    __slots__ = ("_accepted", "_left", "_misses", "_pause", "_predicted", "_rest", "_value")
 
     PRIOR = 2.0  # tokens of prior evidence
     DECAY = 0.95
@@ -182,8 +193,13 @@ class DraftRecord:
     FIRST_PAUSE = 4
     LAST_PAUSE = 64
     PROBE_NODES = 4
+    FIRST_VALUE = 0.2  # tokens that an unknown sequence's proposals are taken to be worth
+    VALUE_REFRESH = 0.25
+    LAST_REST = 16
 
     def __init__(self) -> None:
+        self._value = self.FIRST_VALUE
+        self._rest = 0
         self._predicted = 0.0
         self._accepted = 0.0
         self._misses = 0
@@ -220,6 +236,16 @@ class DraftRecord:
             self._pause = min(max(2 * self._pause, self.FIRST_PAUSE), self.LAST_PAUSE)
             self._left = self._pause
 
+    def weigh(self, value: float, price: float) -> None:
+        """A proposal was made: the tokens that what was taken of it promises, less those that its
+        rows cost; and the tokens that could have been made in the time that asking took."""
+        self._value += self.VALUE_REFRESH * (value - self._value)
+        if self._value >= price:
+            self._rest = 0
+            return
+        self._rest = min(max(2 * self._rest, 2), self.LAST_REST)
+        self._left = max(self._left, self._rest)
+
     def forgive(self) -> None:
         """A proposal was not taken: old evidence fades, so that it is probed again some time."""
         self._predicted *= self.DECAY
@@ -233,10 +259,46 @@ class DraftBudget:
         """host_s: seconds a step spends outside the runner (refreshed with observe_host)."""
         self.cost = cost
         self._host_s = host_s
+        self._ask_s = 0.0
 
     def observe_host(self, seconds: float) -> None:
         """Refresh the host's share of a step."""
         self._host_s += _REFRESH * (seconds - self._host_s)
+
+    def observe_asking(self, seconds: float, num_asked: int) -> None:
+        """Refresh what a proposal costs: num_asked of them took so many (CPU) seconds."""
+        self._ask_s += _REFRESH * (seconds / num_asked - self._ask_s)
+
+    def price(self, num_draws: int, mean_len: float) -> float:
+        """Tokens that plain decoding of these sequences makes while one of them is asked."""
+        return self._ask_s * self._plain_rate(num_draws, mean_len)
+
+    def values(
+        self,
+        survivals: Sequence[Float64],
+        kept: Sequence[int],
+        num_draws: int,
+        base_rows: int,
+        mean_len: float,
+    ) -> list[float]:
+        """What `choose` took of each tree, in tokens: its survivals less what its rows cost."""
+        total = sum(kept)
+        node = 0.0
+        if total and self.cost is not None:
+            at = np.array([base_rows, base_rows + total], np.float64)
+            before, after = self.cost.costs(at)
+            extra_s = float(after - before) / total + self.cost.key_s * mean_len
+            node = extra_s * self._plain_rate(num_draws, mean_len)
+        return [
+            float(np.sort(s)[s.shape[0] - num :].sum()) - node * num if num else 0.0
+            for s, num in zip(survivals, kept, strict=True)
+        ]
+
+    def _plain_rate(self, num_draws: int, mean_len: float) -> float:
+        """Tokens per second without drafts; 0 without a cost table."""
+        if self.cost is None:
+            return 0.0
+        return num_draws / (self.cost.cost(num_draws, num_draws * mean_len) + self._host_s)
 
     def ceiling(self, num_draws: int, base_rows: int, mean_len: float, max_nodes: int) -> int:
         """The most nodes that could pay if every one of them were accepted.

@@ -502,25 +502,37 @@ class Engine:
         )
         most = self.budget.ceiling(num_draws, plan.num_rows, mean_len, fit)
         self._most_drafts = max(0, most)
+        if most <= 0:
+            for i, _, _ in asked:
+                items[i].sequence.no_draft_reason = "budget"
+            return trees, time.perf_counter() - began
+        price = self.budget.price(num_draws, mean_len)
+        resting = {i: allowed == 0 for (i, _, _), allowed in zip(asked, allowances, strict=True)}
+        asking = time.thread_time()
         proposed: list[tuple[int, CheckedTree]] = []
         for (i, nodes, depth), allowed in zip(asked, allowances, strict=True):
             sequence = items[i].sequence
             sequence.no_draft_reason = "budget"
-            if most <= 0:
-                continue
             if sequence.grammar is None:
                 tree = self._ask(sequence, min(nodes, most), depth)
             else:
                 tree = self._ask_constrained(sequence, allowed, min(nodes, most), depth)
             if tree is None:
                 sequence.no_draft_reason = "no_match" if allowed else "cooldown"
+                if allowed:
+                    sequence.draft_record.weigh(0.0, price)
             else:
                 proposed.append((i, tree))
+        self.budget.observe_asking(time.thread_time() - asking, len(asked))
         if proposed:
             survivals = [t.chances(items[i].sequence.draft_record.trust) for i, t in proposed]
-            kept = self.budget.choose(survivals, num_draws, plan.num_rows, mean_len, fit)
-            for (i, tree), num in zip(proposed, kept, strict=True):
+            shape = num_draws, plan.num_rows, mean_len
+            kept = self.budget.choose(survivals, *shape, fit)
+            values = self.budget.values(survivals, kept, *shape)
+            for (i, tree), num, value in zip(proposed, kept, values, strict=True):
                 sequence = items[i].sequence
+                if not resting[i]:
+                    sequence.draft_record.weigh(value, price)
                 num = self.scheduler.reserve_drafts(sequence, num) if num else 0
                 if num:
                     trees[i] = tree.keep(num)

@@ -227,7 +227,9 @@ class _Load:
         mean_len = sum(seat.length for seat in drawing) / len(drawing)
         most = self._budget.ceiling(len(drawing), num_rows, mean_len, fit)
         proposed: list[tuple[int, CheckedTree]] = []
-        if most > 0:
+        price = self._budget.price(len(drawing), mean_len)
+        if most > 0 and asked:
+            began = time.thread_time()
             for i, nodes in asked:
                 session = drawing[i].session
                 assert session is not None
@@ -235,11 +237,17 @@ class _Load:
                 found = session.propose(nodes, nodes)
                 if len(found):
                     proposed.append((i, check_tree(found, self._vocab_size, nodes).keep(nodes)))
+                else:
+                    drawing[i].record.weigh(0.0, price)
+            self._budget.observe_asking(time.thread_time() - began, len(asked))
         if not proposed:
             return trees
         survivals = [tree.survival * drawing[i].record.trust for i, tree in proposed]
-        kept = self._budget.choose(survivals, len(drawing), num_rows, mean_len, fit)
-        for (i, tree), num in zip(proposed, kept, strict=True):
+        shape = len(drawing), num_rows, mean_len
+        kept = self._budget.choose(survivals, *shape, fit)
+        values = self._budget.values(survivals, kept, *shape)
+        for (i, tree), num, value in zip(proposed, kept, values, strict=True):
+            drawing[i].record.weigh(value, price)
             if num:
                 trees[i] = tree.keep(num)
             else:

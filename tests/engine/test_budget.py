@@ -66,6 +66,25 @@ def test_measure_finds_the_slope_over_keys_and_stops_at_slow_steps() -> None:
     assert CostTable.from_dict(table.as_dict()).cost(77) == table.cost(77)
 
 
+def test_measure_is_not_misled_by_a_neighbour_for_a_while() -> None:
+    calls = 0
+
+    def prober(rows: int, kv_len: int) -> float:
+        nonlocal calls
+        calls += 1
+        return (0.3 if 3 <= calls < 10 else 0.0) + 0.01 + 0.0005 * rows
+
+    table = CostTable.measure(prober, 64)
+    for rows in (1, 2, 4, 8, 16):
+        assert table.cost(rows) == pytest.approx(0.01 + 0.0005 * rows)
+
+
+def test_measure_goes_to_8_rows_however_slow_the_machine() -> None:
+    table = CostTable.measure(lambda rows, kv_len: 2.0 + 0.1 * rows, 128)
+    assert table.cost(8) == pytest.approx(2.8)  # and not 8 times what 1 row costs
+    assert table.cost(16) == pytest.approx(5.6)
+
+
 @pytest.mark.parametrize(
     ("rows", "seconds"), [([1, 2], [1.0]), ([2], [1.0]), ([1, 1], [1.0, 1.0]), ([1], [0.0])]
 )
@@ -180,3 +199,42 @@ def test_cooldown_doubles_probes_and_ends_with_a_hit() -> None:
         pass
     record.observe(1.0, 1)
     assert record.allowance() > 100 and not record.cooling
+
+
+def test_a_sequence_whose_proposals_are_not_worth_asking_for_is_asked_rarely() -> None:
+    record, num_asked = DraftRecord(), 0
+    for _ in range(400):
+        if record.allowance():
+            num_asked += 1
+            record.weigh(0.0, price=0.05)
+    assert 400 / (DraftRecord.LAST_REST + 1) - 2 < num_asked < 45
+    while not record.allowance():
+        pass
+    record.weigh(1.0, price=0.05)  # it begins to repeat itself: asked at every step again
+    for _ in range(20):
+        assert record.allowance() > 0
+        record.weigh(0.2, price=0.05)
+
+
+def test_nobody_rests_where_asking_costs_next_to_nothing() -> None:
+    record = DraftRecord()
+    for step in range(200):
+        assert record.allowance() > 0
+        record.weigh(0.3 if step % 16 == 0 else 0.0, price=0.001)
+
+
+def test_the_price_of_asking_grows_with_the_sequences_that_wait_for_it() -> None:
+    budget = DraftBudget(_line(0.015, 0.001))
+    assert budget.price(1, 0.0) == 0.0
+    for _ in range(500):
+        budget.observe_asking(32 * 60e-6, 32)
+    assert budget.price(1, 0.0) == pytest.approx(60e-6 / 0.015, rel=0.01)
+    assert budget.price(32, 0.0) == pytest.approx(60e-6 * 32 / 0.046, rel=0.01)
+    assert DraftBudget().price(32, 0.0) == 0.0  # costs are not known: nobody rests
+
+
+def test_a_value_is_what_the_kept_nodes_promise_less_their_rows() -> None:
+    budget = DraftBudget(_line(0.015, 0.001))  # 1 row 15 ms, each more 1 ms: a 15th of a token
+    trees = [np.array([0.9, 0.1, 0.5]), np.array([0.4]), np.array([0.2])]
+    values = budget.values(trees, [2, 1, 0], 1, 1, 0.0)
+    assert values == pytest.approx([0.9 + 0.5 - 2 / 15, 0.4 - 1 / 15, 0.0])
