@@ -632,12 +632,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = _model_folder(options.tailor_model)
 
             async def run() -> None:
-                if any(task_set.adapter is None for task_set in missing):
-                    console.print(f"starting {', '.join(p.name for p in peers) or 'no peers'}")
-                    await bring_up(peers, options.log_dir)
-                for adapter in dict.fromkeys(task_set.adapter for task_set in missing):
-                    if adapter is not None:
-                        bring_down(peers)
+                groups = dict.fromkeys(task_set.adapter for task_set in missing)
+                for adapter in sorted(groups, key=lambda name: name is None):
+                    if adapter is None:  # last: the peers take part
+                        names = ", ".join(peer.name for peer in peers)
+                        console.print(f"starting {names or 'no other servers'}")
+                        await bring_up(peers, options.log_dir)
                     group = [s for s in missing if s.adapter == adapter]
                     await run_group(options, adapter, group, peers, corpora, folder, about, console)
 
