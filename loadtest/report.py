@@ -1,17 +1,21 @@
 """An HTML page from the load tests' JSON lines: plots, tables, machine and versions, in one file.
 
-    python -m loadtest.report results.jsonl --out report.html
+    python -m loadtest.report results.jsonl --out report.html --picture report.png
 
 Takes the lines of compare, concurrency, load, lossless and step_profile, in any order; a line of
 another tool is listed as it is. The page needs no network, no script and no font; plots are inline
-SVG with their figures as text, so that they can be read aloud and searched.
+SVG with their figures as text, so that they can be read aloud and searched. `--picture` takes one
+of the page's top with a headless Chromium (Debian: apt-get install chromium).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -428,6 +432,22 @@ def render(results: Iterable[Mapping[str, Any]]) -> str:
     return page.render(sections=sections, width=WIDTH, label=LABEL, height=BAR)
 
 
+def take_picture(page: Path, picture: Path) -> None:
+    """A PNG of the page's first 1400 pixels. Raises OSError without a browser or a picture."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise OSError("Chromium is not installed")
+    with tempfile.TemporaryDirectory(prefix="report-") as profile:
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+             f"--user-data-dir={profile}", "--window-size=1000,1400",
+             f"--screenshot={picture.resolve()}", page.resolve().as_uri()],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    if done.returncode or not picture.exists():
+        raise OSError(f"Chromium took no picture: {done.stderr[-500:]}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.report",
@@ -436,6 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="of the page's top")
     options = parser.parse_args(arguments)
     try:
         results = [
@@ -445,12 +466,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if line.strip()
         ]
         page = render(results)
+        with replacing(options.out) as out:
+            out.write(page.encode())
+        options.out.chmod(0o644)
+        if options.picture is not None:
+            take_picture(options.out, options.picture)
     except (OSError, ValueError, KeyError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    with replacing(options.out) as out:
-        out.write(page.encode())
-    options.out.chmod(0o644)
     print(f"{options.out}: {len(results)} results")
     return 0
 

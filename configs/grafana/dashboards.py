@@ -614,6 +614,9 @@ def grafana(dashboard: Dashboard) -> dict[str, Any]:
             {
                 "type": "dashboards",
                 "title": "Tailor",
+                "icon": "external link",
+                "tooltip": "The other dashboards of Tailor",
+                "targetBlank": False,
                 "tags": ["tailor"],
                 "asDropdown": False,
                 "includeVars": True,
@@ -634,7 +637,6 @@ def _variables() -> list[dict[str, Any]]:
             "type": "query",
             "datasource": SOURCE,
             "query": {"query": query, "refId": name},
-            "definition": query,
             "includeAll": True,
             "allValue": ".*",
             "multi": True,
@@ -650,6 +652,10 @@ def _variables() -> list[dict[str, Any]]:
     ]
 
 
+def _legend(*, shown: bool) -> dict[str, Any]:
+    return {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": shown}
+
+
 def _panel(panel: Panel, panel_id: int, where: dict[str, int]) -> dict[str, Any]:
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     options: dict[str, Any] = {}
@@ -661,15 +667,33 @@ def _panel(panel: Panel, panel_id: int, where: dict[str, int]) -> dict[str, Any]
             "showPoints": "never",
             "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
         }
-        options = {"tooltip": {"mode": "multi", "sort": "desc"}}
+        options = {"tooltip": {"mode": "multi", "sort": "desc"}, "legend": _legend(shown=True)}
     elif panel.kind == "stat":
         options = {
             "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
             "colorMode": "none",
             "graphMode": "none",
+            "justifyMode": "auto",
+            "orientation": "auto",
+            "textMode": "auto",
+            "wideLayout": True,
+            "showPercentChange": False,
+            "percentChangeColorMode": "standard",
         }
     elif panel.kind == "barchart":
-        options = {"xField": panel.x, "showValue": "never", "legend": {"showLegend": False}}
+        options = {
+            "xField": panel.x,
+            "showValue": "never",
+            "legend": _legend(shown=False),
+            "tooltip": {"mode": "single", "sort": "none"},
+            "orientation": "auto",
+            "stacking": "none",
+            "barWidth": 0.97,
+            "groupWidth": 0.7,
+            "fullHighlight": False,
+            "xTickLabelRotation": 0,
+            "xTickLabelMaxLength": 0,
+        }
         transformations = [
             {"id": "organize", "options": {"excludeByName": {"Time": True}}},
             {

@@ -153,3 +153,21 @@ def test_the_page_of_a_load_has_its_ratios_and_its_sweep(results: Path, tmp_path
     assert f"{ratios['ttft_s']['median']:.2f} [{ratios['ttft_s']['low']:.2f}, " in text
     assert page.tags.count("polyline") == 2 * len(report.LOAD_CHARTS)
     assert "time to the first token, 99 % of requests" in text
+
+
+def test_a_picture_of_the_page(
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [str(results), "--out", str(tmp_path / "r.html"), "--picture", str(tmp_path / "r.png")]
+    with monkeypatch.context() as patch:
+        patch.setattr(report.shutil, "which", lambda name: None)
+        assert report.main(words) == 1
+    assert "Chromium is not installed" in capsys.readouterr().err
+    if report.shutil.which("chromium") is None:
+        pytest.skip("Chromium is not installed")
+    assert report.main(words) == 0
+    data = (tmp_path / "r.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 20_000

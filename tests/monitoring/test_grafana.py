@@ -110,6 +110,42 @@ def test_panels_say_what_they_show_and_read_series_that_exist(
         assert series and series <= known, series - known
 
 
+@pytest.mark.parametrize(
+    ("name", "panel"), PANELS, ids=lambda v: v if isinstance(v, str) else v["title"]
+)
+def test_every_expression_follows_the_variables_that_its_series_know(
+    name: str, panel: dict[str, Any]
+) -> None:
+    """Who chooses a task or a model sees its figures alone, wherever a series has that label."""
+    labels = {
+        sample: set(collector._labelnames)  # type: ignore[attr-defined]
+        for sample, collector in Metrics().registry._names_to_collectors.items()
+    }
+    for target in panel["targets"]:
+        for series, matchers in re.findall(r"\b(tailor_\w+)(\{[^}]*\})?", target["expr"]):
+            for variable in ("task", "model"):
+                if variable in labels[series]:
+                    assert f'{variable}=~"${variable}"' in matchers, (series, target["expr"])
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_every_panel_asks_the_chosen_data_source(name: str) -> None:
+    board = dashboards()[name]
+    [source] = [v for v in board["templating"]["list"] if v["name"] == "datasource"]
+    assert (source["type"], source["query"]) == ("datasource", "prometheus")
+    wanted = {"type": "prometheus", "uid": "${datasource}"}
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"] == wanted
+        assert all(target["datasource"] == wanted for target in panel["targets"])
+        ids = [target["refId"] for target in panel["targets"]]
+        assert len(set(ids)) == len(ids)
+    for variable in board["templating"]["list"]:
+        assert variable.get("datasource", wanted) == wanted
+    assert len({one["uid"] for one in dashboards().values()}) == len(dashboards())
+
+
 def _sample_names(name: str, kind: str) -> tuple[str, ...]:
     if kind == "counter":
         return (f"{name}_total",)
