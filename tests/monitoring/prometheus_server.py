@@ -31,9 +31,13 @@ def binary(name: str) -> str:
 
 
 class Prometheus:
-    """A running Prometheus; a context manager. folder: for its configuration and its data."""
+    """A running Prometheus; a context manager.
 
-    def __init__(self, folder: Path, target: str) -> None:
+    folder: for its configuration and its data; what folder/data holds already is served, too.
+    flags: further ones of its command line.
+    """
+
+    def __init__(self, folder: Path, target: str, *flags: str) -> None:
         config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
         for file in (CONFIG / "rules").glob("*.yml"):
@@ -58,6 +62,7 @@ class Prometheus:
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
                 "--log.level=warn",
+                *flags,
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -87,9 +92,11 @@ class Prometheus:
         self._process.wait(20)
         self._log.close()
 
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """The vector that an instant query returns. Fails for an expression that is none."""
-        answer = self._client.get("/api/v1/query", params={"query": expr}).json()
+    def query(self, expr: str, at_s: float | None = None) -> list[dict[str, Any]]:
+        """The vector that an instant query returns, now or at a Unix time. Fails for an expression
+        that is none."""
+        params = {"query": expr} if at_s is None else {"query": expr, "time": f"{at_s:.0f}"}
+        answer = self._client.get("/api/v1/query", params=params).json()
         assert answer["status"] == "success", (expr, answer)
         data = answer["data"]
         assert data["resultType"] == "vector", expr
