@@ -7,7 +7,9 @@
    times beside the memory-bandwidth floor: decode of 1..64 sequences with a row each, trees of
    1..64 rows on one sequence, 8-row trees on several, sampled decode and prompt chunks, over
    histories of 256 to 8192 positions; decode once plainly and once with CUDA graphs.
-3. Ends in one line of JSON.
+3. Measures and checks vocabulary slices on a Gemma 3 270M shape (loadtest/gpu_vocabulary.py): the
+   full head on the device, streamed from CPU memory and verified on the CPU; device memory of each.
+4. Ends in one line of JSON.
 
 The floor is the bytes a step must read - every weight but the embedding table once, and the keys
 and values of each sequence's history once - over the measured copy bandwidth (bytes read and
@@ -41,6 +43,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from loadtest import gpu_vocabulary  # noqa: E402
 from server.engine.batch import Batch, DrawParams  # noqa: E402
 from server.model.kv_cache import bytes_per_block  # noqa: E402
 from server.model.torch_runner import TorchRunner  # noqa: E402
@@ -357,6 +360,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ok = False
             report.setdefault("errors", []).append(f"{name}: {str(error)[:300]}")
             print(f"{name}: {error}", flush=True)
+    small = all(name == "tiny" for name in names)
+    try:
+        report["vocabulary"], right = gpu_vocabulary.check(
+            "tiny" if small else "gemma-3-270m", device, dtype, options.repeats
+        )
+    except (RuntimeError, ValueError, MemoryError) as error:
+        right = False
+        report.setdefault("errors", []).append(f"vocabulary: {str(error)[:300]}")
+        print(f"vocabulary: {error}", flush=True)
+    ok = ok and right
     print(json.dumps(report | {"ok": ok}))
     return 0 if ok else 1
 

@@ -6,6 +6,8 @@ Skipped without CUDA. `python loadtest/gpu_check.py` runs this file and times st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -19,6 +21,9 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.slice_cases import batch_of
+from tests.model.test_torch_slices import _asked, _requests, _serve, assert_close, make_slices
+from tests.model.test_torch_slices import make as make_slicing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -211,6 +216,70 @@ def test_launch_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
     runner.move_slots(np.asarray([3], np.int32), np.asarray([4], np.int32))
     torch.cuda.set_sync_debug_mode("default")
     runner.close()
+
+
+@pytest.mark.parametrize("place", ["device", "stream", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_slices_and_verify_draw_what_the_cpu_draws(family: str, place: str) -> None:
+    """Rows copied on a side stream beside the steps, heads streamed or multiplied on the CPU."""
+    found = []
+    for device in (CPU, CUDA):
+        runner = make_slicing(families.build(family), place, device)
+        slices = tuple(make_slices(runner))
+        parts = []
+        for seed in range(4):
+            batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
+            parts.append(run(runner, replace(batch, slices=slices)))
+            keep = np.arange(8, dtype=np.int32)
+            run(runner, replace(batch, slices=slices, draw_keep=keep))
+            check = replace(batch, draw_slice=None, draw_rows=keep)
+            parts.append(runner.verify(check, keep))
+        found.append(parts)
+        runner.close()
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("place", ["device", "stream", "cpu"])
+def test_exact_is_full_on_the_device(place: str) -> None:
+    """Texts of a real engine, with drafts, misses, preemption and neighbours in other modes."""
+    want, _ = _serve(make_slicing(families.build("gemma3"), "device", CUDA), _requests(0))
+    runner = make_slicing(families.build("gemma3"), place, CUDA)
+    asked = _asked(_requests(0), Random(7), ("exact", "full"))
+    got, _ = _serve(runner, asked, num_blocks=6, max_num_seqs=4)
+    assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
+    runner.close()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_launch_with_slices_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
+    """Embeddings gathered in CPU memory, a streamed head, slices that are placed and kept, and rows
+    that are loaded between steps; graphs draw what the plain path draws."""
+    runner = make_slicing(families.build("gemma3"), "stream", CUDA, cuda_graphs=cuda_graphs)
+    plain = make_slicing(families.build("gemma3"), "stream", CUDA)
+    slices = tuple(make_slices(runner))
+    make_slices(plain)
+    tables = [Pages(64, seed=1).sequence(20) for _ in range(3)]
+    builder = BatchBuilder()
+    for i, table in enumerate(tables):
+        row = builder.add_rows(table, [5 + i], 0)[0]
+        builder.draw(row, builder.add_params(draw_params(SamplingParams(temperature=0.0))))
+    batch = replace(
+        builder.build(),
+        draw_slice=np.array([0, 1, -1], np.int32),
+        slices=slices[:2],
+        draw_keep=np.array([4, 9, -1], np.int32),
+    )
+    for _ in range(2):  # compiles kernels, fills allocators, captures graphs
+        run(runner, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    fresh = replace(batch, slices=tuple(replace(s) for s in slices[:2]))
+    runner.load_rows(np.array([11, 12], np.int32), np.array([90, 91], np.int32))
+    runner.launch(fresh)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_close(runner.wait(), run(plain, batch))
+    runner.close()
+    plain.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

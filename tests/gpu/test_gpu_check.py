@@ -27,6 +27,16 @@ def test_dry_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert kinds == ["decode", "tree", "sampled", "chunk"]
     assert all(step["wall_ms"] > 0 for step in report["steps"])
     assert sum(line.startswith("tiny") for line in lines) == 4
+    found = report["vocabulary"]
+    for place in ("device", "stream", "cpu"):
+        mine = [line for line in found if line["place"] == place]
+        checks = [line for line in mine if "ok" in line]
+        assert len(checks) == 3 and all(line["ok"] for line in checks)
+        assert all(line["other_ids"] == 0 for line in checks)
+        assert {line["window_rows"] for line in mine if "verify_ms" in line} == {4, 6}
+        timed = [line for line in mine if "wall_ms" in line]
+        assert {line["what"] for line in timed} == {"full", "slice 1 %", "slice 10 %"}
+        assert all(0 < line["head_ms"] < line["wall_ms"] for line in timed)
 
 
 def test_a_tree_s_paths_lie_within_its_own_rows() -> None:

@@ -72,17 +72,20 @@ class _LateFence(Fence):
         self._side.do(self._number)
 
 
-def make(module: PreTrainedModel, place: str = "device", **options: Any) -> TorchRunner:
+def make(
+    module: PreTrainedModel, place: str = "device", device: torch.device = CPU, **options: Any
+) -> TorchRunner:
     """A runner over a module; with the head in CPU memory the module keeps none of its own."""
+    module = module.to(device)  # type: ignore[arg-type]
     embed: Any = module.get_input_embeddings()
     head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = embed.weight is head.weight
     tables: dict[str, Any] = {}
     if place != "device":
-        tables["head"] = head.weight.detach()
+        tables["head"] = head.weight.detach().cpu()
         head.weight = torch.nn.Parameter(head.weight.to("meta"), requires_grad=False)
     if place != "device" or not tied:
-        tables["embedding"] = tables["head"] if tied else embed.weight.detach()
+        tables["embedding"] = tables["head"] if tied else embed.weight.detach().cpu()
         embed.weight = torch.nn.Parameter(embed.weight.to("meta"), requires_grad=False)
     numbers: dict[str, Any] = {
         "name": "tiny",
@@ -91,10 +94,10 @@ def make(module: PreTrainedModel, place: str = "device", **options: Any) -> Torc
         "max_model_len": families.MAX_LEN,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
-        "side": LateSide(),
+        "side": LateSide() if device.type == "cpu" else None,
         "verify_on_cpu": place == "cpu",
     }
-    return TorchRunner(module, device=CPU, **(numbers | tables | options))
+    return TorchRunner(module, device=device, **(numbers | tables | options))
 
 
 @pytest.fixture(
