@@ -8,6 +8,9 @@ What makes this possible lives elsewhere and must stay: all inputs of the body a
 device buffer at offsets that a bucket fixes (server.model.torch_runner.Upload), launches have grids
 known on the host, and nothing between the upload and the last hidden state syncs.
 
+Vocabulary slices work beside it: the LM head, the slices' products and the draws are outside the
+graph. Embeddings that are gathered in CPU memory are inputs like the others.
+
 The bucket arithmetic is tested on a CPU. Capture and replay have not run on a GPU: tests/gpu
 compares them with the plain path.
 """

@@ -6,7 +6,13 @@ paged attention, the LM head on the rows that draw or are scored, the sampler, o
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 Two steps may be in flight, so that a row can take the id that the previous step draws
-(Batch.token_from). All work is queued on one stream of the runner, KV moves included.
+(Batch.token_from); with the embedding in CPU memory such a row's `launch` waits for that step,
+because its id is needed there. All work is queued on one stream of the runner, KV moves included,
+but for copies of the LM head's rows, which have a second one (transfers.py).
+
+Vocabulary slices: draws are sorted by what they see, the full head or a table's slices; each kind
+goes through the head and the sampler in slabs of rows (torch_slices.py). `verify` draws again from
+kept hidden states with the full head, on the device, streamed to it, or on the CPU.
 
 What ran where: the whole path with the torch attention runs in CI on the CPU; the Triton kernels
 run there under the interpreter. Nothing here was run on a GPU by its author: run
@@ -390,7 +396,7 @@ class TorchRunner:
             self._stream.synchronize()
         self._side.synchronize()
         del self._body, self._head, self._cache, self._partials, self._graphs, self._upload
-        del self._slices, self._kept, self._cpu_head, self._embedding
+        del self._slices, self._kept, self._cpu_head, self._embedding, self._last
         if self._host_head is not None:
             self._host_head.close()
             self._host_head = None
