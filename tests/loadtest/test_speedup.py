@@ -70,6 +70,18 @@ def test_pairs_ask_the_same_prompts_once_and_find_the_ratio() -> None:
     assert [b["prompt"] for b in other.bodies] == ["alpha 0", "alpha 5", "alpha 6"]
 
 
+def test_an_answer_that_ends_at_once_is_one_token() -> None:
+    with (
+        ScriptedServer(tokens_per_chunk=4) as server,
+        ScriptedServer(answer=lambda body: []) as other,
+    ):
+        peer = Peer("openvino", other.url, "transformers", "m", url=other.url)
+        sitting = measure(server, [peer], pairs=1)
+    beside = speedup.figures_of(sitting, ["off", "cold", "warm"], ["openvino"])["peers"]["openvino"]
+    assert beside["tokens_per_s"] > 0 and beside["same_text"] == 0
+    assert [a.timing.num_tokens for a in sitting.answers["openvino"][0]] == [1, 1]
+
+
 def sitting_of(ids: list[int]) -> speedup.Sitting:
     sitting = speedup.Sitting()
     for name, own in (("off", [1, 2, 3]), ("cold", ids)):
