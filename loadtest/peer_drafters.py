@@ -3,7 +3,7 @@
     python -m drafters.replay --drafter loadtest.peer_drafters:ArcticSuffix ...
 
 ArcticSuffix: SuffixDecodingCache of `arctic-inference` (only its csrc/suffix_decoding part has to
-be built). Rest: the datastore of `draftretriever` (REST, arXiv 2311.08252).
+be built). Aded: the datastore of `draftretriever`.
 TransformersPromptLookup: PromptLookupCandidateGenerator of `transformers` (and torch).
 """
 
@@ -19,8 +19,7 @@ import numpy as np
 from drafters.corpus import Corpus
 from drafters.tree import DraftTree
 
-REST_SPANS = range(16, 1, -1)  # REST's max_token_span; the package aborts on a single token
-PADDING = -2  # REST's, behind paths shorter than the longest
+PADDING = -2  # draftretriever's, behind paths shorter than the longest
 
 
 class ArcticSuffix:
@@ -115,16 +114,17 @@ class ArcticSession:
         self._drafter.cache.evict_cached_response(self._request)
 
 
-class Rest:
-    """REST: a suffix array over a corpus, queried with the last 16, 15, ... 2 tokens.
+class Aded:
+    """`draftretriever` as PyPI has it (0.1.0, 0.1.1): not REST's suffix array but ADED's tri-grams
+    with Monte Carlo tree search, under REST's interface.
 
-    outputs (or corpus): what the datastore holds. It is a file, removed with this object. The
-    first span that is found gives the tree, cut by REST itself to its most frequent nodes.
-    vocab_size: the datastore keeps 16 bits an id, so at most 65,536.
+    outputs (or corpus): what its table is made of. vocab_size: 16 bits an id, so at most 65,536.
+    It learns from every query, so that each session reads the table anew: otherwise a second
+    replay of an example would find its output there.
     """
 
-    name = "rest"
-    sources = ("rest",)
+    name = "aded"
+    sources = ("aded",)
 
     def __init__(
         self,
@@ -137,16 +137,13 @@ class Rest:
 
         if corpus is not None:
             outputs = [corpus.output(i).tolist() for i in range(corpus.num_documents)]
-        self._folder = tempfile.TemporaryDirectory(prefix="rest-")
-        file = str(Path(self._folder.name) / "datastore.idx")
-        writer = draftretriever.Writer(file_path=file, vocab_size=vocab_size)
-        self.num_outputs = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="aded-")
+        self._file = str(Path(self._folder.name) / "datastore.idx")
+        self._reader: Any = draftretriever.Reader
+        writer = draftretriever.Writer(file_path=self._file, vocab_size=vocab_size)
         for output in outputs:
             writer.add_entry(list(output))
-            self.num_outputs += 1
         writer.finalize()
-        # An empty file has no index to read, and the package would abort the process.
-        self.reader: Any = draftretriever.Reader(file) if self.num_outputs else None
 
     def open(
         self,
@@ -154,30 +151,27 @@ class Rest:
         *,
         context_span: tuple[int, int] | None = None,
         prediction_ids: Sequence[int] = (),
-    ) -> RestSession:
+    ) -> AdedSession:
         """A session over the whole prompt."""
-        return RestSession(self, prompt_ids)
+        return AdedSession(self._reader(self._file), prompt_ids)
 
 
-class RestSession:
-    """One request: its ids, nothing else; REST reads no prompt beyond the query."""
+class AdedSession:
+    """One request. Each query is what came since the last one, the whole prompt at first."""
 
-    def __init__(self, drafter: Rest, prompt_ids: Sequence[int]) -> None:
-        self._reader = drafter.reader
+    def __init__(self, reader: Any, prompt_ids: Sequence[int]) -> None:
+        self._reader = reader
         self._ids = list(prompt_ids)
         self._num_prompt = len(self._ids)
+        self._num_asked = 0
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
-        if self._reader is None or budget <= 0:
-            return DraftTree.empty()
-        for span in REST_SPANS:
-            if span > len(self._ids):
-                continue
-            # The nodes that it keeps, most frequent first, are `choices` and the root.
-            paths = self._reader.search(self._ids[-span:], choices=budget)[0]
-            if paths:
-                return tree_of_paths(paths, budget, max_depth)
-        return DraftTree.empty()
+        if budget <= 0 or len(self._ids) < 2:
+            return DraftTree.empty()  # the package aborts the process on a single token
+        query = self._ids[max(0, self._num_asked - 2) :]
+        self._num_asked = len(self._ids)
+        paths = self._reader.search(query, choices=budget)[0]
+        return tree_of_paths(paths, budget, max_depth)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._ids.extend(token_ids)
@@ -192,7 +186,7 @@ class RestSession:
         return len(self._ids) - self._num_prompt
 
     def rollback(self, mark: int) -> None:
-        del self._ids[self._num_prompt + mark :]
+        raise NotImplementedError("what a query taught stays")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -219,7 +213,7 @@ def tree_of_paths(paths: Iterable[Sequence[int]], budget: int, max_depth: int) -
     return DraftTree(
         np.asarray(tokens, np.int32),
         np.asarray(parents, np.int32),
-        np.ones(num, np.float32),  # REST does not say
+        np.ones(num, np.float32),  # it does not say
         np.zeros(num, np.uint8),
     )
 

@@ -55,13 +55,13 @@ def columns(corpus: Corpus, eos: int, bigrams: BigramTable | None) -> dict[str, 
         made["arctic"] = lambda: plain
         made["arctic tree 4"] = lambda: tree
     try:
-        from loadtest.peer_drafters import Rest
+        from loadtest.peer_drafters import Aded
 
-        rest = Rest(corpus=corpus)
+        aded = Aded(corpus=corpus)
     except ImportError:
         print("draftretriever is not installed: its column is left out")
     else:
-        made["rest"] = lambda: rest
+        made["aded"] = lambda: aded
     made["auto"] = lambda: make_drafter("auto", corpus=corpus, eos_token_ids=(eos,))
     return made
 
