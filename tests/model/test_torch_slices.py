@@ -395,14 +395,21 @@ def test_a_slice_over_rows_that_are_not_there_is_refused(
         run(runner, replace(batch, slices=(slices[1], wrong)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("num", [1, 16, 63, 64, 65, 190])
-def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
+def test_pads_never_win_when_every_logit_is_negative(
+    num: int, streamed: bool, dtype: torch.dtype
+) -> None:
     """The paper's code fills pads with zeros; a zero wins against negative logits. With a bias."""
     rng = np.random.default_rng(num)
-    weight = torch.from_numpy(-rng.random((300, 32), np.float32) - np.float32(0.5))
+    weight = torch.from_numpy(-rng.random((300, 32), np.float32) - np.float32(0.5)).to(dtype)
     bias = torch.from_numpy(-rng.random(300, np.float32))
     side = LateSide()
-    sliced = TorchSlices(LmHead(weight, bias), CPU, side)
+    head: Any = LmHead(weight, bias)
+    if streamed:
+        head = StreamedHead(HostTable(weight, CPU), bias, None, side)
+    sliced = TorchSlices(head, CPU, side)
     ids = np.sort(rng.choice(300, num, replace=False)).astype(np.int32)
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)
@@ -416,12 +423,12 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     )
     [placed], new = sliced.place([slice_])
     sliced.write(new, {k: torch.from_numpy(a) for k, a in sliced.arrays(new).items()})
-    states = torch.from_numpy(rng.random((2, 32), np.float32) + np.float32(0.1))
+    states = torch.from_numpy(rng.random((2, 32), np.float32) + np.float32(0.1)).to(dtype)
     source = sliced.logits(states, 0, placed.pool_width)
     rows = torch.tensor([1, 0], dtype=torch.int32)
     slot, count = rows * 0 + placed.slot, rows * 0 + num
     logits, named = sliced.cut(source, rows, slot, count, num + 24)
-    want = (states @ weight.t() + bias)[[1, 0]][:, ids.tolist()]
+    want = (states.float() @ weight.float().t() + bias)[[1, 0]][:, ids.tolist()]
     torch.testing.assert_close(logits[:, :num], want)
     assert (logits[:, :num] < 0).all() and (logits[:, num:] == -torch.inf).all()
     assert named[0, :num].tolist() == ids.tolist()
