@@ -3,11 +3,12 @@
     python -m loadtest.soak --model smollm2-135m-instruct --minutes 30
 
 Starts a server of its own (`tailor serve`, with a small KV cache, so that its memory is all touched
-early) and sends it, from `--clients` at once: whole answers and streams, several prompts and
-choices, log-probabilities, stop strings, seeds, every drafter, long prompts, wrong requests. One
-request in five (`--abort-share`) is left by its client: streams after some chunks, whole answers
-after some time. These go to a task of their own, so that the counters of the other task must equal
-the sums of `usage` to the token.
+early) and sends it, from `--clients` at once: completions and chats, whole answers and streams,
+several prompts and choices, log-probabilities, stop strings, seeds, every drafter, long prompts,
+tools, schemas (one in two is new to the server), decisions, wrong requests. One request in five
+(`--abort-share`) is left by its client: streams after some chunks, whole answers after some time.
+These go to a task of their own, as decisions do (their usage tells no steps), so that the counters
+of the other task must equal the sums of `usage` to the token.
 
 What it checks: memory, handles and threads of the server and its engines (medians of the second and
 of the last quarter of the time); at the end, with nothing open: KV use 0, nothing running, waiting
@@ -207,10 +208,59 @@ def make_body(rng: random.Random, num_tokens: int, drafters: Sequence[str]) -> d
         (0.1, {"top_p": 0.9, "top_k": 40}),
         (0.05, {"logit_bias": {"5": 3}}),
         (0.1, {"cache_salt": str(rng.randrange(5))}),
+        (0.1, {"response_format": make_schema(rng)}),
     ):
         if rng.random() < share:
             body.update(more)
     return body
+
+
+def make_chat(body: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The same request as a chat, in one case of four with a tool."""
+    chat = {k: v for k, v in body.items() if k not in ("prompt", "max_tokens", "logprobs")}
+    prompt = body["prompt"]
+    chat["messages"] = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": prompt if isinstance(prompt, str) else prompt[0]},
+    ]
+    chat["max_completion_tokens"] = body["max_tokens"]
+    if "logprobs" in body:
+        chat |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    if rng.random() < 0.25 and "response_format" not in body:
+        parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+        function = {"name": "look_up", "description": "Looks it up.", "parameters": parameters}
+        chat["tools"] = [{"type": "function", "function": function}]
+        chat["tool_choice"] = rng.choice(("auto", "required"))
+    return chat
+
+
+def make_schema(rng: random.Random) -> dict[str, Any]:
+    """A response_format; every second one is new to the server."""
+    name = f"k{rng.randrange(10**9)}" if rng.random() < 0.5 else "name"
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 40}, "year": {"type": "integer"}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def make_decision(rng: random.Random) -> dict[str, Any]:
+    """Two questions about one of the texts."""
+    return {
+        "model": CUT,
+        "input": rng.choice(PLAIN.split(". ")),
+        "questions": [
+            {"type": "predicate", "name": "short", "instructions": "The text is short."},
+            {
+                "type": "choice",
+                "name": "kind",
+                "instructions": "What is it?",
+                "choices": [{"value": "story"}, {"value": "recipe"}, {"value": "report"}],
+            },
+        ],
+    }
 
 
 def book(tally: Tally, answer: Mapping[str, Any]) -> None:
@@ -228,15 +278,27 @@ async def send(
     body = make_body(rng, options.num_tokens, options.drafters)
     where = f"{url}/v1/completions"
     kind = rng.random()
+    if rng.random() < 0.35:
+        body, where = make_chat(body, rng), f"{url}/v1/chat/completions"
     if kind < 0.05:
-        body.update(rng.choice(({"n": 0}, {"frob": 1}, {"model": "?"}, {"prompt": []})))
+        bad = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "type": "array", "minItems": 2, "maxItems": 1}}}}  # fmt: skip
+        body.update(rng.choice(({"n": 0}, {"frob": 1}, {"model": "?"}, {"prompt": []}, bad)))
         response = await client.post(where, json=body)
         expect(tally, "refused", response.status_code in (400, 404), response.text)
         return
     if kind < 0.05 + options.abort_share:
-        body.update(model=CUT, max_tokens=4 * options.num_tokens, ignore_eos=True)
+        most = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+        body.update({"model": CUT, most: 4 * options.num_tokens})
+        if "response_format" not in body and body.get("tool_choice") != "required":
+            body["ignore_eos"] = True
         await leave(client, where, body, rng)
         tally.outcomes["left"] += 1
+        return
+    if kind > 0.95:
+        response = await client.post(f"{url}/v1/decisions", json=make_decision(rng))
+        well = response.status_code == 200 and len(response.json()["answers"]) == 2
+        expect(tally, "decision", well, response.text)
         return
     if not body["stream"]:
         response = await client.post(where, json=body)
@@ -299,6 +361,7 @@ class Options:
     num_tokens: int
     drafters: tuple[str, ...]
     seed: int
+    patience_s: float = 900.0
 
 
 async def load(server: Server, options: Options, tally: Tally, progress: Progress) -> None:
@@ -309,7 +372,7 @@ async def load(server: Server, options: Options, tally: Tally, progress: Progres
 
     async def client_loop(k: int) -> None:
         rng = random.Random(options.seed * 1000 + k)
-        async with httpx.AsyncClient(timeout=300.0) as client:
+        async with httpx.AsyncClient(timeout=options.patience_s) as client:
             while time.monotonic() < end_s:
                 try:
                     await send(client, server.url, rng, tally, options)
@@ -448,6 +511,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-slack", type=float, default=32.0, metavar="MIB", help="growth allowed (32)"
     )
+    parser.add_argument(
+        "--patience", type=float, default=900.0, metavar="SECONDS",
+        help="longest silence of the server that is not a failure (900)",
+    )  # fmt: skip
     parser.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the JSON line here too")
     return parser
@@ -461,7 +528,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--minutes and --clients must be positive, --abort-share below 0.95")
     options = Options(
         args.minutes, args.clients, args.abort_share, args.tokens,
-        tuple(filter(None, args.drafters.split(","))), args.seed,
+        tuple(filter(None, args.drafters.split(","))), args.seed, args.patience,
     )  # fmt: skip
     console = Console(stderr=True)
     tally = Tally()

@@ -14,6 +14,7 @@ in threads (llguidance lets go of the interpreter lock), so a large one never st
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -287,7 +288,7 @@ class GrammarChecker:
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
         self._max_known = max_known
-        self._known: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are large
         self._open: dict[GrammarSpec, Future[str]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         # Loading the library holds the interpreter lock: better now than under open streams.
@@ -315,14 +316,15 @@ class GrammarChecker:
     async def check(self, spec: GrammarSpec, where: str) -> None:
         """Return when the grammar can be compiled. `where` names the field in what is raised:
         InvalidRequestError, ConstraintUnsatisfiableError, LimitExceededError, QueueFullError."""
-        problem = self._known.get(spec)
+        digest = hashlib.sha256(repr(spec).encode("utf-8", "backslashreplace")).digest()
+        problem = self._known.get(digest)
         if problem is None:
-            problem = await self._find(spec, where)
-            self._known[spec] = problem
+            problem = (await self._find(spec, where))[:200]
+            self._known[digest] = problem
             if len(self._known) > self._max_known:
                 self._known.popitem(last=False)
         else:
-            self._known.move_to_end(spec)
+            self._known.move_to_end(digest)
         if not problem:
             return
         text = f"{where}: {problem[:160].rstrip('. ')}."

@@ -56,6 +56,10 @@ FORCED = "forced"
 """The name of the source that forced tokens are counted under."""
 
 
+MAX_FORCED_TOKENS = 8192
+"""Most tokens that a grammar may force before the first that the model draws."""
+
+
 class GrammarTemplate:
     """A compiled grammar before its first token; `GrammarState` copies it."""
 
@@ -89,9 +93,11 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer in threads of its own, and keeps the last ones.
 
     load_tokenizer: called once, by load(), or in a thread when the first grammar comes. That holds
-    up the step loop, so an engine calls load() before it is ready. max_kept: compiled
-    grammars that are kept, least recently used ones go. timeout_s: how long a request may wait for
-    its grammar (the engine gives up on it then). Calls come from the engine's thread.
+    up the step loop, so an engine calls load() before it is ready. max_kept, max_kept_chars:
+    compiled grammars that are kept, and the length of their sources together (a large schema takes
+    some 50 bytes a character once it is compiled); least recently used ones go. timeout_s: how
+    long a request may wait for its grammar (the engine gives up on it then). Calls come from the
+    engine's thread.
     """
 
     def __init__(
@@ -101,12 +107,15 @@ class GrammarCompiler:
         *,
         timeout_s: float = 10.0,
         max_kept: int = 64,
+        max_kept_chars: int = 1 << 20,
         num_threads: int = 2,
     ) -> None:
         self.timeout_s = timeout_s
         self.vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
         self._max_kept = max_kept
+        self._max_kept_chars = max_kept_chars
+        self._num_kept_chars = 0
         self._kept: OrderedDict[GrammarSpec, Future[GrammarTemplate]] = OrderedDict()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -121,10 +130,16 @@ class GrammarCompiler:
         if self._tokenizer is None:
             # Done by whichever thread comes first; the others wait in their own.
             self._tokenizer = self._threads.submit(self._load_tokenizer)
+        if self._kept.pop(spec, None) is not None:  # one that failed
+            self._num_kept_chars -= len(spec.source)
         future = self._threads.submit(self._work, spec, self._tokenizer)
         self._kept[spec] = future
-        if len(self._kept) > self._max_kept:
-            self._kept.popitem(last=False)
+        self._num_kept_chars += len(spec.source)
+        while len(self._kept) > 1 and (
+            len(self._kept) > self._max_kept or self._num_kept_chars > self._max_kept_chars
+        ):
+            oldest, _ = self._kept.popitem(last=False)
+            self._num_kept_chars -= len(oldest.source)
         return future
 
     def load(self) -> None:
@@ -154,6 +169,13 @@ class GrammarCompiler:
         except Exception as error:
             raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
         matcher = LLMatcher(known, grammar_text(spec), log_level=0, limits=grammar_limits())
+        if not matcher.is_error():
+            # What the first mask finds out, copies know: the step loop is spared a long beginning.
+            row = np.empty((self.vocab_size + 31) // 32, np.uint32)
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED_TOKENS:
+                # They would be kept, a third of a kilobyte each, and walked at every step.
+                raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
         if matcher.is_error():
             raise ValueError(_one_line(matcher.get_error()))
         return GrammarTemplate(matcher, self.vocab_size)

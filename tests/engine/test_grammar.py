@@ -644,3 +644,25 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(compiler: GrammarComp
         bad.result()
     assert small.compile(GrammarSpec("regex", "(")) is not bad  # failures are not kept
     small.close()
+
+
+def test_large_grammars_are_kept_by_their_length(compiler: GrammarCompiler) -> None:
+    large = GrammarCompiler(compiler._load_tokenizer, VOCAB, max_kept_chars=1000)
+    for i in range(9):
+        large.compile(GrammarSpec("regex", f"{i}" * 300)).result()
+        large.compile(GrammarSpec("regex", "(" * 300)).exception()  # fails each time: kept once
+    assert large.num_kept == 3
+    alone = large.compile(GrammarSpec("regex", "a" * 5000))
+    assert large.num_kept == 1 and large.compile(GrammarSpec("regex", "a" * 5000)) is alone
+    for i in range(9):
+        large.compile(GrammarSpec("regex", f"b{i}")).result()
+    assert large.num_kept == 9  # the long one went, and its length with it
+    large.close()
+
+
+def test_a_forced_beginning_is_bounded(compiler: GrammarCompiler) -> None:
+    """One that is walked at every step, or takes the memory of a model, is refused."""
+    for source in ("a{1000}{1000}{1000}", "(((a{100}){100}){100}){100}", "a{8193}b{300000}"):
+        with pytest.raises(ValueError, match="forces more than 8192 tokens"):
+            compiler.compile(GrammarSpec("regex", source)).result()
+    assert compiler.compile(GrammarSpec("regex", "a{4000}")).result()

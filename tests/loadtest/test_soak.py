@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,14 @@ from rich.progress import Progress
 from loadtest import soak
 from loadtest.soak import CUT, KEPT, Options, Reading, Tally
 from server.api import protocol
+from server.api.chat_protocol import ChatBody
+from server.api.client import EngineSpec
+from server.api.decision_body import DecisionBody
 from server.config import TaskConfig
+from server.engine.host import start_thread
+from tests.api.chat_models import TOKENIZER, served
 from tests.api.live import LiveServer
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.test_chat_end_to_end import make_engine
 
 PAGE = "".join(f'{name}{{drafter="suffix",task="{KEPT}"}} 7.0\n' for name in soak.COUNTED)
 IDLE = {"kv_cache_usage": 0.0, "running": 0.0, "waiting": 0.0, "open": 0, "restarts": 0}
@@ -73,14 +80,21 @@ def test_series_are_summed_by_label() -> None:
 def test_every_request_of_the_mix_is_valid() -> None:
     rng = random.Random(3)
     for _ in range(300):
-        protocol.validate(protocol.CompletionBody, soak.make_body(rng, 32, ("off", "suffix")))
+        body = soak.make_body(rng, 32, ("off", "suffix"))
+        protocol.validate(protocol.CompletionBody, body)
+        protocol.validate(ChatBody, soak.make_chat(body, rng))
+        protocol.validate(DecisionBody, soak.make_decision(rng))
 
 
-def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept() -> None:
+def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
+    engines = [EngineSpec("e", "hermes", "cpu", factory)]
     tasks = {name: TaskConfig(name=name) for name in (KEPT, CUT)}
-    options = Options(0.05, 4, 0.3, 12, ("off", "suffix"), 1)
+    options = Options(0.1, 4, 0.3, 12, ("off", "suffix"), 1)
     tally = Tally()
-    with LiveServer([spec()], tasks=tasks, max_model_len=CONTEXT) as live:
+    with LiveServer(engines, tasks=tasks, models={"hermes": served("hermes")}) as live:
 
         class Here:
             url = live.url
@@ -97,6 +111,7 @@ def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept() -> None:
         result = verdict(tally, left, [])
     assert result["passed"], result
     assert tally.usage["completion_tokens"] > 0 and tally.outcomes["unexpected"] == 0
+    assert {"whole", "stream", "left", "decision"} <= set(tally.outcomes)
 
 
 @pytest.mark.parametrize(
