@@ -565,7 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     refuse_busy_machine(options.max_load)
-    console = Console(stderr=True, width=140)
+    console = Console(stderr=True, width=180)
     about = machine.describe()
     stop_on_sigterm()
     try:

@@ -52,15 +52,6 @@ th:first-child, td:first-child { text-align: left; }
 <h2>{{ section.title }}</h2>
 <p class="small">{{ section.machine }}</p>
 {% for note in section.notes %}<p{% if note.bad %} class="bad"{% endif %}>{{ note.text }}</p>{% endfor %}
-{% for plot in section.plots %}
-<figure><figcaption>{{ plot.title }}</figcaption>
-<svg viewBox="0 0 {{ width }} {{ plot.height }}" role="img" aria-label="{{ plot.spoken }}">
-{% for bar in plot.bars %}<g transform="translate(0 {{ bar.y }})">
-<text x="{{ label - 8 }}" y="15" text-anchor="end">{{ bar.label }}</text>
-{% for piece in bar.pieces %}<rect x="{{ piece.x }}" width="{{ piece.width }}" height="{{ height }}" fill="{{ piece.colour }}"><title>{{ piece.title }}</title></rect>{% endfor %}
-{% if bar.low is not none %}<line x1="{{ bar.low }}" x2="{{ bar.high }}" y1="10" y2="10" stroke="currentColor" stroke-width="2"/>{% endif %}
-<text x="{{ bar.end }}" y="15">{{ bar.text }}</text></g>{% endfor %}
-</svg></figure>{% endfor %}
 {% for chart in section.charts %}
 <figure><figcaption>{{ chart.title }}</figcaption>
 <svg viewBox="0 0 {{ width }} {{ chart.height }}" role="img" aria-label="{{ chart.spoken }}">
@@ -70,6 +61,15 @@ th:first-child, td:first-child { text-align: left; }
 {% for line in chart.lines %}<g stroke="{{ line.colour }}" fill="{{ line.colour }}"><polyline points="{{ line.points }}" fill="none" stroke-width="2.5"{% if line.dash %} stroke-dasharray="{{ line.dash }}"{% endif %}/>
 {% for dot in line.dots %}<line x1="{{ dot.x }}" x2="{{ dot.x }}" y1="{{ dot.low }}" y2="{{ dot.high }}" stroke-width="1.5"/><circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="4" stroke="none"><title>{{ dot.title }}</title></circle>{% endfor %}</g>
 <g transform="translate({{ line.x }} {{ line.y }})"><line x2="24" y1="-4" y2="-4" stroke="{{ line.colour }}" stroke-width="3"{% if line.dash %} stroke-dasharray="{{ line.dash }}"{% endif %}/><text x="30">{{ line.name }}</text></g>{% endfor %}
+</svg></figure>{% endfor %}
+{% for plot in section.plots %}
+<figure><figcaption>{{ plot.title }}</figcaption>
+<svg viewBox="0 0 {{ width }} {{ plot.height }}" role="img" aria-label="{{ plot.spoken }}">
+{% for bar in plot.bars %}<g transform="translate(0 {{ bar.y }})">
+<text x="{{ label - 8 }}" y="15" text-anchor="end">{{ bar.label }}</text>
+{% for piece in bar.pieces %}<rect x="{{ piece.x }}" width="{{ piece.width }}" height="{{ height }}" fill="{{ piece.colour }}"><title>{{ piece.title }}</title></rect>{% endfor %}
+{% if bar.low is not none %}<line x1="{{ bar.low }}" x2="{{ bar.high }}" y1="10" y2="10" stroke="currentColor" stroke-width="2"/>{% endif %}
+<text x="{{ bar.end }}" y="15">{{ bar.text }}</text></g>{% endfor %}
 </svg></figure>{% endfor %}
 {% for table in section.tables %}<table><caption>{{ table.title }}</caption>
 <thead><tr>{% for cell in table.head %}<th scope="col">{{ cell }}</th>{% endfor %}</tr></thead>
@@ -90,6 +90,11 @@ class Bar:
     high: float | None = None
 
 
+def figure(value: float) -> str:
+    """Three digits that matter, and no exponent for a large one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def plot(title: str, bars: Sequence[Bar], unit: str) -> dict[str, Any]:
     """A horizontal bar chart as what the page's template draws. Scale from 0 to the largest end."""
     room = WIDTH - LABEL - 120
@@ -104,7 +109,7 @@ def plot(title: str, bars: Sequence[Bar], unit: str) -> dict[str, Any]:
                     "x": round(at, 1),
                     "width": round(max(0.0, value) * scale, 1),
                     "colour": PART_COLOURS.get(name, "#33608c" if index == 0 else "#8fb3d4"),
-                    "title": f"{name}: {value:.3g} {unit}",
+                    "title": f"{name}: {figure(value)} {unit}",
                 }
             )
             at += max(0.0, value) * scale
@@ -117,7 +122,7 @@ def plot(title: str, bars: Sequence[Bar], unit: str) -> dict[str, Any]:
                 "low": None if bar.low is None else round(LABEL + bar.low * scale, 1),
                 "high": None if bar.high is None else round(LABEL + bar.high * scale, 1),
                 "end": round(LABEL + end * scale + 8, 1),
-                "text": f"{total:.3g} {unit}",
+                "text": f"{figure(total)} {unit}",
             }
         )
     return {
@@ -155,7 +160,8 @@ def chart(
         dots = [
             {
                 "x": x, "y": height(point[0]), "low": height(point[1]), "high": height(point[2]),
-                "title": f"{name}, {mark}: {point[0]:.3g} {unit} [{point[1]:.3g}, {point[2]:.3g}]",
+                "title": f"{name}, {mark}: {figure(point[0])} {unit} "
+                f"[{figure(point[1])}, {figure(point[2])}]",
             }
             for x, mark, point in zip(at, marks, points, strict=True)
             if point is not None
@@ -175,7 +181,7 @@ def chart(
         "height": bottom + 24,
         "right": right,
         "ticks": [
-            {"y": height(top * part / 4), "text": f"{top * part / 4:.3g} {unit}"}
+            {"y": height(top * part / 4), "text": f"{figure(top * part / 4)} {unit}"}
             for part in range(5)
         ],
         "marks": [{"x": x, "text": mark} for x, mark in zip(at, marks, strict=True)],
@@ -283,9 +289,11 @@ def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
             "bad": False,
         }
     )  # fmt: skip
+    swept: set[str] = set()  # their charts have what bars would say
     for kind in ("clients", "req/s", "trace"):
         levels = [level for level in figures if kind in level]
         servers = list(figures[levels[0]]) if levels else []
+        swept |= set(levels) if len(levels) > 1 else set()
         for metric, title, scale, unit in LOAD_CHARTS if len(levels) > 1 else ():
             lines = {
                 server: [
@@ -296,7 +304,7 @@ def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
             }
             section["charts"].append(chart(title, levels, lines, unit))
     for level, rows in figures.items():
-        for metric, title, scale, unit in LOAD_CHARTS:
+        for metric, title, scale, unit in LOAD_CHARTS if level not in swept else ():
             found = {s: _between(row["rounds"].get(metric), scale) for s, row in rows.items()}
             bars = [
                 Bar(s, [(title, point[0])], point[1], point[2])
@@ -308,7 +316,9 @@ def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
 
         def pair(row: Mapping[str, Any], name: str, scale: float) -> str:
             found = row[name]
-            return f"{found['p50'] * scale:.3g} / {found['p99'] * scale:.3g}" if found else ""
+            if not found:
+                return ""
+            return f"{figure(found['p50'] * scale)} / {figure(found['p99'] * scale)}"
 
         def steps(row: Mapping[str, Any]) -> str:
             return "" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
@@ -363,8 +373,8 @@ def _lossless(result: Mapping[str, Any], section: dict[str, Any]) -> None:
     section["notes"].append(
         {
             "text": f"{result['num_different']} of {result['num_compared']} answers differ "
-            f"({result['num_prompts']} prompts, {', '.join(result['settings'])}; drafter "
-            f"{result['drafter']}; {result['num_accepted']} draft tokens accepted).",
+            f"({result['num_prompts']} prompts, {', '.join(result['settings'])}; drafters "
+            f"{', '.join(result['drafters'])}; {result['num_accepted']} draft tokens accepted).",
             "bad": bool(result["num_different"]),
         }
     )
