@@ -2,13 +2,13 @@
 cache is empty, nothing is open and the memory is where it was.
 
 Refusals by field are in test_errors.py, clients that leave in test_lifecycle.py and
-test_end_to_end.py, slow and large HTTP in test_timeouts.py; here is the rest of the list.
+test_end_to_end.py, slow and large HTTP in test_timeouts.py, chats, tools and grammars in
+test_attacks_chat.py, task names and uploads in test_tasks.py, configs in tests/setup; here is the
+rest of the list.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import io
 import json
 import logging
@@ -28,21 +28,10 @@ from server import logs
 from server.config import LimitsConfig, ServerConfig
 from tests.api.live import LiveServer, wait_until
 from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.unharmed import exchange, unharmed_by
 
 LIMITS = LimitsConfig(max_body_bytes=8 << 20, body_timeout_s=1.0, header_timeout_s=2.0)
-MOST_GROWTH_MIB = 48
 KEY = {"authorization": "Bearer sk-one"}
-
-
-def rss_mib() -> float:
-    """Resident memory, once what is free has gone back to the system."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):  # another libc
-        pass
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +49,10 @@ def server() -> Iterator[LiveServer]:
 @pytest.fixture(autouse=True)
 def unharmed(server: LiveServer) -> Iterator[None]:
     """Asserts after each test that the attack left nothing behind."""
-    post(server, prompt="the", max_tokens=2)
-    before = rss_mib() if Path("/proc/self/statm").exists() else 0.0
-    yield
-    wait_until(lambda: server.client.num_open == 0)
-    answer = post(server, prompt="the quick brown", max_tokens=3, ignore_eos=True)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == 3
-    assert server.client.queued == {} and server.client.num_queued_tokens == 0
-    wait_until(lambda: server.sample("tailor_kv_cache_usage_perc") == 0)
-    assert server.client.engines()[0]["restarts"] == 0
-    if before:
-        wait_until(lambda: rss_mib() - before < MOST_GROWTH_MIB, 10)
+    with unharmed_by(
+        server, lambda: post(server, prompt="the quick brown", max_tokens=3, ignore_eos=True)
+    ):
+        yield
 
 
 def post(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Response:
@@ -86,19 +67,6 @@ def post(live: LiveServer, secret: str = "sk-one", **body: Any) -> httpx.Respons
 def post_raw(client: httpx.Client, live: LiveServer, content: bytes) -> httpx.Response:
     headers = {**KEY, "content-type": "application/json"}
     return client.post(live.url + "/v1/completions", content=content, headers=headers, timeout=20)
-
-
-def exchange(live: LiveServer, data: bytes, wait_s: float = 10.0) -> bytes:
-    """Raw bytes out, raw bytes back until the server closes (it does, at the latest by a limit)."""
-    got = b""
-    with socket.create_connection(("127.0.0.1", live.port), timeout=wait_s) as s:
-        try:
-            s.sendall(data)
-            while part := s.recv(65536):
-                got += part
-        except (ConnectionResetError, BrokenPipeError):
-            pass
-    return got
 
 
 # --- values ---

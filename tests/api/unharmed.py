@@ -1,0 +1,61 @@
+"""What must hold after an attack: the server answers, nothing is open, memory is where it was."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.api.live import LiveServer, wait_until
+
+MOST_GROWTH_MIB = 48
+
+
+def rss_mib() -> float:
+    """Resident memory, once what is free has gone back to the system."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # another libc
+        pass
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def unharmed_by(server: LiveServer, normal: Callable[[], httpx.Response]) -> Iterator[None]:
+    """Asserts at its end that the attack within left nothing behind.
+
+    normal: sends a request of three tokens that has nothing wrong.
+    """
+    normal()
+    before = rss_mib() if Path("/proc/self/statm").exists() else 0.0
+    yield
+    wait_until(lambda: server.client.num_open == 0)
+    answer = normal()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert server.client.queued == {} and server.client.num_queued_tokens == 0
+    wait_until(lambda: server.sample("tailor_kv_cache_usage_perc") == 0)
+    assert server.client.engines()[0]["restarts"] == 0
+    if before:
+        wait_until(lambda: rss_mib() - before < MOST_GROWTH_MIB, 10)
+
+
+def exchange(live: LiveServer, data: bytes, wait_s: float = 10.0) -> bytes:
+    """Raw bytes out, raw bytes back until the server closes (it does, at the latest by a limit)."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=wait_s) as s:
+        try:
+            s.sendall(data)
+            while part := s.recv(65536):
+                got += part
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    return got
