@@ -1,10 +1,11 @@
-"""LiteLLM, LangChain's OpenAI classes and instructor, unchanged, against a running server.
+"""LiteLLM, LangChain's classes, instructor and OpenAI's Node client against a running server.
 
     python tests/conformance/client_libraries.py --base-url http://127.0.0.1:8000/v1
 
 Installs each library from the package index at run time, in an environment of its own, and runs
 its program of clients/ there: a completion, a stream, an async call, a list of prompts,
 usage, a bad field, and for chat the same and a JSON schema. A program prints one line per check.
+`node` needs node and npm and is left out, with a word, where they are missing.
 Exits 1 when a check failed; the last line is JSON.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ LIBRARIES = {
     "instructor": ["instructor"],
 }
 """What each program needs from the package index."""
+NODE_PACKAGES = ["openai@7.57.0", "zod@4.6.7"]
 
 
 def answers_chat(base_url: str) -> bool:
@@ -36,12 +39,27 @@ def answers_chat(base_url: str) -> bool:
         return "/v1/chat/completions" in json.load(response)["paths"]
 
 
+def run_node(folder: Path, base_url: str, model: str) -> int:
+    """The checks of OpenAI's Node client; the exit status of npm or of the checks.
+
+    The program is copied beside its packages, as Node finds them from there.
+    """
+    place = folder / "node"
+    place.mkdir(exist_ok=True)
+    (place / "package.json").write_text('{"private": true, "type": "module"}')
+    wanted = ["--no-audit", "--no-fund", "--loglevel=error", *NODE_PACKAGES]
+    if status := run(["npm", "install", *wanted], place):
+        return status
+    shutil.copy(PROGRAMS / "openai_checks.mjs", place)
+    return run(["node", "openai_checks.mjs"], place, BASE_URL=base_url, MODEL=model)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--only", choices=sorted(LIBRARIES), help="one library")
+    parser.add_argument("--only", choices=sorted([*LIBRARIES, "node"]), help="one library")
     options = parser.parse_args(arguments)
     model = options.model or served_model(options.base_url)
     chat = answers_chat(options.base_url)
@@ -56,6 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 BASE_URL=options.base_url.rstrip("/"), MODEL=model, CHAT="1" if chat else "0",
                 LITELLM_LOCAL_MODEL_COST_MAP="True",
             )  # fmt: skip
+        if options.only in (None, "node"):
+            if shutil.which("npm") and shutil.which("node") and chat:
+                statuses["node"] = run_node(folder, options.base_url.rstrip("/"), model)
+            else:
+                print("left out: node: it needs node, npm and the chat route")
     print(json.dumps({"tool": "client_libraries", "model": model, "chat": chat, **statuses}))
     return max(statuses.values(), default=0)
 

