@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -73,10 +74,99 @@ def unharmed(server: LiveServer) -> Iterator[None]:
 # --- grammars ---
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    """2^levels objects once the references are put in place: the billion laughs of schemas."""
+    definitions: dict[str, Any] = {"d0": {"type": "string"}}
+    for i in range(levels):
+        inner = {"$ref": f"#/$defs/d{i}"}
+        definitions[f"d{i + 1}"] = {
+            "type": "object",
+            "properties": {"a": inner, "b": inner},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    return {"$defs": definitions, "$ref": f"#/$defs/d{levels}"}
+
+
+def product(num: int, of: int) -> dict[str, Any]:
+    """of^num alternatives once allOf is multiplied out."""
+    return {
+        "allOf": [
+            {"anyOf": [{"properties": {f"k{i}_{j}": {"type": "string"}}} for j in range(of)]}
+            for i in range(num)
+        ]
+    }
+
+
+EXPLODING: list[Any] = [
+    nested(29),
+    nested(31),
+    nested(60),
+    doubling(40),
+    product(7, 4),
+    product(40, 10),
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    {"anyOf": [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}}]},
+    {"$ref": "file:///etc/passwd"},
+    {"$ref": "http://127.0.0.1:9/x"},
+    {"$ref": "#/" + "a/" * 50_000},
+    {"type": "array", "minItems": 10**18, "items": {"type": "string"}},
+    {"type": "array", "maxItems": 10**9, "items": {"type": "integer"}},
+    {"type": "array", "prefixItems": [{"type": "integer"}] * 5000, "minItems": 5000},
+    {"type": "string", "minLength": 10**9},
+    {"type": "string", "maxLength": 10**18},
+    {"type": "string", "pattern": "(a{1,1000}){1,1000}"},
+    {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
+    {"type": "number", "multipleOf": 1e-300},
+    {"type": "object", "minProperties": 10**9},
+    {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}},
+    {"type": "object", "patternProperties": {f"^{'a?' * i}$": {} for i in range(100)}},
+    {"enum": [f"{i}{'x' * 100}" for i in range(2000)]},
+    {"const": {"\x00\x1b[31m\r\n": "\u2028"}},
+    {"oneOf": [{"type": "string", "maxLength": i} for i in range(2000)]},
+    {"not": {"not": {"not": {}}}},
+]
+
+
 def forget(server: LiveServer) -> None:
     """64 other grammars take the places of what the engine keeps."""
     for i in range(64):
         assert complete(server, structured_outputs={"regex": f"a{i}"}).status_code == 200
+
+
+def test_no_schema_explodes(server: LiveServer) -> None:
+    """It is answered, or refused with a word about the field, and in the time that a grammar has.
+
+    A grammar that grows while it is used ends its own request with an error of its own.
+    """
+    for schema in EXPLODING:
+        explode(server, schema)
+    forget(server)
+
+
+def explode(server: LiveServer, schema: Any) -> None:
+    began_s = time.monotonic()
+    answer = complete(server, max_tokens=8, structured_outputs={"json": schema})
+    assert time.monotonic() - began_s < 20
+    if answer.status_code != 200:
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        # None: it came to nothing only with the model's tokens.
+        assert error["param"] in ("structured_outputs.json", None), error
+        assert len(error["message"]) < 400
+        assert error["message"].isprintable()
+    tool = weather(parameters={"type": "object", "properties": {"x": schema}})
+    answer = chat(server, tools=[tool], tool_choice="required")
+    assert answer.status_code in (200, 400), answer.text
+    assert time.monotonic() - began_s < 40
 
 
 BAD_REGEXES = (
@@ -124,16 +214,94 @@ def test_no_grammar_takes_the_server_along(server: LiveServer) -> None:
     forget(server)
 
 
+def test_schemas_that_differ_are_let_go(server: LiveServer) -> None:
+    """Ten thousand of them with TAILOR_ATTACK_SCHEMAS=10000; the suite has fewer minutes."""
+
+    def one(i: int) -> int:
+        schema = {"type": "object", "properties": {f"k{i}": {"enum": [i, f"{i}"]}}}
+        answer = complete(server, max_tokens=2, structured_outputs={"json": schema})
+        return answer.status_code
+
+    num = int(os.environ.get("TAILOR_ATTACK_SCHEMAS", "600"))
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(one, range(num))) == {200}
+
+
 # --- chats ---
 
-QUESTION = {"type": "predicate", "name": "q", "question": "Is it so?"}
+TENTH_OF_A_MILLION: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [weather(f"f{i}") for i in range(MANY)]}, "tools"),
+    ({"tools": [weather(strict=True)] * MANY}, "tools"),
+    ({"tools": [weather(parameters={"enum": list(range(MANY))})]}, "tools"),
+    (
+        {"tools": [weather(parameters={"properties": {f"p{i}": {} for i in range(MANY)}})]},
+        "tools",
+    ),
+    ({"tools": [weather(description="x" * (1 << 20))]}, "tools"),
+    ({"tools": [weather(parameters=nested(50))]}, "tools"),
+    (
+        {
+            "messages": [
+                *SAYS,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": f"c{i}",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "{}"},
+                        }
+                        for i in range(MANY)
+                    ],
+                },
+            ]
+        },
+        "messages",
+    ),
+    ({"messages": [*SAYS, *({"role": "tool", "content": "x", "tool_call_id": "c"},) * MANY]}, "m"),
+    ({"logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
+    ({"stop": ["x" * (1 << 20)] * 4}, "stop"),
+    ({"stop": ["x"] * MANY}, "stop"),
+    ({"prediction": {"type": "content", "content": "x" * (4 << 20)}}, "prediction"),
+    (
+        {
+            "prediction": {
+                "type": "content",
+                "content": [{"type": "text", "text": "x"} for _ in range(MANY)],
+            }
+        },
+        "prediction",
+    ),
+    ({"chat_template_kwargs": {f"k{i}": i for i in range(MANY)}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "x", "name": "n" * (1 << 20)}]}, "messages"),
+    ({"messages": [{"role": "r" * (1 << 20), "content": "x"}]}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), TENTH_OF_A_MILLION, ids=range(len(TENTH_OF_A_MILLION)))
+def test_chats_of_a_tenth_of_a_million_are_refused_quickly(
+    server: LiveServer, body: dict[str, Any], param: str
+) -> None:
+    began_s = time.monotonic()
+    answer = chat(server, **body)
+    assert answer.status_code == 400, answer.text[:300]
+    error = answer.json()["error"]
+    assert error["param"].startswith(param) and len(answer.text) < 1000
+    assert time.monotonic() - began_s < 10
+
+
+QUESTION = {"type": "predicate", "instructions": "Is it so?"}
 
 
 def test_decisions_of_a_tenth_of_a_million_are_refused_quickly(server: LiveServer) -> None:
-    choice = {"type": "choice", "name": "q", "question": "Which?"}
+    choice = {"type": "choice", "instructions": "Which?"}
+    options = [{"value": f"o{i}"} for i in range(MANY)]
     for body in (
         {"input": "x", "questions": [QUESTION] * MANY},
-        {"input": "x", "questions": [{**choice, "choices": [f"o{i}" for i in range(MANY)]}]},
+        {
+            "input": "x",
+            "questions": [{**choice, "choices": options}],
+        },
         {"input": "x" * (8 << 20), "questions": [QUESTION]},
         {"input": [{"role": "user", "content": "x"}] * MANY, "questions": [QUESTION]},
     ):
@@ -244,7 +412,53 @@ def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> 
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
-# --- floods ---
+# --- names ---
+
+
+def test_no_name_is_a_path(server: LiveServer) -> None:
+    for name in (
+        "../../etc/passwd", "/etc/passwd", "..", ".", "hermes/../hermes", "hermes\x00", "a\r\nb",
+        "\x1b[31m", "C:\\x", "file:///etc/passwd", "hermes/", "HERMES", "\u202ehermes",
+    ):  # fmt: skip
+        for route, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": SAYS}),
+            ("/v1/decisions", {"input": "x", "questions": [QUESTION]}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [5]}),
+        ):
+            answer = httpx.post(server.url + route, json={"model": name, **body}, headers=KEY)
+            assert answer.status_code == 404, (name, route, answer.text)
+            assert answer.json()["error"]["message"].isprintable()
+        for field in ("corpus", "drafter"):
+            answer = complete(server, speculation={field: name})
+            assert answer.status_code == 400, (name, field)
+            assert answer.json()["error"]["param"] == f"speculation.{field}"
+
+
+# --- tenants and floods ---
+
+
+def test_a_chat_s_prefix_is_not_told_to_another_key(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "the quick brown fox " * 12}]
+
+    def cached(secret: str) -> int:
+        usage = chat(server, secret, messages=messages).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def cached_of_a_decision(secret: str) -> int:
+        answer = httpx.post(
+            server.url + "/v1/decisions",
+            json={"model": "hermes", "input": "the lazy dog " * 12, "questions": [QUESTION]},
+            headers={"authorization": f"Bearer {secret}"},
+            timeout=20,
+        )
+        return int(answer.json()["usage"]["input_tokens_details"]["cached_tokens"])
+
+    for ask in (cached, cached_of_a_decision):
+        assert ask("sk-one") == 0
+        assert ask("sk-one") > 0
+        assert ask("sk-two") == 0
 
 
 def test_streams_of_every_kind_reset_by_the_hundred(server: LiveServer) -> None:
