@@ -88,7 +88,7 @@ class ToolFailed(Exception):
 
 async def run_ours(job: Job, salt: str) -> Figures:
     """loadtest.load's own closed loop. Raises ToolFailed when a request failed."""
-    peer = Peer("tailor", job.url, "tailor", job.model, job.body_fields(""), job.url)
+    peer = Peer("tailor", job.url, "tailor", job.model, job.body_fields(""), url=job.url)
     del peer.extra["cache_salt"]  # run_cell gives each request its own
     asks = [Ask(Example("", "", prompt, ""), "", job.max_tokens) for prompt in job.prompts]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

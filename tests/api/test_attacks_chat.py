@@ -43,6 +43,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     models = {"hermes": served("hermes")}
     specs = [EngineSpec("e", "hermes", "cpu", factory)]
     with LiveServer(specs, models=models, config=config, drafters=("off", "suffix", "auto")) as s:
+        # What the first grammars of a process take is no attack's: tables, threads' heaps.
+        for i in range(4):
+            complete(s, max_tokens=8, structured_outputs={"regex": rf"\w{{{5000 + i}}}"})
+        forget(s)
         yield s
 
 

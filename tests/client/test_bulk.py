@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,11 @@ def test_a_killed_run_goes_on_where_it_stopped(
     engine.submitted.clear()
     engine.step_s = 0.01
     try:
-        run = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        # A suite that runs in the background of a shell passes on that SIGINT is ignored.
+        listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        run = subprocess.Popen(
+            words, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=listens
+        )
         deadline_s = time.monotonic() + 20
         while not target.exists() or target.read_bytes().count(b"\n") < 7:
             assert time.monotonic() < deadline_s and run.poll() is None

@@ -49,7 +49,10 @@ OPENAI_OPERATIONS = {
     "/models": "get",
     "/models/{model}": "get",
 }
-OPENAI_CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+OPENAI_CHECKS = ",".join((
+    "not_a_server_error", "status_code_conformance", "content_type_conformance",
+    "response_schema_conformance",
+))  # fmt: skip
 REFUSALS = ("400", "404", "405", "413", "415", "422", "429")
 ADMIN_PATHS = "^/v1/tasks"
 LEFT_OUT = {
