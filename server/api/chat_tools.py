@@ -288,6 +288,7 @@ class ToolReader:
         self._opened = ""
         self._call: _CallScanner | None = None
         self._reported = False
+        self._behind_call = False  # nothing but white space since the last call
         self._state: _State = "text"
         if forced is not None:
             self._state = "forced"
@@ -358,11 +359,12 @@ class ToolReader:
                     end -= k
                     break
         start = at
-        if self.num_calls:
+        if self._behind_call:
             start = end - len(text[at:end].lstrip(_SPACE))
         content = text[start:end].rstrip(_SPACE)
         if content:
             events.append(content)
+            self._behind_call = False
         rest = start + len(content)
         if found < 0:
             self._held = text[rest:]
@@ -436,7 +438,7 @@ class ToolReader:
             if len(rest) < len(closing) and closing.startswith(rest):
                 self._held = text[at:]
                 return len(text)
-            self._state = "text"
+            self._state, self._behind_call = "text", True
             return start + len(closing) if rest.startswith(closing) else start
         if not rest:
             return len(text)
@@ -446,13 +448,13 @@ class ToolReader:
         if self._style == "llama3":
             self._state = "open" if rest[0] in "{;" else "plain"
             return start + 1 if rest[0] == ";" else start
-        self._state = "text"
+        self._state, self._behind_call = "text", True
         return start + 1 if rest[0] == "]" else start
 
     def _give_up(self, events: list[ToolEvent], read: str) -> None:
         """What was read since the last content is content, too."""
         events.append(self._opened + read)
-        self._opened, self._call = "", None
+        self._opened, self._call, self._behind_call = "", None, False
         self._state = "plain" if self._style == "llama3" else "text"
 
 

@@ -255,3 +255,11 @@ def test_one_of_several_tools_is_forced_by_a_schema(style: ToolFormat, parallel:
     call = json.dumps({"name": "g", key: {"city": "Rome"}})
     text = f"[{call}]" if style == "mistral" else call
     assert read(style, text, 4, begun=forced.begun) == [("g", '{"city": "Rome"}')]
+
+
+def test_white_space_within_content_behind_a_call_is_kept_at_every_cut() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n\n and then, two words'
+    whole = read("hermes", text, [])
+    for cut in range(1, len(text)):
+        assert read("hermes", text, [cut]) == whole
+    assert whole[-1] == "and then, two words"
