@@ -304,6 +304,11 @@ def add_server_options(parser: argparse.ArgumentParser, *, required: bool = True
                         help="fields merged into that server's requests")  # fmt: skip
     parser.add_argument("--dialect", action="append", default=[], metavar="NAME=DIALECT")
     parser.add_argument("--log-dir", type=Path, default=Path("loadtest/results/logs"))
+    add_result_options(parser)
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """Where the JSON line goes (`emit`), and how busy a machine is too busy to measure on."""
     parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
     parser.add_argument(
         "--max-load", type=float, default=0.5,

@@ -38,7 +38,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import emit, refuse_busy_machine
+from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.completion import ServerRefused, request_body, stream
 from loadtest.concurrency import distinct_prompts
 from loadtest.peer import CpuMeter, Peer, PeerFailed, free_port, stop, stop_on_sigterm, wait_ready
@@ -245,8 +245,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--goal", type=float, default=1.02, help="highest ratio that is wanted")
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between turns")
     parser.add_argument("--log-dir", type=Path, default=Path("loadtest/results/logs"))
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
-    parser.add_argument("--max-load", type=float, default=0.5, help="refuse a busier machine")
+    add_result_options(parser)
     return parser
 
 

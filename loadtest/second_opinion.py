@@ -42,7 +42,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import emit, refuse_busy_machine
+from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.concurrency import distinct_prompts
 from loadtest.load import Ask, Level, run_cell
 from loadtest.peer import SETTLE_S, Peer, PeerFailed, stop_on_sigterm, wait_ready
@@ -307,8 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--extra", default="{}", metavar="JSON", help="fields of every request")
     parser.add_argument("--pause", type=float, default=SETTLE_S, help="seconds between runs")
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
-    parser.add_argument("--max-load", type=float, default=0.5, help="refuse a busier machine")
+    add_result_options(parser)
     return parser
 
 

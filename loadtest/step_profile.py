@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import emit, refuse_busy_machine
+from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.completion import Timing, request_body, stream
 from loadtest.concurrency import distinct_prompts
 from loadtest.peer import PeerFailed, parse_peers, wait_ready
@@ -262,8 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3, help="of the server's profile")
     parser.add_argument("--threads", type=int, help="of the in-process runner")
-    parser.add_argument("--max-load", type=float, default=0.5)
-    parser.add_argument("--json", type=Path)
+    add_result_options(parser)
     return parser
 
 

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import emit, refuse_busy_machine
+from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.stats import ratio, summarize
 from server.engine.engine import Engine, EngineSettings
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
@@ -384,8 +384,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verify-every", type=int, default=0, help="of exact; 0 is adapted")
     parser.add_argument("--drafts", action="store_true", help="exact and full with drafts, too")
     parser.add_argument("--first-token", action="store_true", help="time first tokens instead")
-    parser.add_argument("--max-load", type=float, default=0.5)
-    parser.add_argument("--json", type=Path)
+    add_result_options(parser)
     return parser
 
 

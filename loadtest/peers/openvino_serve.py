@@ -9,18 +9,18 @@ and openvino_genai only.
 from __future__ import annotations
 
 import argparse
-import json
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import openvino_genai
+from one_stream import OneStream, serve
 
 
 class ChunkStreamer(openvino_genai.StreamerBase):  # type: ignore[misc]
     """Sends what each step brought as one server-sent event, its text detokenized incrementally."""
 
-    def __init__(self, tokenizer: Any, handler: Handler) -> None:
+    def __init__(self, tokenizer: Any, handler: Handler, num_prompt: int) -> None:
         super().__init__()
+        self._num_prompt = num_prompt
         self._tokenizer = tokenizer
         self._handler = handler
         self._ids: list[int] = []
@@ -30,7 +30,8 @@ class ChunkStreamer(openvino_genai.StreamerBase):  # type: ignore[misc]
         self._ids += token if isinstance(token, list) else [token]
         text = self._tokenizer.decode(self._ids)
         if not text.endswith("\ufffd"):  # the first bytes of a character wait for its last
-            self._handler.send_chunk(text[len(self._sent) :], len(self._ids))
+            usage = self._num_prompt, len(self._ids)
+            self._handler.send_chunk(text[len(self._sent) :], usage)
             self._sent = text
         return openvino_genai.StreamingStatus.RUNNING
 
@@ -38,35 +39,19 @@ class ChunkStreamer(openvino_genai.StreamerBase):  # type: ignore[misc]
         pass
 
 
-class Handler(BaseHTTPRequestHandler):
-    """GET /health, GET /v1/models and a streamed, greedy POST /v1/completions."""
+class Handler(OneStream):
+    """One pipeline's greedy generation."""
 
+    name = "openvino"
+    version = openvino_genai.get_version()
     pipeline: Any
     num_drafted: int
     max_ngram: int
 
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._json({"status": "ok"})
-        elif self.path == "/version":
-            self._json({"version": openvino_genai.get_version()})
-        elif self.path == "/v1/models":
-            self._json({"object": "list", "data": [{"id": "openvino", "object": "model"}]})
-        else:
-            self.send_error(404)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v1/completions" or not body.get("stream") or body.get("temperature") != 0:
-            self.send_error(400, "streamed greedy completions only")
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
+    def complete(self, body: dict[str, Any]) -> None:
         tokenizer = self.pipeline.get_tokenizer()
         inputs = tokenizer.encode(body["prompt"])
-        self.num_prompt = inputs.input_ids.shape[1]
+        num_prompt = inputs.input_ids.shape[1]
         config = self.pipeline.get_generation_config()
         config.do_sample = False
         config.max_new_tokens = limit = body.get("max_tokens", 16)
@@ -74,35 +59,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.num_drafted:
             config.num_assistant_tokens = self.num_drafted
             config.max_ngram_size = self.max_ngram
-        result = self.pipeline.generate(inputs, config, ChunkStreamer(tokenizer, self))
+        result = self.pipeline.generate(inputs, config, ChunkStreamer(tokenizer, self, num_prompt))
         num_tokens = len(result.tokens[0])
-        reason = "length" if num_tokens >= limit else "stop"
-        self.send_chunk("", num_tokens, finish_reason=reason)
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def send_chunk(self, text: str, num_tokens: int, **rest: Any) -> None:
-        chunk = {
-            "object": "text_completion",
-            "choices": [{"index": 0, "text": text, "finish_reason": None, **rest}],
-            "usage": {
-                "prompt_tokens": self.num_prompt,
-                "completion_tokens": num_tokens,
-                "total_tokens": self.num_prompt + num_tokens,
-            },
-        }
-        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        self.wfile.flush()
-
-    def _json(self, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        self.send_chunk("", (num_prompt, num_tokens), "length" if num_tokens >= limit else "stop")
 
 
 def main() -> None:
@@ -128,7 +87,7 @@ def main() -> None:
         properties["prompt_lookup"] = True
     Handler.pipeline = openvino_genai.LLMPipeline(options.model, "CPU", **properties)
     Handler.num_drafted, Handler.max_ngram = options.drafted, options.max_ngram
-    HTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
+    serve(Handler, options.port)
 
 
 if __name__ == "__main__":
