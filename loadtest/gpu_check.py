@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -329,16 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [n for n in names if n not in SHAPES]:
         parser.error(f"no shape {unknown[0]!r}: choose from {', '.join(SHAPES)}")
     device = torch.device(options.device)
-    report: dict[str, Any] = {
-        "check": "gpu",
-        "device": str(device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device here (torch.cuda.is_available() is False).")
-        print(json.dumps(report | {"ok": False, "error": "no CUDA device"}))
+    report = gpu_vocabulary.begin_report("gpu", device)
+    if report is None:
         return 2
     ok = True
     if device.type == "cuda":

@@ -306,6 +306,22 @@ def check(
     return lines, all(line.get("ok", True) for line in lines)
 
 
+def begin_report(what: str, device: torch.device) -> dict[str, Any] | None:
+    """What the JSON line of a check begins with; None, and all is said, without the CUDA device."""
+    report: dict[str, Any] = {
+        "check": what,
+        "device": str(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("There is no CUDA device here (torch.cuda.is_available() is False).")
+        print(json.dumps(report | {"ok": False, "error": "no CUDA device"}))
+        return None
+    return report
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; the exit code."""
     parser = argparse.ArgumentParser(
@@ -317,16 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    report: dict[str, Any] = {
-        "check": "gpu vocabulary",
-        "device": str(device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device here (torch.cuda.is_available() is False).")
-        print(json.dumps(report | {"ok": False, "error": "no CUDA device"}))
+    report = begin_report("gpu vocabulary", device)
+    if report is None:
         return 2
     if device.type == "cuda":
         report["name"] = torch.cuda.get_device_name(device)

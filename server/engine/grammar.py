@@ -169,16 +169,17 @@ class GrammarCompiler:
         except Exception as error:
             raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
         matcher = LLMatcher(known, grammar_text(spec), log_level=0, limits=grammar_limits())
+        template = GrammarTemplate(matcher, self.vocab_size)
         if not matcher.is_error():
             # What the first mask finds out, copies know: the step loop is spared a long beginning.
-            row = np.empty((self.vocab_size + 31) // 32, np.uint32)
+            row = np.empty(template.num_words, np.uint32)
             matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED_TOKENS:
                 # They would be kept, a third of a kilobyte each, and walked at every step.
                 raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
         if matcher.is_error():
             raise ValueError(_one_line(matcher.get_error()))
-        return GrammarTemplate(matcher, self.vocab_size)
+        return template
 
 
 def _failed(future: Future[GrammarTemplate]) -> bool:

@@ -73,6 +73,39 @@ def batch_of(num_rows: int, seed: int, chosen: list[int]) -> Batch:
     return replace(batch, draw_slice=np.array(chosen, np.int32))
 
 
+def alone(batch: Batch, d: int) -> Batch:
+    """A batch of batch_of with draw d only, over its own slice (chosen < 0: the full head)."""
+    assert batch.draw_slice is not None
+    chosen = int(batch.draw_slice[d])
+    return replace(
+        batch,
+        draw_rows=batch.draw_rows[d : d + 1],
+        draw_params=batch.draw_params[d : d + 1],
+        draw_parent=batch.draw_parent[d : d + 1],
+        draw_positions=batch.draw_positions[d : d + 1],
+        draw_mask=batch.draw_mask[d : d + 1],
+        draw_slice=None if chosen < 0 else np.zeros(1, np.int32),
+        slices=() if chosen < 0 else (batch.slices[chosen],),
+    )
+
+
+def verification(parts: list[Batch]) -> Batch:
+    """What `verify` is given for all draws of these batches, one after the other."""
+    params = tuple(p.params[int(i)] for p in parts for i in p.draw_params)
+    rows = np.arange(len(params), dtype=np.int32)
+    return replace(
+        parts[0],
+        draw_slice=None,
+        token_ids=np.zeros(len(params), np.int32),
+        draw_rows=rows,
+        draw_params=rows,
+        draw_parent=rows * 0 - 1,
+        draw_positions=np.concatenate([p.draw_positions for p in parts]),
+        draw_mask=rows * 0 - 1,
+        params=params,
+    )
+
+
 def run(runner: SlicingRunner, batch: Batch) -> Drawn:
     runner.launch(batch)
     return runner.wait()

@@ -20,7 +20,16 @@ from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
-from tests.model.slice_cases import assert_equal, batch_of, cached, ids_of, run, uncached
+from tests.model.slice_cases import (
+    alone,
+    assert_equal,
+    batch_of,
+    cached,
+    ids_of,
+    run,
+    uncached,
+    verification,
+)
 
 V = families.VOCAB_SIZE
 
@@ -95,17 +104,7 @@ def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice], s
     batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
     together = run(runner, batch)
     for d in range(8):
-        alone = replace(
-            batch,
-            draw_rows=batch.draw_rows[d : d + 1],
-            draw_params=batch.draw_params[d : d + 1],
-            draw_parent=batch.draw_parent[d : d + 1],
-            draw_positions=batch.draw_positions[d : d + 1],
-            draw_mask=batch.draw_mask[d : d + 1],
-            draw_slice=None if chosen[d] < 0 else np.zeros(1, np.int32),
-            slices=() if chosen[d] < 0 else (slices[chosen[d]],),
-        )
-        got = run(runner, alone)
+        got = run(runner, alone(batch, d))
         assert got.token_ids[0] == together.token_ids[d]
         assert np.array_equal(got.logprobs[0], together.logprobs[d], equal_nan=True)
         assert got.top[0] == together.top[d]
@@ -176,19 +175,7 @@ def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlic
         kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=here))
         assert np.isnan(kept.logprobs).all(), "a kept draw gives no logprobs"
         parts.append(batch)
-    rows = np.arange(num, dtype=np.int32)
-    params = tuple(p.params[int(i)] for p in parts for i in p.draw_params)
-    check = replace(
-        parts[0],
-        draw_slice=None,
-        token_ids=np.zeros(num, np.int32),
-        draw_rows=rows,
-        draw_params=rows,
-        draw_parent=rows * 0 - 1,
-        draw_positions=np.concatenate([p.draw_positions for p in parts]),
-        draw_mask=rows * 0 - 1,
-        params=params,
-    )
+    check = verification(parts)
     got = runner.verify(check, places)
     assert np.array_equal(got.token_ids, np.concatenate(want_ids))
     assert np.array_equal(got.logprobs, np.concatenate(want_logprobs), equal_nan=True)

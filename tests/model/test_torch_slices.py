@@ -35,7 +35,15 @@ from tests.engine.scenarios import Collector, Result
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
-from tests.model.slice_cases import batch_of, cached, ids_of, run, uncached
+from tests.model.slice_cases import (
+    alone,
+    batch_of,
+    cached,
+    ids_of,
+    run,
+    uncached,
+    verification,
+)
 from tests.model.tiny_models import save_tiny
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -191,17 +199,7 @@ def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice],
     batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
     together = run(runner, batch)
     for d in range(8):
-        alone = replace(
-            batch,
-            draw_rows=batch.draw_rows[d : d + 1],
-            draw_params=batch.draw_params[d : d + 1],
-            draw_parent=batch.draw_parent[d : d + 1],
-            draw_positions=batch.draw_positions[d : d + 1],
-            draw_mask=batch.draw_mask[d : d + 1],
-            draw_slice=None if chosen[d] < 0 else np.zeros(1, np.int32),
-            slices=() if chosen[d] < 0 else (slices[chosen[d]],),
-        )
-        got = run(runner, alone)
+        got = run(runner, alone(batch, d))
         assert got.token_ids[0] == together.token_ids[d]
         np.testing.assert_allclose(got.logprobs[0], together.logprobs[d], atol=2e-4)
         assert [i for i, _ in got.top[0]] == [i for i, _ in together.top[d]]
@@ -302,18 +300,7 @@ def test_verify_is_the_full_head_s_draw(runner: TorchRunner, slices: list[HeadSl
         keep = places[8 * i : 8 * i + 8]
         kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=keep))
         assert np.isnan(kept.logprobs).all() and not kept.ranks.any()
-    rows = np.arange(16, dtype=np.int32)
-    check = replace(
-        parts[0],
-        draw_slice=None,
-        token_ids=np.zeros(16, np.int32),
-        draw_rows=rows,
-        draw_params=rows,
-        draw_parent=rows * 0 - 1,
-        draw_positions=np.concatenate([p.draw_positions for p in parts]),
-        draw_mask=rows * 0 - 1,
-        params=tuple(p.params[int(i)] for p in parts for i in p.draw_params),
-    )
+    check = verification(parts)
     got = runner.verify(check, places)
     assert np.array_equal(got.token_ids, np.concatenate([w.token_ids for w in want]))
     np.testing.assert_allclose(got.logprobs, np.concatenate([w.logprobs for w in want]), atol=2e-4)
