@@ -91,6 +91,7 @@ class Run:
 
     server: LiveServer
     prometheus: Prometheus
+    ended_s: float = 0.0  # Unix time when all of the load had been scraped
     reports: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -143,6 +144,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         wait_until(lambda: server.client.num_open == 0)
         wait_until(lambda: server.sample("tailor_request_outcomes_total", outcome="abort") >= 3)
         prometheus.wait_scraped_after(time.time() + 1.0)  # and the rules have seen it
+        made.ended_s = time.time()
         yield made
 
 
@@ -159,7 +161,8 @@ def _filled_in(expr: str) -> str:
     ("name", "expr"), [(f"{d}: {p['title']}", t["expr"]) for d, p in PANELS for t in p["targets"]]
 )
 def test_every_expression_of_every_panel_returns_data(run: Run, name: str, expr: str) -> None:
-    result = run.prometheus.query(_filled_in(expr))
+    # As the load ended: by the last of these tests it may lie further back than a rate looks.
+    result = run.prometheus.query(_filled_in(expr), run.ended_s)
     assert result, f"{name}: no data for {expr}"
     numbers = [float(entry["value"][1]) for entry in result]
     assert any(number == number for number in numbers), f"{name}: only NaN for {expr}"

@@ -291,8 +291,7 @@ def test_from_data_to_answers(
     assert "is there already; --force replaces it" in told
     # The tiny model's steps are quicker than any draft; those of a model worth serving are not.
     (costs,) = (tiny.parent / "cache" / "costs").iterdir()
-    table = _cost(1.0).as_dict()
-    costs.write_text(json.dumps({"version": 1} | table))
+    costs.write_text(json.dumps(json.loads(costs.read_text()) | _cost(1.0).as_dict()))
     gold = run("tasks", "tune", *words, "--outputs", "gold", "--force")
     assert gold["outputs"] == "gold" and gold["tokens_per_step"] > 2
     assert set(load_tasks(tmp_path)) == {"completion", "town"}
