@@ -1,0 +1,67 @@
+"""What /metrics says is, to the byte, what prometheus_client would say of the same registry."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.metrics import Metrics
+from server.types import StepCounts
+
+
+def filled(*, vllm_aliases: bool) -> Metrics:
+    metrics = Metrics(vllm_aliases=vllm_aliases)
+    for task in ("sql", 'a "quoted" one', "back\\slash", "two\nlines", "größe"):
+        metrics.expect(task, "auto", "m")
+        series = metrics.task(task, "auto", "m")
+        metrics.count_step(
+            series, 3,
+            StepCounts(
+                num_steps=1, num_drafts=1, num_drafted=4, num_accepted=2, expected_accepted=1.25,
+                offered_by_depth=(1, 1), accepted_by_depth=(1, 1), by_source=(("corpus", 4, 2),),
+            ),
+        )  # fmt: skip
+        for value in (0.0004, 0.02, 1e9, 1e-12):
+            series.inter_token.observe(value)
+    engine = metrics.engine("m/0", "m")
+    for gauge, value in ((engine.kv_usage, math.nan), (engine.running, 3e21)):
+        gauge.set(value)
+    engine.waiting.set(math.inf)
+    metrics.corpus_sizes({"sql": 12345678})
+    return metrics
+
+
+@pytest.mark.parametrize("vllm_aliases", [False, True])
+def test_the_text_is_prometheus_clients_own(vllm_aliases: bool) -> None:
+    metrics = filled(vllm_aliases=vllm_aliases)
+    for _ in range(2):  # the second one with what the first one kept
+        expected = generate_latest(metrics.registry)
+        if metrics._aliases is not None:
+            expected += generate_latest(metrics._aliases)
+        assert metrics.exposition() == expected
+        metrics.count_outcome("sql", "m", "ok")
+        metrics.task("new", "suffix", "m").generation_tokens.inc(2)
+    assert ("vllm:" in metrics.exposition().decode()) is vllm_aliases
+
+
+def test_a_parser_reads_the_labels_back() -> None:
+    text = filled(vllm_aliases=False).exposition().decode()
+    tasks = {
+        sample.labels["task"]
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "tailor_generation_tokens_total"
+    }
+    assert tasks == {"sql", 'a "quoted" one', "back\\slash", "two\nlines", "größe"}
+
+
+def test_a_task_that_is_gone_is_not_told() -> None:
+    metrics = filled(vllm_aliases=False)
+    assert b'tailor_corpus_tokens{task="sql"} 1.2345678e+07' in metrics.exposition()
+    metrics.corpus_sizes({"rag": 5})
+    text = metrics.exposition()
+    assert b'tailor_corpus_tokens{task="rag"} 5.0' in text
+    assert b'tailor_corpus_tokens{task="sql"}' not in text
