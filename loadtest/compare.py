@@ -39,6 +39,7 @@ from loadtest.peer import (
     CpuMeter,
     Peer,
     PeerFailed,
+    ServerKeys,
     bring_down,
     bring_up,
     parse_peers,
@@ -221,7 +222,7 @@ async def measure(
     idle_cpu_s: dict[str, float] = {}
     idle_wall_s: dict[str, float] = {}
     salt_base = f"{time.time_ns():x}"
-    async with httpx.AsyncClient(timeout=600.0) as client:
+    async with httpx.AsyncClient(timeout=600.0, auth=ServerKeys(peers)) as client:
 
         async def one(peer: Peer, prompt: str, salt: str) -> Timing:
             body = request_body(
@@ -303,8 +304,21 @@ def add_server_options(parser: argparse.ArgumentParser, *, required: bool = True
     parser.add_argument("--extra", action="append", default=[], metavar="NAME=JSON",
                         help="fields merged into that server's requests")  # fmt: skip
     parser.add_argument("--dialect", action="append", default=[], metavar="NAME=DIALECT")
+    parser.add_argument("--key", action="append", default=[], metavar="NAME=VARIABLE",
+                        help="environment variable that holds that server's API key")  # fmt: skip
     parser.add_argument("--log-dir", type=Path, default=Path("loadtest/results/logs"))
     add_result_options(parser)
+
+
+def peers_of(options: argparse.Namespace) -> list[Peer]:
+    """The servers that `add_server_options` took. Raises ValueError as `parse_peers` does."""
+    return parse_peers(
+        options.server,
+        models=options.model,
+        extras=options.extra,
+        dialects=options.dialect,
+        keys=options.key,
+    )
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:
@@ -354,9 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(stderr=True, width=120)
     try:
-        peers = parse_peers(
-            options.server, models=options.model, extras=options.extra, dialects=options.dialect
-        )
+        peers = peers_of(options)
         prompts = {name: FIXED[name] for name in options.prompts.split(",")}
         if min(options.rounds, options.tokens, options.tries) < 1 or options.warmups < 0:
             raise ValueError("--rounds, --tokens and --tries want at least 1, --warmups at least 0")

@@ -29,15 +29,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_server_options, describe_servers, emit, refuse_busy_machine
+from loadtest.compare import (
+    add_server_options,
+    describe_servers,
+    emit,
+    peers_of,
+    refuse_busy_machine,
+)
 from loadtest.completion import ServerRefused, Timing, request_body, stream
 from loadtest.peer import (
     SETTLE_S,
     Peer,
     PeerFailed,
+    ServerKeys,
     bring_down,
     bring_up,
-    parse_peers,
     shuffled,
     stop_on_sigterm,
 )
@@ -131,7 +137,7 @@ async def measure(
     waves: list[Wave] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     salt = f"{time.time_ns():x}"
-    async with httpx.AsyncClient(timeout=900.0, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=900.0, limits=limits, auth=ServerKeys(peers)) as client:
         with Progress(console=console) as progress:
             bar = progress.add_task("waves", total=(num_rounds + 1) * len(peers) * len(counts))
             for round_id in range(-1, num_rounds):
@@ -236,9 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        peers = parse_peers(
-            options.server, models=options.model, extras=options.extra, dialects=options.dialect
-        )
+        peers = peers_of(options)
         counts = [int(count) for count in options.streams.split(",")]
         if min(*counts, options.rounds, options.tokens) < 1:
             raise ValueError("--streams, --rounds and --tokens want at least 1")

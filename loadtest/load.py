@@ -15,8 +15,10 @@ the time a request was *due*. A trace (`--trace`; loadtest.trace has its form, T
 is one) is an open loop too: its times, divided by `--trace-speed`, its tasks and lengths. Every
 (level, round) runs all servers one after the other, in an order drawn anew, with the same requests.
 
-`--mix` draws from data sets by weight. `--as squad=rag-qa` sends a data set's prompts to a Tailor
-server as requests of that task; without it all are the server's model's.
+`--mix` draws from data sets by weight: DATA_DIR/NAME/test.jsonl, a `prompt` a line. `--as
+squad=rag-qa` sends a data set's prompts to a Tailor server as requests of that task; without it all
+are the server's model's. `--key NAME=VARIABLE` sends a server the API key that an environment
+variable holds.
 
 Told per level and server: requests/s, tokens/s, TTFT, time per output token (TPOT), inter-chunk
 gaps (ITL), end-to-end latency, goodput (share and rate of requests that met `--slo`), tokens and
@@ -44,15 +46,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_server_options, describe_servers, emit, refuse_busy_machine
+from loadtest.compare import (
+    add_server_options,
+    describe_servers,
+    emit,
+    peers_of,
+    refuse_busy_machine,
+)
 from loadtest.completion import ServerRefused, Timing, request_body, stream
 from loadtest.peer import (
     SETTLE_S,
     Peer,
     PeerFailed,
+    ServerKeys,
     bring_down,
     bring_up,
-    parse_peers,
     shuffled,
     stop_on_sigterm,
 )
@@ -298,7 +306,7 @@ async def measure(
     cells: list[Cell] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     salt = f"{time.time_ns():x}"
-    async with httpx.AsyncClient(timeout=900.0, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=900.0, limits=limits, auth=ServerKeys(peers)) as client:
         with Progress(console=console) as progress:
             bar = progress.add_task("cells", total=num_rounds * len(levels) * len(peers))
             for peer in peers:
@@ -531,9 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        peers = parse_peers(
-            options.server, models=options.model, extras=options.extra, dialects=options.dialect
-        )
+        peers = peers_of(options)
         levels = [Level(concurrency=int(n)) for n in filter(None, options.concurrency.split(","))]
         levels += [Level(rate=float(r)) for r in filter(None, options.rate.split(","))]
         weights = parse_mix(options.mix)

@@ -32,8 +32,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest import machine
-from loadtest.compare import add_server_options, describe_servers, emit
-from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, parse_peers, stop_on_sigterm
+from loadtest.compare import add_server_options, describe_servers, emit, peers_of
+from loadtest.peer import (
+    Peer,
+    PeerFailed,
+    ServerKeys,
+    bring_down,
+    bring_up,
+    stop_on_sigterm,
+)
 from loadtest.prompts import Example, spread_examples
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -202,7 +209,7 @@ async def check(
     totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
     accepted = dict.fromkeys(drafters, 0)
     salt = f"{time.time_ns():x}"
-    async with httpx.AsyncClient(timeout=900.0) as client:
+    async with httpx.AsyncClient(timeout=900.0, auth=ServerKeys([peer])) as client:
         with Progress(console=console) as progress:
             bar = progress.add_task("alone", total=len(alone) + len(together))
 
@@ -310,9 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = options.settings.split(",")
     try:
-        peers = parse_peers(
-            options.server, models=options.model, extras=options.extra, dialects=options.dialect
-        )
+        peers = peers_of(options)
         if len(peers) != 1:
             raise ValueError("one --server is checked at a time")
         unknown = set(settings) - set(SETTINGS)

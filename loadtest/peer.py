@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ class PeerFailed(Exception):
 @dataclass(slots=True)
 class Peer:
     """One named server under test. `extra` fields are merged into every request's body; `env` into
-    the environment of its start script."""
+    the environment of its start script; `key` is its API key."""
 
     name: str
     where: str
@@ -50,6 +50,7 @@ class Peer:
     model: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    key: str = field(default="", repr=False)
     url: str = ""
     version: str = ""
     process: subprocess.Popen[bytes] | None = None
@@ -66,6 +67,21 @@ class Peer:
         the texts can be compared; an alias then may read the cache, and num_cached_tokens tells.
         """
         return base if self.dialect == "openai" else f"{base}-{self.name}"
+
+
+class ServerKeys(httpx.Auth):
+    """Sends every server its own API key, and no server another's."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = list(peers)
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Add the key of the server that the request goes to."""
+        for peer in self._peers:
+            if peer.key and str(request.url).startswith(f"{peer.url}/"):
+                request.headers["authorization"] = f"Bearer {peer.key}"
+                break
+        yield request
 
 
 def _split(option: str, text: str) -> tuple[str, str]:
@@ -87,11 +103,13 @@ def parse_peers(
     models: Sequence[str] = (),
     extras: Sequence[str] = (),
     dialects: Sequence[str] = (),
+    keys: Sequence[str] = (),
 ) -> list[Peer]:
     """The peers of a command line, in its order.
 
-    Raises ValueError for a malformed, repeated or unknown name, an unknown dialect, an alias of
-    nothing, or an extra that is no JSON object.
+    keys name the environment variables that hold them. Raises ValueError for a malformed, repeated
+    or unknown name, an unknown dialect, an alias of nothing, an extra that is no JSON object, or a
+    variable that is not set.
     """
     peers: dict[str, Peer] = {}
     for text in servers:
@@ -122,6 +140,11 @@ def parse_peers(
         if not isinstance(fields, dict):
             raise ValueError(f"--extra {peer.name}: wants a JSON object")
         peer.extra = fields
+    for text in keys:
+        peer, value = chosen("--key", text)
+        peer.key = os.environ.get(value, "")
+        if not peer.key:
+            raise ValueError(f"--key {peer.name}: the environment variable {value} is not set")
     return list(peers.values())
 
 
@@ -187,7 +210,7 @@ async def wait_ready(peer: Peer, *, timeout_s: float = 600.0) -> None:
     Raises PeerFailed when the process ends or the time is over.
     """
     deadline = time.monotonic() + timeout_s
-    async with httpx.AsyncClient(timeout=10.0) as client:
+    async with httpx.AsyncClient(timeout=10.0, auth=ServerKeys([peer])) as client:
         while True:
             if peer.process is not None and peer.process.poll() is not None:
                 tail = peer.log_path.read_text(errors="replace")[-1500:] if peer.log_path else ""

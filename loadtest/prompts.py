@@ -77,14 +77,16 @@ def task_names(data_dir: Path) -> list[str]:
 
 
 def read_examples(data_dir: Path, task: str, split: str = "test") -> Iterator[Example]:
-    """The examples of one split, in file order. Raises OSError, KeyError or ValueError."""
+    """The examples of one split, in file order; without an `id` the line's number is its name.
+
+    Raises OSError, KeyError or ValueError.
+    """
     with (data_dir / task / f"{split}.jsonl").open(encoding="utf-8") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 record = json.loads(line)
-                yield Example(
-                    task, str(record["id"]), record["prompt"], record.get("completion") or ""
-                )
+                name = str(record.get("id", number))
+                yield Example(task, name, record["prompt"], record.get("completion") or "")
 
 
 def parse_mix(text: str) -> dict[str, float]:

@@ -12,7 +12,10 @@ mean time to the first token, and the mean inter-token latency as both tools def
 brought beside its first token, which is the same where drafting is off.
 
 A program agrees when the 95 % bootstrap interval of its paired ratios to ours meets that of the
-noise. Prints a table, then ends in one JSON line. Exits 1 when a request failed.
+noise. One that takes cores from the server slows what it measures; whether it measures *right* is
+told by the server's own books of the same requests (from /metrics, before and after the run):
+"of server" is what the program told / what the server booked. The server must have no other work.
+Prints a table, then ends in one JSON line. Exits 1 when a request failed.
 
 The versions that this was written for, each in an environment of its own:
 
@@ -32,11 +35,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -55,14 +59,22 @@ TOOL_LIMIT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one program told of one round: requests a second, and means in seconds."""
+    """What one program told of one round: requests a second, and means in seconds.
+
+    served_ttft_s, served_itl_s: the server's books of the same requests, where it keeps any.
+    """
 
     requests_per_s: float
     ttft_s: float
     itl_s: float
+    served_ttft_s: float | None = None
+    served_itl_s: float | None = None
 
 
-METRICS = tuple(Figures.__dataclass_fields__)
+METRICS = ("requests_per_s", "ttft_s", "itl_s")
+BOOKS = {"ttft_s": "tailor_time_to_first_token_seconds",
+         "itl_s": "tailor_request_time_per_output_token_seconds"}  # fmt: skip
+"""The server's histogram of each latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,34 @@ class Job:
 
 class ToolFailed(Exception):
     """A program ended with an error, or did not answer every request."""
+
+
+def read_books(url: str) -> dict[str, tuple[float, float]]:
+    """(sum of seconds, number) of each latency that the server has booked so far; {} for one that
+    has no such metrics."""
+    answer = httpx.get(f"{url}/metrics", timeout=60)
+    if answer.status_code != 200:
+        return {}
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return {
+        metric: (totals[f"{name}_sum"], totals[f"{name}_count"])
+        for metric, name in BOOKS.items()
+        if f"{name}_count" in totals
+    }
+
+
+def booked_between(
+    before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """Mean seconds of what was booked between two readings, as fields of Figures."""
+    return {
+        f"served_{metric}": (total - before[metric][0]) / (num - before[metric][1])
+        for metric, (total, num) in after.items()
+        if metric in before and num > before[metric][1]
+    }
 
 
 async def run_ours(job: Job, salt: str) -> Figures:
@@ -235,6 +275,10 @@ def report(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
                 row[metric]["agrees"] = (
                     against.low <= noise[metric].high and against.high >= noise[metric].low
                 )
+            if metric in BOOKS:
+                booked = [getattr(one[name], f"served_{metric}") for one in rounds]
+                if None not in booked:
+                    row[metric]["of_server"] = ratio(values, booked).to_json()
         programs[name] = row
     return {"programs": programs}
 
@@ -242,7 +286,8 @@ def report(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Any]:
 def print_report(console: Console, result: Mapping[str, Any]) -> None:
     table = Table(title=f"{result['num_streams']} streams, medians of rounds; ratio = tool / load")
     table.add_column("program")
-    for column in ("requests/s", "ratio", "TTFT ms", "ratio", "ITL ms", "ratio"):
+    for column in ("requests/s", "ratio", "TTFT ms", "ratio", "of server",
+                   "ITL ms", "ratio", "of server"):  # fmt: skip
         table.add_column(column, justify="right")
     for name, row in result["programs"].items():
         cells = []
@@ -256,6 +301,9 @@ def print_report(console: Console, result: Mapping[str, Any]) -> None:
                 else f"{against['median']:.3f} [{against['low']:.3f}, {against['high']:.3f}]"
                 + ("" if found["agrees"] else " differs")
             )
+            if metric in BOOKS:
+                booked = found.get("of_server")
+                cells.append("" if booked is None else f"{booked['median']:.3f}")
         table.add_row(name, *cells)
     console.print(table)
 
@@ -278,12 +326,15 @@ def measure(
             for name in random.Random(round_id).sample(names, len(names)):
                 progress.update(bar, description=name)
                 salt = f"{stamp}-{round_id}-{name}"
+                before = read_books(job.url)
                 if name == "guidellm":
                     found[name] = run_guidellm(tools[name], job, salt, Path(folder))
                 elif name == "aiperf":
                     found[name] = run_aiperf(tools[name], job, salt, Path(folder))
                 else:
                     found[name] = asyncio.run(run_ours(job, salt))
+                booked = booked_between(before, read_books(job.url))
+                found[name] = replace(found[name], **booked)
                 progress.update(bar, advance=1)
                 time.sleep(pause_s)
             rounds.append({name: found[name] for name in names})

@@ -45,16 +45,22 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_server_options, describe_servers, emit, refuse_busy_machine
+from loadtest.compare import (
+    add_server_options,
+    describe_servers,
+    emit,
+    peers_of,
+    refuse_busy_machine,
+)
 from loadtest.completion import ServerRefused, Timing, request_body, stream
 from loadtest.peer import (
     SETTLE_S,
     CpuMeter,
     Peer,
     PeerFailed,
+    ServerKeys,
     bring_down,
     bring_up,
-    parse_peers,
     shuffled,
     stop_on_sigterm,
 )
@@ -546,7 +552,9 @@ async def run_group(
         cost = read_cost(cache)
         meter = CpuMeter([tailor, *beside])
         limits = httpx.Limits(max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=600.0, limits=limits) as client:
+        async with httpx.AsyncClient(
+            timeout=600.0, limits=limits, auth=ServerKeys(peers)
+        ) as client:
             with Progress(console=console) as progress:
                 for task_set in sets:
                     began = time.perf_counter()
@@ -599,9 +607,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.models = options.models or options.data.parent / "models"
     console = Console(stderr=True, width=160)
     try:
-        peers = parse_peers(
-            options.server, models=options.model, extras=options.extra, dialects=options.dialect
-        )
+        peers = peers_of(options)
         unknown = set(options.sets.split(",")) - set(SETS)
         if unknown:
             raise ValueError(f"no data set {sorted(unknown)}; there are {', '.join(SETS)}")

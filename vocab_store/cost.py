@@ -8,6 +8,9 @@ the corrected token itself:
     E[kept] = sum_{j=0}^{N-1} (1 - m)^j = (1 - (1 - m)^N) / m          (N when m = 0)
     cost per token = (N (body_s + slice_s) + verify_s + N verify_row_s) / E[kept]
 
+Where a sequence of the batch ends, every window is verified, full or not: with a chance c per step
+a window runs (1 - (1 - c)^N) / c steps instead of N, and E[kept] has (1 - m)(1 - c) for 1 - m.
+
 For small m N this is about (body + slice)(1 + m N / 2) + verify / N, which is least near
 N = sqrt(2 verify / (m (body + slice))): DESIGN.md's rule. The functions below minimise the exact
 expression over whole N; the rule is there as `asymptotic_window`.
@@ -46,7 +49,8 @@ class HeadCosts:
     body_s: everything but the head. full_s: the head over all V rows, for this batch's rows.
     vocab_size: V. slice_fixed_s: what a slice product costs with no rows at all (launch, mask).
     verify_s: one product of a window with the full head, fixed part (default: full_s, a read of
-    the whole head); verify_row_s: further seconds for each waiting position.
+    the whole head); verify_row_s: further seconds for each waiting position. cut: chance per step
+    that a window is verified before it is full, because a sequence of the batch ends.
     """
 
     body_s: float
@@ -55,10 +59,13 @@ class HeadCosts:
     slice_fixed_s: float = 0.0
     verify_s: float | None = None
     verify_row_s: float = 0.0
+    cut: float = 0.0
 
     def __post_init__(self) -> None:
         if self.body_s <= 0 or self.full_s <= 0 or self.vocab_size <= 0:
             raise ValueError("body_s, full_s and vocab_size must be positive")
+        if not 0.0 <= self.cut <= 1.0:
+            raise ValueError("cut must lie in 0..1")
 
     @property
     def window_s(self) -> float:
@@ -91,8 +98,9 @@ def expected_kept(miss: float, window: int) -> float:
 def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> float:
     """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
     step_s = costs.body_s + slice_head_s(costs, num_ids)
-    spent_s = window * (step_s + costs.verify_row_s) + costs.window_s
-    return spent_s / expected_kept(miss, window)
+    run = expected_kept(costs.cut, window)  # steps until the window is full or cut
+    kept = expected_kept(miss + costs.cut - miss * costs.cut, window)
+    return (run * (step_s + costs.verify_row_s) + costs.window_s) / kept
 
 
 def asymptotic_window(costs: HeadCosts, num_ids: float, miss: float) -> float:
@@ -120,7 +128,8 @@ def _best_windows(
     best = np.full(miss.shape, np.inf)
     windows = np.ones(miss.shape, np.int64)
     for window in range(1, max_window + 1):
-        cost = (window * step + costs.window_s) / _kept(miss, window)
+        run = expected_kept(costs.cut, window)
+        cost = (run * step + costs.window_s) / _kept(miss + costs.cut - miss * costs.cut, window)
         better = cost < best
         best[better] = cost[better]
         windows[better] = window

@@ -424,6 +424,24 @@ class SliceCacheIndex:
         holder.ids.extend(new.tolist())
         return placement
 
+    def take_back(self, sequence: Hashable, token_ids: Ids) -> None:
+        """Forget rows that `acquire` or `extend` has just told to load, and that a device had no
+        room for: the next who asks for them is told to load them again.
+
+        Raises KeyError for an unknown sequence, ValueError for rows that others hold, too.
+        """
+        holder = self._sequences[sequence]
+        gone = {int(i) for i in token_ids}
+        if any(self._num_users.get(i) != 1 for i in gone) or not gone <= set(holder.ids):
+            raise ValueError(f"rows that are not sequence {sequence!r}'s alone")
+        holder.ids = [i for i in holder.ids if i not in gone]
+        for token_id in gone:
+            del self._num_users[token_id]
+            place = self._position.pop(token_id)
+            del self._id_at[place]
+            heapq.heappush(self._free, place)
+        self.num_loads -= len(gone)
+
     def release(self, sequence: Hashable) -> None:
         """Unpin a sequence's rows; they stay cached. Raises KeyError for an unknown sequence."""
         holder = self._sequences.pop(sequence)

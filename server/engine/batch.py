@@ -204,7 +204,8 @@ class SlicingRunner(Runner, Protocol):
         """Forget a table; unknown numbers are fine."""
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
-        """Copy head rows into places of the dynamic pool, which grows as needed."""
+        """Copy head rows into places of the dynamic pool, which grows as needed. Raises
+        MemoryError when there is no room; what is in the pool stays."""
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
         """Draw again from kept hidden states with the full head.

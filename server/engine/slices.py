@@ -124,6 +124,7 @@ class SliceBook:
         self._batch: Batch | None = None
         self.last_window = 0
         self._has_warned = False
+        self._has_left = False  # a sequence in `exact`, since the last step that had one
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -193,6 +194,11 @@ class SliceBook:
         try:
             self._load_table(head)
             placement = self._index.acquire(sequence, head.profile, head.slice)
+            try:
+                self._load_rows(sequence, head, placement)
+            except MemoryError:
+                self._index.release(sequence)
+                raise
         except (SliceCapacityError, MemoryError) as error:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             _log.log(level, "a slice is not cached, the full head stands in for it: %s", error)
@@ -200,7 +206,6 @@ class SliceBook:
             ids = head.slice.ids.copy()
             head.where = HeadSlice(ids, np.empty(0, np.int32), -1, 0)
             return
-        self._load_rows(head, placement)
         self._find(sequence, head)
         self._drop_old()
 
@@ -218,10 +223,10 @@ class SliceBook:
         if head.where is not None and head.where.table >= 0:
             try:
                 placement = self._index.extend(sequence, [token_id])
-            except SliceCapacityError:
+                self._load_rows(sequence, head, placement)
+            except (SliceCapacityError, MemoryError):
                 return  # it will be missed again
             head.slice = head.slice.union([token_id])
-            self._load_rows(head, placement)
             self._find(sequence, head)
 
     def leave(self, sequence: Sequence) -> None:
@@ -229,6 +234,7 @@ class SliceBook:
         head = sequence.head
         if head is None or head.where is None:
             return
+        self._has_left |= head.mode == "exact"
         if head.where.table >= 0:
             self._index.release(sequence)
             head.where = None
@@ -254,10 +260,15 @@ class SliceBook:
                 self.control.forget(key)
                 self._learned.pop(key, None)
 
-    def _load_rows(self, head: SequenceHead, placement: Placement) -> None:
+    def _load_rows(self, sequence: Sequence, head: SequenceHead, placement: Placement) -> None:
+        """Copy what a placement says. Raises MemoryError, after which no such row is cached."""
         assert self._runner is not None
         if placement.num_loads:
-            self._runner.load_rows(placement.load_ids, placement.load_positions)
+            try:
+                self._runner.load_rows(placement.load_ids, placement.load_positions)
+            except MemoryError:
+                self._index.take_back(sequence, placement.load_ids)
+                raise
             head.add(num_loaded=placement.num_loads)
 
     def _find(self, sequence: Sequence, head: SequenceHead) -> None:
@@ -277,6 +288,9 @@ class SliceBook:
         heads = [item.sequence.head for item in items]
         if all(head is None for head in heads):
             return
+        if any(head is not None and head.mode == "exact" for head in heads):
+            self.control.observe_ends(self._has_left)
+            self._has_left = False
         is_read = any(item.draws and head is None for item, head in zip(items, heads, strict=True))
         for item, head in zip(items, heads, strict=True):
             if head is None:

@@ -21,6 +21,7 @@ __all__ = ["WindowControl", "WindowPlan"]
 _RATE = 0.1  # weight of a new measurement
 _PRIOR_TOKENS = 32.0  # how many tokens the profile's own miss rate counts for
 _MEMORY_TOKENS = 4096.0  # older misses count half from here on
+_END_RATE = 0.02  # ends are rare: their chance needs a longer memory
 _REFRESH_TOKENS = 32  # a plan is priced again after so many tokens
 _STEPS_TO_FILL = 16  # the size of T is chosen once: not by the first steps
 _GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from the full head
@@ -75,6 +76,7 @@ class WindowControl:
         self._row_s = 0.0
         self._num_windows = 1.0
         self._tokens_per_step = 1.0
+        self._ends = 0.0  # chance per step
         self._records: dict[object, _Record] = {}
 
     def add(self, profile: object, num_ids: int, miss_rate: float | None) -> None:
@@ -123,6 +125,11 @@ class WindowControl:
         """Tokens that one sequence gained in one step from its slice."""
         self._tokens_per_step = _moved(self._tokens_per_step, float(max(1, num_tokens)))
 
+    def observe_ends(self, any_ended: bool) -> None:
+        """One more step of sequences in `exact`, whichever head they draw from. any_ended: whether
+        one of them has left since the step before, which cuts the others' windows short."""
+        self._ends += _END_RATE * (any_ended - self._ends)
+
     def observe_verify(self, seconds: float, num_rows: int, num_windows: int) -> None:
         """One verification of several sequences' windows."""
         self._num_windows = _moved(self._num_windows, float(num_windows))
@@ -161,6 +168,7 @@ class WindowControl:
             slice_fixed_s=fixed_s * per_token,
             verify_s=self._full_s,
             verify_row_s=self._row_s * self._num_windows,
+            cut=self._ends * per_token,
         )
 
     def fill(self, profile: VocabProfile) -> Fill | None:

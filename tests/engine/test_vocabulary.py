@@ -37,11 +37,14 @@ from vocab_store.slice import RequiredIds, VocabSlice
 SEEDS = st.integers(0, 2**48)
 
 
-def _run(work: Workload) -> None:
+def _run(work: Workload, load_failures: float = 0.0) -> None:
+    """load_failures: share of copies of head rows for which the device has no room."""
     note(f"{work}")
     expected = work.expected()
     drafter = make_drafter(work, expected)
-    engine, _ = make_engine(work, drafter)
+    engine, runner = make_engine(work, drafter)
+    rng = Random(len(work.requests))
+    runner.load_fails = lambda: rng.random() < load_failures
     results = drive(work, engine)
     compare(work, expected, results)
     assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
@@ -76,6 +79,13 @@ def test_exact_is_full(seed: int) -> None:
 def test_all_modes_in_one_batch(seed: int) -> None:
     rng = Random(seed)
     _run(with_slices(random_workload(rng), rng, ("exact", "slice", "full")))
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(SEEDS, st.sampled_from((0.1, 0.5, 1.0)))
+def test_no_text_depends_on_the_room_for_head_rows(seed: int, load_failures: float) -> None:
+    rng = Random(seed)
+    _run(with_slices(random_workload(rng), rng, ("exact", "slice")), load_failures)
 
 
 # -- one sequence, looked at closely -------------------------------------------------------------
@@ -477,6 +487,21 @@ def test_a_cheap_head_is_not_worth_a_slice() -> None:
     control = _control(0.050, 0.0005, 0.0004, 0.5)
     _feed(control, 0.05)
     assert not control.plan("p").uses_slice
+
+
+def test_windows_that_ends_of_others_cut_short_do_not_pay() -> None:
+    """A busy batch verifies every few steps, whatever N is: that is what a token costs there."""
+    control = _control(0.010, 0.008, 0.004, 0.2)
+    _feed(control, 0.01)
+    assert control.plan("p").uses_slice
+    for _ in range(400):
+        control.observe_ends(True)
+    _feed(control, 0.01)
+    assert not control.plan("p").uses_slice
+    for _ in range(400):  # measured whichever head is read: the way back is open
+        control.observe_ends(False)
+    _feed(control, 0.01)
+    assert control.plan("p").uses_slice
 
 
 def test_nothing_measured_means_the_first_window() -> None:

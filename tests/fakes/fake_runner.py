@@ -115,7 +115,8 @@ class FakeRunner:
     """A Runner over a FakeModel. Checks the Batch's invariants as it goes.
 
     fail: called with each Batch before it runs; raises to simulate a broken device (an
-    out-of-memory, say). row_s, step_s: simulated device seconds a row and a step.
+    out-of-memory, say). load_fails: whether the device has no room for head rows, asked at each
+    load. row_s, step_s: simulated device seconds a row and a step.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class FakeRunner:
         self.model = model
         self.info = info
         self.fail = fail
+        self.load_fails: Callable[[], bool] = lambda: False
         self.row_s = row_s
         self.step_s = step_s
         self.num_steps = 0
@@ -151,6 +153,8 @@ class FakeRunner:
         """Make T resident."""
         assert self._batch is None and table not in self._tables
         assert (np.diff(token_ids) > 0).all()
+        if self.load_fails():
+            raise MemoryError("no room for a table")
         self._tables[table] = token_ids.tolist()
 
     def drop_table(self, table: int) -> None:
@@ -161,6 +165,8 @@ class FakeRunner:
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
         """Dynamic rows."""
         assert self._batch is None
+        if self.load_fails():
+            raise MemoryError("no room for rows")
         self._pool.update(zip(places.tolist(), token_ids.tolist(), strict=True))
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:

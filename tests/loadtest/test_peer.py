@@ -9,11 +9,20 @@ import textwrap
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from loadtest.completion import request_body
-from loadtest.peer import CpuMeter, PeerFailed, bring_down, bring_up, parse_peers, shuffled
+from loadtest.peer import (
+    CpuMeter,
+    PeerFailed,
+    ServerKeys,
+    bring_down,
+    bring_up,
+    parse_peers,
+    shuffled,
+)
 
 
 def test_names_give_the_dialect_and_options_their_server() -> None:
@@ -44,6 +53,27 @@ def test_names_give_the_dialect_and_options_their_server() -> None:
 def test_bad_command_lines_are_refused(servers: list[str], extras: list[str]) -> None:
     with pytest.raises(ValueError):
         parse_peers(servers, extras=extras)
+
+
+def test_a_server_s_key_goes_to_that_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_KEY", "secret")
+    servers = ["a=http://h:1", "b=http://h:12", "c=@a"]
+    peers = parse_peers(servers, keys=["a=OUR_KEY"])
+    assert "secret" not in repr(peers)
+    with pytest.raises(ValueError, match="NO_SUCH_KEY is not set"):
+        parse_peers(servers, keys=["a=NO_SUCH_KEY"])
+    with pytest.raises(ValueError, match="no server here"):
+        parse_peers(servers, keys=["d=OUR_KEY"])
+    for peer in peers:
+        peer.url = peer.where.replace("@a", "http://h:1")
+
+    def told(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=[request.headers.get("authorization")])
+
+    transport = httpx.MockTransport(told)
+    with httpx.Client(transport=transport, auth=ServerKeys(peers)) as client:
+        heard = [client.get(f"{peer.url}/v1/models").json()[0] for peer in peers]
+    assert heard == ["Bearer secret", None, "Bearer secret"]
 
 
 def test_each_dialect_keeps_the_prefix_cache_out_of_the_way() -> None:

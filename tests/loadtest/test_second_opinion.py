@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +131,43 @@ def test_agreement_is_measured_against_our_own_noise() -> None:
     assert near["requests_per_s"]["agrees"] and near["ttft_s"]["agrees"]
     assert not far["requests_per_s"]["agrees"] and not far["ttft_s"]["agrees"]
     assert far["itl_s"]["agrees"] and far["itl_s"]["ratio"]["median"] == 1.0
+
+
+def test_what_a_tool_told_is_held_against_the_server_s_own_books() -> None:
+    name = second_opinion.BOOKS["ttft_s"]
+    pages = [
+        f'{name}_sum{{task="a"}} {a}\n{name}_count{{task="a"}} {n}\n'
+        f'{name}_sum{{task="b"}} 3.0\n{name}_count{{task="b"}} 1.0\n'
+        for a, n in ((1.0, 2.0), (2.0, 6.0))
+    ]
+    told = iter(f"# TYPE {name} histogram\n{page}" for page in pages)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = next(told).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words: Any) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        before, after = second_opinion.read_books(url), second_opinion.read_books(url)
+        server.shutdown()
+        thread.join()
+    booked = second_opinion.booked_between(before, after)
+    assert booked == {"served_ttft_s": 0.25}
+
+    slowed = Figures(6.0, 0.26, 0.03, served_ttft_s=0.25, served_itl_s=0.03)
+    ours = Figures(10.0, 0.1, 0.02, served_ttft_s=0.1, served_itl_s=0.02)
+    rounds = [{OURS: ours, AGAIN: ours, "tool": slowed}] * 3
+    row = second_opinion.report(rounds)["programs"]["tool"]
+    assert not row["ttft_s"]["agrees"]
+    assert row["ttft_s"]["of_server"]["median"] == pytest.approx(1.04)
+    assert row["itl_s"]["of_server"]["median"] == pytest.approx(1.0)
+    assert "of_server" not in row["requests_per_s"]

@@ -49,6 +49,22 @@ def test_exact_cost_is_what_a_simulation_of_windows_spends() -> None:
     assert exact_cost_s(costs, num_ids, miss, window) == pytest.approx(spent / tokens, rel=0.008)
 
 
+def test_windows_that_others_cut_short_cost_what_a_simulation_spends() -> None:
+    rng = np.random.default_rng(6)
+    cut, miss, window, num_ids = 0.2, 0.03, 24, 100
+    costs = HeadCosts(0.018, 0.020, 1000, verify_s=0.025, verify_row_s=0.0005, cut=cut)
+    spent = tokens = 0.0
+    for _ in range(40_000):
+        run = min(window, int(rng.geometric(cut)))
+        spent += run * (0.018 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
+        first = np.flatnonzero(rng.random(run) < miss)
+        tokens += (int(first[0]) + 1) if first.size else run
+    assert exact_cost_s(costs, num_ids, miss, window) == pytest.approx(spent / tokens, rel=0.012)
+    best, cost = best_window(costs, num_ids, miss)
+    assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, best), rel=1e-9)
+    assert cost > best_window(HeadCosts(0.018, 0.020, 1000, verify_s=0.025), num_ids, miss)[1]
+
+
 @given(seconds, seconds, st.floats(0, 1), st.integers(0, 1000), st.integers(1, 30))
 def test_best_window_is_the_cheapest_of_all(
     body_s: float, full_s: float, miss: float, num_ids: int, max_window: int

@@ -105,6 +105,29 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
         index.columns("nobody")
 
 
+def test_rows_without_room_are_loaded_by_the_next_who_asks() -> None:
+    index, device = SliceCacheIndex(6), Device(6)
+    static = task_slice(1)
+    device.do(index.add_profile("a", static))
+    device.do(index.acquire("s1", "a", static.for_request([10])))
+    refused = index.acquire("s2", "a", static.for_request([10, 11, 12]))
+    assert refused.load_ids.tolist() == [11, 12]
+    with pytest.raises(ValueError, match="alone"):
+        index.take_back("s2", [10])
+    with pytest.raises(ValueError, match="alone"):
+        index.take_back("s1", [11])
+    index.take_back("s2", refused.load_ids)
+    index.release("s2")
+    assert (index.num_pinned_rows, index.num_cached_rows) == (1, 1)
+    again = index.acquire("s2", "a", static.for_request([11]))
+    assert again.load_ids.tolist() == [11]
+    device.do(again)
+    index.take_back("s2", index.extend("s2", [13]).load_ids)
+    assert device.seen_by(index, "s2", "a") == [0, 1, 11]
+    device.do(index.extend("s2", [13]))
+    assert device.seen_by(index, "s2", "a") == [0, 1, 11, 13]
+
+
 def test_misuse_is_refused() -> None:
     index = SliceCacheIndex(4)
     static = task_slice(1, 2)

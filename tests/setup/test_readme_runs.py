@@ -1,0 +1,188 @@
+"""The README is followed: its commands, word for word, against a server on a tiny model.
+
+What differs from a person's terminal: the two built-in models are tiny ones under the same names,
+the port is a free one, and a load test asks less. What a test elsewhere runs is named in ELSEWHERE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION, MARKER
+from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.setup.test_serve import Running
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+KEY = "an-admin-key"
+HERE = ("curl", "tailor tasks", "tailor corpus", "tailor replay", "tailor vocab", "tailor serve",
+        "python -m loadtest.load", "python -m loadtest.report")  # fmt: skip
+ELSEWHERE = {
+    "make serve": "tests/setup/test_serve.py: its one command, `tailor serve --hello`",
+    "make test": "this run",
+    "prometheus": "tests/monitoring/test_prometheus.py",
+    "promtool": "tests/monitoring/test_prometheus.py",
+    "python configs/grafana/dashboards.py": "tests/monitoring/test_grafana.py",
+    "docker": "docker/prove.py does its steps: no container engine here",
+    "sudo": "needs root and a Debian of its own",
+}
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+
+
+def _commands() -> list[str]:
+    """Every command line of a shell block, continued lines joined, in order."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", TEXT, re.S | re.M)
+    joined = "".join(blocks).replace("\\\n", " ")
+    return [line for line in joined.splitlines() if line.strip()]
+
+
+def _starting(start: str) -> list[str]:
+    return [line for line in _commands() if line.startswith(start)]
+
+
+def test_every_command_is_run_here_or_elsewhere() -> None:
+    unknown = [c for c in _commands() if not c.startswith((*HERE, *ELSEWHERE))]
+    assert not unknown
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A newcomer's folder: the built-in models are there, and data of a task."""
+    home = tmp_path_factory.mktemp("home")
+    for name, family in (("smollm2-135m-instruct", "llama"), ("gemma-3-270m", "gemma3")):
+        assert name in BUILT_IN
+        folder = home / "cache" / "models" / f"{name}-v{CONVERTER_VERSION}"
+        folder.mkdir(parents=True)
+        save_tiny(folder, family, vocab_size=260, max_position_embeddings=2048)
+        save_tokenizer(folder, 259)
+        if family == "llama":
+            (folder / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / MARKER).write_text("{}")
+    lines = [
+        {"prompt": f"Town {i}:", "completion": f"kind: town, river: {'yes' if i % 3 else 'no'}"}
+        for i in range(60)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    for name in ("train.jsonl", "prompts.jsonl"):
+        (home / name).write_text(text)
+    for name in ("squad", "massive_en", "advising_sql"):
+        (home / "data" / name).mkdir(parents=True)
+        (home / "data" / name / "test.jsonl").write_text(text)
+    shutil.copytree(ROOT / "configs" / "tasks", home / "configs" / "tasks")
+    return home
+
+
+@pytest.fixture(scope="module")
+def environment(home: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOR_CACHE_DIR", str(home / "cache"))
+        patch.setenv("TAILOR_ADMIN_KEY", KEY)
+        patch.delenv("TAILOR_API_KEY", raising=False)
+        patch.chdir(home)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tuned(environment: None, home: Path) -> None:
+    """`tailor tasks tune`, before the server starts, as the README says."""
+    (line,) = _starting("tailor tasks tune")
+    assert main(shlex.split(line)[1:]) == 0
+    assert (home / "configs" / "tasks" / "slots.yaml").is_file()
+
+
+@pytest.fixture(scope="module")
+def server(tuned: None, home: Path) -> Iterator[Running]:
+    (line,) = _starting("tailor serve")
+    words = [str(home / w) if w.startswith("configs/") else w for w in shlex.split(line)[2:]]
+    running = Running([*words, "--kv-cache-memory", "64MiB"], {})
+    yield running
+    status = running.stop(signal.SIGTERM)
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+    assert status == 0
+
+
+def test_a_task_of_ones_own_by_hand(environment: None, home: Path) -> None:
+    lines = _starting("tailor corpus") + _starting("tailor replay") + _starting("tailor vocab")
+    assert len(lines) >= 7
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, line
+    made = ("task.corpus", "own.jsonl", "own.corpus", "task.vocab")
+    assert all((home / name).is_file() for name in made)
+
+
+def test_curl_gets_an_answer_everywhere(server: Running) -> None:
+    lines = _starting("curl")
+    assert len(lines) >= 3
+    for line in lines:
+        line = line.replace("http://127.0.0.1:8000", server.url)
+        if "/corpus" not in line:
+            line += f" -H 'authorization: Bearer {KEY}'"
+        done = subprocess.run(
+            ["bash", "-c", f"{line} -sS --fail-with-body"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        answer = json.loads(done.stdout)
+        if '"slots"' in line:
+            assert answer["speculation"]["mean_tokens_per_step"] >= 1
+        elif "/corpus" not in line:
+            assert answer["choices"][0]["finish_reason"]
+
+
+def test_python_does_what_it_says(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """All examples, one after the other, in one program."""
+    pytest.importorskip("openai")
+    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
+    assert len(blocks) >= 4
+    names: dict[str, Any] = {}
+    for block in blocks:
+        code = block.replace("http://127.0.0.1:8000", server.url)
+        code = code.replace('api_key="none"', f'api_key="{KEY}"')
+        before = names.get("client")
+        exec(compile(code, "README.md", "exec"), names)
+        if before is not None and names["client"] is not before:
+            before.close()
+    names["client"].close()
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+    kinds = [a.type for a in names["decision"].answers]
+    assert kinds == ["predicate", "choice", "score"]
+
+
+def test_a_load_test_and_its_report(server: Running, home: Path) -> None:
+    lines = _starting("python -m loadtest.")
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(line)[1:]
+        if "loadtest.load" in line:
+            words = [w.replace("http://127.0.0.1:8000", server.url) for w in words]
+            words[words.index("--data") + 1] = str(home / "data")
+            words += ["--concurrency", "2", "--requests", "6", "--rounds", "2", "--pause", "0"]
+            words += ["--tokens", "8", "--max-load", "1000"]
+            words += ["--key", "tailor-off=TAILOR_ADMIN_KEY"]
+        elif shutil.which("chromium") is None:
+            at = words.index("--picture")
+            del words[at : at + 2]
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True, text=True, timeout=120, cwd=home,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+    out = re.search(r"--out (\S+)", lines[1])
+    assert out and "<html" in (home / out[1]).read_text(encoding="utf-8")
