@@ -135,7 +135,9 @@ def _propagate(states: Int32, order: Int64) -> None:
 
 @compiled
 def _commonest(packed: Int32, edges: Int32, tops: Int32) -> int:
-    """Fill column 4 of the states and `tops`; returns the entries used."""
+    """Fill column 4 of the states, column 2 of the edges, and `tops`; returns the entries used."""
+    for edge in range(edges.shape[0]):
+        edges[edge, 2] = packed[edges[edge, 1], 2]
     used = 0
     for state in range(packed.shape[0] - 1):
         first, end = packed[state, 3], packed[state + 1, 3]
@@ -145,14 +147,16 @@ def _commonest(packed: Int32, edges: Int32, tops: Int32) -> int:
         packed[state, 4] = used
         num = 0
         for edge in range(first, end):
-            count = packed[edges[edge, 1], 2]
+            count = edges[edge, 2]
             place = num
-            while place > 0 and packed[edges[tops[used + place - 1], 1], 2] < count:
+            while place > 0 and tops[used + place - 1, 1] < count:
                 if place < MAX_TOP:
-                    tops[used + place] = tops[used + place - 1]
+                    tops[used + place, 0] = tops[used + place - 1, 0]
+                    tops[used + place, 1] = tops[used + place - 1, 1]
                 place -= 1
             if place < MAX_TOP:
-                tops[used + place] = edge
+                tops[used + place, 0] = edges[edge, 0]
+                tops[used + place, 1] = count
                 num = min(num + 1, MAX_TOP)
         used += MAX_TOP
     return used
@@ -162,8 +166,9 @@ def _commonest(packed: Int32, edges: Int32, tops: Int32) -> int:
 class Automaton:
     """Frozen. states: int32 [num_states + 1, 5]: suffix link (-1 for the root), length of the
     longest context, occurrences, first edge (the next row's ends them), index in tops or -1.
-    edges: int32 [num_edges, 2]: token and target, by token inside a state. tops: int32, the
-    MAX_TOP commonest edges of each state that has more."""
+    edges: int32 [num_edges, 3]: token, target and the target's occurrences, by token inside a
+    state. tops: int32 [n, 2]: tokens and occurrences of the MAX_TOP commonest edges of each state
+    that has more. Occurrences are there again so that a proposal reads them in a row."""
 
     states: Int32
     edges: Int32
@@ -177,7 +182,7 @@ class Automaton:
     def empty() -> Automaton:
         """Knows nothing; grow_tree skips it."""
         return Automaton(
-            np.empty((0, 5), np.int32), np.empty((0, 2), np.int32), np.empty(0, np.int32)
+            np.empty((0, 5), np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -219,11 +224,12 @@ def build_automaton(token_ids: Int32, document_starts: Int64) -> Automaton:
     _propagate(states, np.argsort(states[1], kind="stable"))
     key = (owners[:num_edges].astype(np.int64) << 32) + edges[0, :num_edges] - START
     order = np.argsort(key)
-    packed_edges = np.ascontiguousarray(edges[:2, order].T)
+    packed_edges = np.empty((num_edges, 3), np.int32)
+    packed_edges[:, :2] = edges[:2, order].T
     degrees = np.bincount(owners[:num_edges], minlength=num_states)
     packed = np.zeros((num_states + 1, 5), np.int32)
     packed[:num_states, :3] = states.T
     packed[1:, 3] = np.cumsum(degrees)
-    tops = np.zeros(int((degrees > MAX_TOP).sum()) * MAX_TOP, np.int32)
+    tops = np.zeros((int((degrees > MAX_TOP).sum()) * MAX_TOP, 2), np.int32)
     _commonest(packed, packed_edges, tops)
     return Automaton(packed, packed_edges, tops)

@@ -33,7 +33,7 @@ Progress = Callable[[str, float], None]
 __all__ = ["ArrayFileError", "Corpus", "FingerprintError", "build_corpus"]
 
 KIND = "task corpus"
-VERSION = 1
+VERSION = 2  # 2: occurrences beside edges and tops
 
 
 @dataclass(frozen=True, slots=True)

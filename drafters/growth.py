@@ -156,6 +156,13 @@ def _candidate(token: int, ints: Int32) -> int:
 
 
 @compiled
+def _clear(counts: Float32, level: int) -> None:
+    """Zero a level's counts: a loop becomes a memset here, a slice an array object."""
+    for row in range(MAX_CANDIDATES):
+        counts[level, row] = 0.0
+
+
+@compiled
 def _visit(
     text: Int32,
     marks: Float32,
@@ -190,7 +197,7 @@ def _visit(
         source = OUTPUT
     level = source * NUM_BUCKETS + length_bucket(length)
     if totals[level] == 0.0:
-        counts[level, :] = 0.0
+        _clear(counts, level)
     totals[level] += weight
     row = _candidate(token, ints)
     if row >= 0:
@@ -268,17 +275,20 @@ def _gather_automaton(
             level = CORPUS * NUM_BUCKETS + bucket
             first, end = states[state, 3], states[state + 1, 3]
             top = states[state, 4]
-            num = min(end - first, MAX_TOP)
             # Every occurrence has a next token but those that end the corpus.
             totals[level] = states[state, 2]
-            counts[level, :] = 0.0
-            for i in range(num):
-                edge = tops[top + i] if top >= 0 else first + i
-                token = edges[edge, 0]
+            _clear(counts, level)
+            # The targets' counts stand beside the tokens: a corpus is larger than any cache, and
+            # asking each target for its own was a twentieth of what a proposal cost.
+            for i in range(MAX_TOP if top >= 0 else end - first):
+                if top >= 0:
+                    token, count = tops[top + i, 0], tops[top + i, 1]
+                else:
+                    token, count = edges[first + i, 0], edges[first + i, 2]
                 if token >= 0:
                     row = _candidate(token, ints)
                     if row >= 0:
-                        counts[level, row] = states[edges[edge, 1], 2]
+                        counts[level, row] = count
         state = states[state, 0]
         if state >= 0:
             length = states[state, 1]
@@ -374,7 +384,8 @@ def _gather(
     path to the node, newest first; the rest is filled with the context here."""
     ints[0, 0] = 0
     ints[0, 1] += 1
-    totals[:] = 0.0
+    for i in range(NUM_LEVELS):
+        totals[i] = 0.0
     size = min(MAX_MATCH, depth + own_size)
     for i in range(depth, size):
         path[i] = own[0, own_size - 1 - (i - depth)]
@@ -403,7 +414,7 @@ def _gather(
             level = PREDICTION * NUM_BUCKETS
             for i in range(hints.shape[0]):
                 if totals[level] == 0.0:
-                    counts[level, :] = 0.0
+                    _clear(counts, level)
                 totals[level] += 1.0
                 row = _candidate(int(docs[0, hints[i]]), ints)
                 if row >= 0:
@@ -429,7 +440,8 @@ def _blend(
     """
     num = ints[0, 0]
     left = np.float32(1.0)
-    chances[:num] = 0.0
+    for row in range(num):
+        chances[row] = 0.0
     for i in range(num_levels):
         level = cells[0, i]
         w = np.float32(trust[cells[1, i]])

@@ -21,8 +21,8 @@ from drafters.trust import Trust
 __all__ = ["SuffixDrafter", "SuffixSession"]
 
 NO_STATES = np.empty((0, 5), np.int32)
-NO_EDGES = np.empty((0, 2), np.int32)
-NO_TOPS = np.empty(0, np.int32)
+NO_EDGES = np.empty((0, 3), np.int32)
+NO_TOPS = np.empty((0, 2), np.int32)
 NO_HINTS = np.empty(0, np.int32)
 NO_DOCS = np.empty((3, 0), np.int32)
 NO_TABLE = np.empty((2, 0), np.int64)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
 from drafters.automaton import build_automaton
-from drafters.corpus import Corpus, build_corpus
+from drafters.corpus import VERSION, Corpus, build_corpus
 from drafters.growth import automaton_step
 from drafters.ngram_tables import count_ngrams
 from drafters.text_index import START
@@ -84,10 +84,9 @@ def test_the_automaton_counts_every_context_of_every_length(docs: list[list[int]
             assert length == n
             assert automaton.states[state, 2] == count
             first, end = automaton.states[state, 3], automaton.states[state + 1, 3]
-            following = {
-                int(token): int(automaton.states[target, 2])
-                for token, target in automaton.edges[first:end]
-            }
+            edges = automaton.edges[first:end]
+            assert (edges[:, 2] == automaton.states[edges[:, 1], 2]).all()
+            following = {int(token): int(count) for token, _, count in edges}
             assert following == {g[-1]: c for g, c in longer.items() if g[:-1] == context}
 
 
@@ -151,7 +150,7 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     write_arrays(path, kind="task corpus", version=99, fingerprint="", meta={}, arrays=one)
     with pytest.raises(ArrayFileError, match="version 99"):
         Corpus.load(path, fingerprint=None)
-    write_arrays(path, kind="task corpus", version=1, fingerprint="", meta={}, arrays=one)
+    write_arrays(path, kind="task corpus", version=VERSION, fingerprint="", meta={}, arrays=one)
     with pytest.raises(ArrayFileError, match="lacks a part"):
         Corpus.load(path, fingerprint=None)
 
