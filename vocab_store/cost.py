@@ -99,7 +99,7 @@ def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> 
     """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
     step_s = costs.body_s + slice_head_s(costs, num_ids)
     run = expected_kept(costs.cut, window)  # steps until the window is full or cut
-    kept = expected_kept(miss + costs.cut - miss * costs.cut, window)
+    kept = expected_kept(1.0 - (1.0 - miss) * (1.0 - costs.cut), window)
     return (run * (step_s + costs.verify_row_s) + costs.window_s) / kept
 
 
@@ -129,7 +129,7 @@ def _best_windows(
     windows = np.ones(miss.shape, np.int64)
     for window in range(1, max_window + 1):
         run = expected_kept(costs.cut, window)
-        cost = (run * step + costs.window_s) / _kept(miss + costs.cut - miss * costs.cut, window)
+        cost = (run * step + costs.window_s) / _kept(1.0 - (1.0 - miss) * (1.0 - costs.cut), window)
         better = cost < best
         best[better] = cost[better]
         windows[better] = window

@@ -77,6 +77,15 @@ def test_best_window_is_the_cheapest_of_all(
     assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, window), rel=1e-9)
 
 
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 64))
+def test_every_pair_of_chances_has_a_cost(miss: float, cut: float, window: int) -> None:
+    """No rounding carries the two out of 0..1 together: an engine would stop over it."""
+    costs = HeadCosts(0.018, 0.020, 1000, cut=cut)
+    cost = exact_cost_s(costs, 100, miss, window)
+    assert full_cost_s(costs) * 0.4 < cost < math.inf
+    assert best_window(costs, 100, miss, window)[1] <= cost * (1 + 1e-12)
+
+
 def max_window_cost(costs: HeadCosts, num_ids: int, miss: float, window: int) -> float:
     """The cost from its definition alone."""
     step = costs.body_s + costs.full_s * num_ids / costs.vocab_size
