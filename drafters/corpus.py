@@ -22,6 +22,7 @@ import numpy.typing as npt
 from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
 from drafters.automaton import Automaton, build_automaton
 from drafters.copy_prior import CopyPrior, learn_copy_prior
+from drafters.corpus_file import KIND, VERSION
 from drafters.nearest import Nearest, build_nearest
 from drafters.ngram_tables import NGramTables, count_ngrams
 
@@ -31,9 +32,6 @@ Int64 = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 
 __all__ = ["ArrayFileError", "Corpus", "FingerprintError", "build_corpus"]
-
-KIND = "task corpus"
-VERSION = 2  # 2: occurrences beside edges and tops
 
 
 @dataclass(frozen=True, slots=True)

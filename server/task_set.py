@@ -360,23 +360,21 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
 
 def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
     """Raises ConfigError unless the file is a corpus of this tokenizer."""
-    from drafters.array_file import ArrayFileError, FingerprintError, read_arrays
+    from drafters.array_file import ArrayFileError, FingerprintError
+    from drafters.corpus_file import read_extent
 
     try:
-        _, arrays = read_arrays(path, kind="task corpus", version=1, fingerprint=fingerprint)
-        num_documents = int(arrays["document_starts"].shape[0]) - 1
-        num_tokens = int(arrays["token_ids"].shape[0])
-        num_bytes = path.stat().st_size
+        extent = read_extent(path, fingerprint=fingerprint)
     except FingerprintError:
         raise ConfigError(
             f"{path} was built for another model's tokenizer; build it again with this model "
             "(tailor corpus build)"
         ) from None
-    except (ArrayFileError, KeyError) as error:
+    except ArrayFileError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    return CorpusSize(num_documents, num_tokens, num_bytes, uploaded)
+    return CorpusSize(extent.num_documents, extent.num_tokens, extent.num_bytes, uploaded)
 
 
 def _write_json(path: Path, body: Any) -> None:

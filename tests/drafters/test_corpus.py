@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
 from drafters.automaton import build_automaton
-from drafters.corpus import VERSION, Corpus, build_corpus
+from drafters.corpus import Corpus, build_corpus
+from drafters.corpus_file import KIND, VERSION, read_extent
 from drafters.growth import automaton_step
 from drafters.ngram_tables import count_ngrams
 from drafters.text_index import START
@@ -126,6 +129,29 @@ def test_another_tokenizers_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FingerprintError, match="tokenizer tok-a, but the model's is tok-b"):
         Corpus.load(path, fingerprint="tok-b")
     assert Corpus.load(path, fingerprint=None).fingerprint == "tok-a"  # for looking at it
+
+
+def test_the_extent_of_a_file_is_that_of_its_corpus_and_needs_no_compiler(tmp_path: Path) -> None:
+    path = tmp_path / "task.corpus"
+    corpus = build_corpus(EXAMPLES, fingerprint="a")
+    corpus.save(path)
+    extent = read_extent(path, fingerprint="a")
+    assert (extent.num_documents, extent.num_tokens) == (corpus.num_documents, corpus.num_tokens)
+    assert extent.num_bytes == path.stat().st_size
+    with pytest.raises(FingerprintError):
+        read_extent(path, fingerprint="b")
+    one = {"token_ids": np.zeros(3, np.int32)}
+    write_arrays(path, kind=KIND, version=VERSION, fingerprint="a", meta={}, arrays=one)
+    with pytest.raises(ArrayFileError, match="lacks a part of a corpus"):
+        read_extent(path, fingerprint="a")
+    write_arrays(path, kind=KIND, version=VERSION - 1, fingerprint="a", meta={}, arrays=one)
+    with pytest.raises(ArrayFileError, match="build it again"):
+        read_extent(path, fingerprint="a")
+    looked = "import sys, drafters.corpus_file; print('numba' in sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-c", looked], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "False\n"
 
 
 def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:

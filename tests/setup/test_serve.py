@@ -52,7 +52,13 @@ class Running:
             env={**os.environ, **env},
         )
         self.lines: list[str] = []
-        self.url = self.wait_for(r"ready on (http://\S+) after")[1]
+        try:
+            self.url = self.wait_for(r"ready on (http://\S+) after")[1]
+        except AssertionError:
+            # Nobody else has this object yet, and what it leaves would fail a later test.
+            self.process.kill()
+            self.process.communicate()
+            raise
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """The first further line that matches; fails when the process ends before."""
