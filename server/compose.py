@@ -52,7 +52,8 @@ log = logging.getLogger("tailor.server")
 
 _TARGET_STEP_S = {"cpu": 0.15, "cuda": 0.05}
 """Seconds a step may take while some sequences decode and others prefill: their prompt chunks
-are cut to it by the measured cost of rows, so that a long prompt does not make the others wait."""
+are cut to it by the measured cost of rows, so that a long prompt does not make the others wait.
+Where decoding alone takes long, EngineSettings.prefill_ratio lets them take longer."""
 
 _WARM_UP = "warm-up"
 

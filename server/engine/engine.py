@@ -73,11 +73,15 @@ class EngineSettings:
     """The engine's numbers.
 
     max_num_seqs, max_num_batched_tokens: seats, and rows a step. prefill_rows: prompt rows a step
-    while others decode. target_step_s: when above 0 and a cost table is there, prefill_rows
-    follows it (never below min_prefill_rows). max_waiting_requests, max_waiting_tokens: bound of
-    the queue. prefix_cache: on or off. max_draft_rows: tree nodes a step, over all sequences; 0 is
-    off. max_failures: failed steps in a row after which the runner counts as broken. slice_rows:
-    dynamic LM-head rows beside the profiles' own. max_window: most unverified tokens of an `exact`
+    while others decode. target_step_s: when above 0 and a cost table is there, prompt rows follow
+    it (never below min_prefill_rows); prefill_ratio: where a step is slow they may take this many
+    times as long as those who decode take alone, up to prefill_rows. Chunks cut to a fixed time
+    would be so small on a slow machine, or with a large model, that most of a prompt's time went
+    to the decoders' part of its many steps.
+    max_waiting_requests, max_waiting_tokens: bound of the queue. prefix_cache: on or off.
+    max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed steps in
+    a row after which the runner counts as broken. slice_rows: dynamic LM-head rows beside the
+    profiles' own. max_window: most unverified tokens of an `exact`
     sequence; adapts_windows: whether the full head takes over where it is cheaper.
     """
 
@@ -86,6 +90,7 @@ class EngineSettings:
     prefill_rows: int = 256
     min_prefill_rows: int = 16
     target_step_s: float = 0.0
+    prefill_ratio: float = 8.0
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 20
     prefix_cache: bool = True
@@ -439,6 +444,21 @@ class Engine:
                         sequence, "the request waited too long in the queue", "queue_timeout"
                     )
 
+    def _rows_beside_decodes(self, cost: CostTable) -> int:
+        """Prompt rows of a step while others decode: see EngineSettings."""
+        num_decoding = num_keys = 0
+        for sequence in self.scheduler.running:
+            if sequence.num_pending == 1:
+                num_decoding += 1
+                num_keys += sequence.num_tokens
+        settings = self.settings
+        alone_s = cost.cost(num_decoding, num_keys)
+        return max(
+            settings.min_prefill_rows,
+            cost.rows_within(settings.target_step_s),
+            min(settings.prefill_rows, cost.rows_within(settings.prefill_ratio * alone_s)),
+        )
+
     def _schedule(self) -> Plan:
         self._take_learned()
         if self._expiries:
@@ -446,8 +466,7 @@ class Engine:
         while self._suspects and self._suspects[0].status is Status.FINISHED:
             self._suspects.pop(0)
         if self._cost is not None and self.settings.target_step_s > 0.0:
-            rows = self._cost.rows_within(self.settings.target_step_s)
-            self.scheduler.prefill_rows = max(self.settings.min_prefill_rows, rows)
+            self.scheduler.prefill_rows = self._rows_beside_decodes(self._cost)
         plan = self.scheduler.schedule(self._suspects[0] if self._suspects else None)
         if not plan.items and self._suspects and not plan.failed:
             self._suspects.clear()  # the suspect cannot be seated: go on with everyone

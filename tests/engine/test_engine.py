@@ -174,6 +174,27 @@ def test_the_chunk_follows_the_latency_target() -> None:
     assert 10 <= runner.num_rows - before <= 30
 
 
+@pytest.mark.parametrize(
+    ("num_decoding", "most", "low", "high"), [(1, 256, 12, 18), (3, 256, 40, 52), (3, 20, 20, 20)]
+)
+def test_prompts_get_a_multiple_of_what_decoding_takes_where_a_step_is_slow(
+    num_decoding: int, most: int, low: int, high: int
+) -> None:
+    # 4 ms a row: the target alone would leave a prompt 2 rows a step.
+    cost = CostTable([1, 2, 64], [0.004, 0.008, 0.256])
+    engine, runner = _engine(
+        cost=cost, target_step_s=0.001, min_prefill_rows=2, prefill_ratio=15.0, prefill_rows=most
+    )
+    for i in range(num_decoding):
+        engine.submit(_request(f"decode {i}", sampling={"max_tokens": 30}))
+    engine.step()
+    engine.submit(_request("long", [3] * 60))
+    before = runner.num_rows
+    deltas = engine.step()
+    assert {d.request_id for d in deltas} == {f"decode {i}" for i in range(num_decoding)}
+    assert low <= runner.num_rows - before - num_decoding <= high
+
+
 def test_order_is_priority_then_arrival_and_nobody_starves() -> None:
     engine, _ = _engine(max_num_seqs=1)
     for name, priority in (("a", 0), ("b", 0), ("late", 1), ("c", 0), ("first", -1)):
