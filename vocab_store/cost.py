@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
+_Chance = TypeVar("_Chance", float, Float64)
 
 __all__ = [
     "Fill",
@@ -95,11 +97,19 @@ def expected_kept(miss: float, window: int) -> float:
     return -math.expm1(window * math.log1p(-miss)) / miss
 
 
+def _miss_or_cut(costs: HeadCosts, miss: _Chance) -> _Chance:
+    """Chance per step that a window brings no further token: a miss, or an end that cuts it.
+
+    Not miss + cut - miss * cut, which rounding can carry out of 0..1.
+    """
+    return 1.0 - (1.0 - miss) * (1.0 - costs.cut)
+
+
 def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> float:
     """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
     step_s = costs.body_s + slice_head_s(costs, num_ids)
     run = expected_kept(costs.cut, window)  # steps until the window is full or cut
-    kept = expected_kept(1.0 - (1.0 - miss) * (1.0 - costs.cut), window)
+    kept = expected_kept(_miss_or_cut(costs, miss), window)
     return (run * (step_s + costs.verify_row_s) + costs.window_s) / kept
 
 
@@ -127,9 +137,10 @@ def _best_windows(
     step = step_s + costs.full_s * num_ids / costs.vocab_size
     best = np.full(miss.shape, np.inf)
     windows = np.ones(miss.shape, np.int64)
+    stop = _miss_or_cut(costs, miss)
     for window in range(1, max_window + 1):
         run = expected_kept(costs.cut, window)
-        cost = (run * step + costs.window_s) / _kept(1.0 - (1.0 - miss) * (1.0 - costs.cut), window)
+        cost = (run * step + costs.window_s) / _kept(stop, window)
         better = cost < best
         best[better] = cost[better]
         windows[better] = window
