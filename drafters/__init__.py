@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
-    "auto": ("drafters.auto", "AutoDrafter"),
-    "grammys": ("drafters.grammys", "GrammysDrafter"),
-    "mix": ("drafters.mix", "MixDrafter"),
-    "prompt": ("drafters.prompt", "PromptDrafter"),
-    "suffix": ("drafters.suffix", "SuffixDrafter"),
-    "trie": ("drafters.trie", "TrieDrafter"),
+    "auto": ("drafters.auto.drafter", "AutoDrafter"),
+    "grammys": ("drafters.published.grammys", "GrammysDrafter"),
+    "mix": ("drafters.published.mix", "MixDrafter"),
+    "prompt": ("drafters.published.prompt", "PromptDrafter"),
+    "suffix": ("drafters.published.suffix", "SuffixDrafter"),
+    "trie": ("drafters.published.trie", "TrieDrafter"),
 }
 
 DRAFTER_NAMES = ("off", *sorted(_CLASSES))

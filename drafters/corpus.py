@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
-from drafters.automaton import Automaton, build_automaton
-from drafters.copy_prior import CopyPrior, learn_copy_prior
+from drafters.auto.automaton import Automaton, build_automaton
+from drafters.auto.copy_prior import CopyPrior, learn_copy_prior
+from drafters.auto.nearest import Nearest, build_nearest
 from drafters.corpus_file import KIND, VERSION
-from drafters.nearest import Nearest, build_nearest
-from drafters.ngram_tables import NGramTables, count_ngrams
+from drafters.published.ngram_tables import NGramTables, count_ngrams
 
 Int32 = npt.NDArray[np.int32]
 Float64 = npt.NDArray[np.float64]
@@ -40,7 +40,7 @@ class Corpus:
 
     fingerprint: of the tokenizer. token_ids: int32 [tokens], the outputs in a row;
     document_starts: int64 [documents + 1], the last entry is the number of tokens.
-    evidence, outcomes: what a held-out part of the examples says about drafters.trust.Trust
+    evidence, outcomes: what a held-out part of the examples says about drafters.auto.trust.Trust
     (its arrays of these names), or arrays without columns when that was not asked for.
     """
 
@@ -236,8 +236,8 @@ def _replay_held_out(
     examples: list[tuple[Int32, Int32]], num_held_out: int, progress: Progress | None
 ) -> tuple[Float64, Float64]:
     """(evidence, outcomes) of a Trust, from examples spread over the corpus and left out of it."""
-    from drafters.auto import AutoDrafter
-    from drafters.trust import Trust
+    from drafters.auto.drafter import AutoDrafter
+    from drafters.auto.trust import Trust
 
     step = max(1, len(examples) // num_held_out)
     held = examples[step - 1 :: step][:num_held_out]

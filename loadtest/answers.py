@@ -90,7 +90,7 @@ def make_engine(
     from drafters import make_drafter
     from server.engine.engine import Engine, EngineSettings
     from server.engine.stops import StopTable
-    from server.model.runner import RunnerSpec, build_runner
+    from server.model.build import RunnerSpec, build_runner
 
     runner = build_runner(
         RunnerSpec(

@@ -77,7 +77,7 @@ def write_examples(sets: Sequence[Sequence[Recording]], num_tokens: int, file: P
 
 def build_in_child(data: Path, output: Path, model: str) -> dict[str, float]:
     """`tailor corpus build`: wall and CPU seconds, and its peak resident memory in GiB."""
-    command = [sys.executable, "-m", "server.cli", "corpus", "build", "--model", model]
+    command = [sys.executable, "-m", "server.commands.cli", "corpus", "build", "--model", model]
     began = time.perf_counter()
     child = subprocess.Popen(
         [*command, "--data", str(data), "-o", str(output)],

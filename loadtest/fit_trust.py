@@ -1,4 +1,4 @@
-"""Fit drafters/default_trust.py: the trust that `auto` and `suffix` start with.
+"""Fit drafters/auto/default_trust.py: the trust that `auto` and `suffix` start with.
 
     python -m loadtest.fit_trust --data ../shared/data
 
@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from drafters.auto import AutoDrafter
+from drafters.auto.drafter import AutoDrafter
+from drafters.auto.growth import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
+from drafters.auto.trust import Trust
 from drafters.corpus import build_corpus
-from drafters.growth import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
 from drafters.replay import Recording
-from drafters.trust import Trust
 from loadtest.recordings import data_sets, load_tokenizer, read_split
 
-HEADER = '''"""Default trust of drafters.trust: loadtest/fit_trust.py, from train splits only.
+HEADER = '''"""Default trust of drafters.auto.trust: loadtest/fit_trust.py, from train splits only.
 
 WEIGHTS: per mille; a row per level (source x match-length bucket), in it occurrences x agreement
 x situation. FACTORS: per cent; a row per source x match length x situation, in it claims.

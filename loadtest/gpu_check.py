@@ -44,8 +44,8 @@ import transformers  # noqa: E402
 
 from loadtest import gpu_vocabulary  # noqa: E402
 from server.engine.batch import Batch, DrawParams  # noqa: E402
-from server.model.kv_cache import bytes_per_block  # noqa: E402
-from server.model.torch_runner import TorchRunner  # noqa: E402
+from server.model.gpu.kv_cache import bytes_per_block  # noqa: E402
+from server.model.gpu.runner import TorchRunner  # noqa: E402
 from server.types import SamplingParams  # noqa: E402
 
 BLOCK_SIZE = 16

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from server.engine.batch import Batch, Drawn, DrawParams, HeadSlice, Int32  # noqa: E402
-from server.model.torch_runner import TorchRunner  # noqa: E402
+from server.model.gpu.runner import TorchRunner  # noqa: E402
 from server.types import SamplingParams  # noqa: E402
 
 BLOCK_SIZE = 16

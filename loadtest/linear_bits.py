@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from loadtest.machine import describe
-from server.model import cpu_forward
-from server.model.cpu_kernels import PANEL, pack_panels
+from server.model.cpu import forward as cpu_forward
+from server.model.cpu.kernels import PANEL, pack_panels
 
 SHAPES = [
     (576, 960), (576, 576), (576, 3072), (1536, 576), (640, 2048), (2048, 640), (640, 1536),

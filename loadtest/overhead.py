@@ -260,7 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop_on_sigterm()
     peers: dict[str, Peer] = {}
     try:
-        for name, module in (("counted", "server.cli"), ("uncounted", "loadtest.uncounted")):
+        for name, module in (
+            ("counted", "server.commands.cli"),
+            ("uncounted", "loadtest.uncounted"),
+        ):
             given = ["--model", options.model, *options.serve]
             peers[name] = start(name, module, given, options.log_dir)
             asyncio.run(wait_ready(peers[name]))

@@ -23,7 +23,7 @@ import numpy as np
 
 from drafters import make_drafter
 from drafters.corpus import Corpus, build_corpus
-from drafters.grammys import BigramTable
+from drafters.published.grammys import BigramTable
 from drafters.replay import Recording, ReplayResult, read_recordings, replay
 from loadtest import machine
 from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split

@@ -151,7 +151,7 @@ def serving(model: str, options: Sequence[str], timeout_s: float) -> Iterator[Se
         for name in (KEPT, CUT):
             (Path(folder) / f"{name}.yaml").write_text("description: soak\n", encoding="utf-8")
         command = [
-            sys.executable, "-m", "server.cli", "serve", "--port", "0", "--model", model,
+            sys.executable, "-m", "server.commands.cli", "serve", "--port", "0", "--model", model,
             "--tasks", folder, "--log-format", "json", *options,
         ]  # fmt: skip
         process = subprocess.Popen(

@@ -160,7 +160,7 @@ def profile_in_process(
 
     from drafters import make_drafter
     from server.engine.engine import Engine, EngineSettings
-    from server.model.runner import RunnerSpec, build_runner
+    from server.model.build import RunnerSpec, build_runner
     from server.types import Request, SamplingParams, SpeculationParams
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

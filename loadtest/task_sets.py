@@ -68,7 +68,7 @@ def examples_of(data_dir: Path, task_set: TaskSet) -> list[Example]:
 def _tailor(*arguments: str) -> None:
     """Run a `tailor` command; its progress goes to stderr. Raises RuntimeError when it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "server.cli", *arguments], stdout=sys.stderr, check=False
+        [sys.executable, "-m", "server.commands.cli", *arguments], stdout=sys.stderr, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"tailor {' '.join(arguments[:2])} ended with {done.returncode}")

@@ -12,8 +12,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from server import cli
-from server.metrics import Metrics
+from server.commands import cli
+from server.metrics.series import Metrics
 
 STEPS = ("count_step", "count_vocabulary", "engine_stats")
 

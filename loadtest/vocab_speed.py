@@ -327,7 +327,7 @@ def _build(
 
     from drafters import make_drafter
     from server import token_bytes
-    from server.model.runner import RunnerSpec, build_runner
+    from server.model.build import RunnerSpec, build_runner
     from vocab_store.command import model_facts
     from vocab_store.profile import ProfileSettings, build_profile, read_pairs, tokenize_pairs
     from vocab_store.slice import RequiredIds

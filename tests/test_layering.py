@@ -23,8 +23,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.errors": set(),
     "server.config": {"server.errors"},
     "server.channel": {"server.types"},
-    "server.metrics": {"server.types", "server.errors", "server.config", "server.vllm_names"},
-    "server.vllm_names": set(),
+    "server.metrics": {"server.types", "server.errors", "server.config"},
     "server.logs": set(),
     "server.tracing": {"server", "server.errors"},
     "server.token_bytes": {"server.errors", "server.types"},
@@ -49,37 +48,37 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.model": {
         *EVERYONE,
         "server.engine.batch",
-        "server.engine.sampling",
+        "server.engine.reference_sampler",
         "vocab_store",
     },
-    "server.compose": None,
-    "server.task_set": {
+    "server.wiring": None,
+    "server.wiring.task_set": {
         "server.config",
         "server.errors",
-        "server.corpus_command",
+        "server.datasets",
         "drafters",
         "vocab_store",
     },
-    "server.corpus_command": {"server.errors", "server.token_bytes", "drafters"},
-    "server.recorder": {
-        "server.corpus_command",
+    "server.datasets": {"server.errors", "server.token_bytes", "drafters"},
+    "server.commands.record": {
+        "server.datasets",
         "server.engine.engine",
         "server.errors",
         "server.types",
     },
-    "server.tune_command": {
+    "server.commands.tune": {
         "server",
         "server.config",
-        "server.corpus_command",
+        "server.datasets",
         "server.engine",
         "server.errors",
-        "server.recorder",
+        "server.commands.record",
         "server.token_bytes",
         "server.types",
         "drafters",
         "vocab_store",
     },
-    "server.cli": None,
+    "server.commands": None,
 }
 
 # What each part may never import from outside.
@@ -192,8 +191,8 @@ def test_no_module_is_called_utils() -> None:
         ("vocab_store", ("torch", "transformers", "server", "fastapi")),
         ("server.engine", ("torch", "transformers", "fastapi")),
         ("server.api", ("torch", "transformers", "server.engine")),
-        ("server.compose", ("torch", "transformers", "fastapi")),
-        ("server.cli", ("torch", "transformers", "fastapi", "numpy")),
+        ("server.wiring.server", ("torch", "transformers", "fastapi")),
+        ("server.commands.cli", ("torch", "transformers", "fastapi", "numpy")),
     ],
 )
 def test_importing_pulls_in_no_more(prefix: str, absent: tuple[str, ...]) -> None:

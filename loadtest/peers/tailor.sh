@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck disable=SC2086
-exec "${PYTHON:-python3}" -m server.cli serve --host 127.0.0.1 --port "${PORT:?}" \
+exec "${PYTHON:-python3}" -m server.commands.cli serve --host 127.0.0.1 --port "${PORT:?}" \
   --model "${TAILOR_MODEL:-smollm2-135m-instruct}" ${TAILOR_ARGS:-}

@@ -1,6 +1,6 @@
 """The HTTP application: routes, and `serve`, which runs it until it is told to stop.
 
-For the composition root (server/cli.py):
+For the composition root (server/commands/cli.py):
 
     metrics = Metrics()
     client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics,
@@ -57,15 +57,15 @@ from server.api.body import read_object
 from server.api.chat import chat_events, chat_object
 from server.api.chat_intake import ChatIntake
 from server.api.chat_protocol import ChatBody
-from server.api.client import EngineClient, Submission
 from server.api.completions import completion_events, completion_object
 from server.api.connection import Connection
 from server.api.dashboard import DATA_PATH, PAGE_PATHS, Page, snapshot
 from server.api.decision_body import DecisionBody
 from server.api.decisions import DecisionIntake, DecisionRun
-from server.api.gate import CLIENT_GONE, OPEN_PATHS, Gate, error_response
+from server.api.engines.client import EngineClient, Submission
 from server.api.intake import CompletionOrder, Intake, ServedModel
 from server.api.keys import ApiKey, Visit
+from server.api.middleware import CLIENT_GONE, OPEN_PATHS, Gate, error_response
 from server.api.openapi import described as _documented
 from server.api.openapi import document
 from server.api.sse import DisconnectWatch, EventStream
@@ -79,7 +79,7 @@ from server.errors import (
     TailorError,
     echoed,
 )
-from server.metrics import CONTENT_TYPE_LATEST, Metrics
+from server.metrics.series import CONTENT_TYPE_LATEST, Metrics
 from server.tracing import TraceSink
 from server.types import Request
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.api.chat_intake import ChatOrder
-from server.api.chat_tools import ArgumentsPiece, CallStart, ToolEvent
-from server.api.client import Submission
+from server.api.engines.client import Submission
 from server.api.sources import (
     RejectedDraft,
     RejectedDrafts,
@@ -25,6 +24,7 @@ from server.api.streaming import (
     stream_events,
 )
 from server.api.text import TextStream
+from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
 from server.api.usage import speculation_report, usage_report
 from server.types import Delta, TokenLogprob
 

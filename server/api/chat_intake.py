@@ -21,7 +21,11 @@ from server.api.chat_protocol import (
     template_messages,
 )
 from server.api.chat_template import ChatTemplate, RenderedChat
-from server.api.chat_tools import (
+from server.api.intake import CompletionOrder, Intake, ServedModel
+from server.api.protocol import INT31, CompletionBody, GenerationBody
+from server.api.structured import grammar_of_schema
+from server.api.text import TokenNames
+from server.api.tools.reader import (
     MARKERS,
     ForcedCall,
     ToolFormat,
@@ -30,10 +34,6 @@ from server.api.chat_tools import (
     format_of,
     tell_tools,
 )
-from server.api.intake import CompletionOrder, Intake, ServedModel
-from server.api.protocol import INT31, CompletionBody, GenerationBody
-from server.api.structured import grammar_of_schema
-from server.api.text import TokenNames
 from server.errors import InvalidRequestError, RequestError, UnsupportedFieldError, echoed
 from server.token_bytes import TokenBytes
 from server.types import GrammarSpec

@@ -16,7 +16,7 @@ from pydantic import FailFast, Field, WithJsonSchema
 
 from server.api.body import parse_object
 from server.api.protocol import INT31, BodyPart, GenerationBody, joined_texts
-from server.api.strict_arguments import StrictArguments
+from server.api.tools.strict import StrictArguments
 from server.errors import (
     InvalidBodyError,
     InvalidRequestError,

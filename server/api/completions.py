@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from server.api.client import Submission
+from server.api.engines.client import Submission
 from server.api.intake import CompletionOrder, PromptText
 from server.api.sources import (
     RejectedDraft,

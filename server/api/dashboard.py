@@ -20,9 +20,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.client import EngineClient
+from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
-from server.metrics import LATENCY_BUCKETS_S, Metrics
+from server.metrics.series import LATENCY_BUCKETS_S, Metrics
 
 __all__ = ["DATA_PATH", "PAGE_PATHS", "Page", "snapshot"]
 

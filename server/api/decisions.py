@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.api.client import Submission
 from server.api.decision_body import (
     ChoiceQuestion,
     DecisionBody,
@@ -27,6 +26,7 @@ from server.api.decision_body import (
     questions_of,
 )
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
+from server.api.engines.client import Submission
 from server.api.intake import Intake, ServedModel
 from server.api.usage import RequestAccount
 from server.errors import (

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Scope
 
-from server.api.client import EngineClient, Submission
+from server.api.engines.client import EngineClient, Submission
 from server.config import DEFAULT_TASK, KeyConfig
 from server.errors import (
     AuthenticationError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable
 
-from server.api.client import Submission
+from server.api.engines.client import Submission
 from server.api.intake import CompletionOrder
 from server.api.sse import DONE, event
 from server.api.usage import speculation_report, usage_report

@@ -27,7 +27,7 @@ from starlette.responses import Response
 
 from server.api import protocol
 from server.api.body import parse_object, read_body
-from server.api.client import EngineClient
+from server.api.engines.client import EngineClient
 from server.api.intake import Intake
 from server.api.openapi import described
 from server.config import LimitsConfig, TaskConfig, task_version
@@ -40,7 +40,7 @@ from server.errors import (
     UnsupportedFieldError,
     echoed,
 )
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 
 __all__ = ["CorpusFigures", "TaskAdmin", "TaskRoutes"]
 
@@ -66,7 +66,7 @@ class CorpusFigures(Protocol):
 
 
 class TaskAdmin(Protocol):
-    """Who holds the tasks (server.task_set); the composition root gives it.
+    """Who holds the tasks (server.wiring.task_set); the composition root gives it.
 
     profile_summary reads a file. It and the three that change something raise ConfigError, and
     then everything is as it was.

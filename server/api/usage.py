@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 from server.types import Delta, Request, VocabularyCounts
 
 __all__ = ["RequestAccount", "speculation_report", "usage_report", "vocabulary_report"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from drafters.grammys import BigramTable
+from drafters.published.grammys import BigramTable
 from server.engine.engine import Engine
 from server.types import Request, SamplingParams
 

@@ -34,6 +34,7 @@ from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import Built, Span, build_batch
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry, check_tree
+from server.engine.exact_control import WindowControl
 from server.engine.grammar import (
     FORCED,
     GrammarCompiler,
@@ -42,12 +43,11 @@ from server.engine.grammar import (
     constrain,
     fill_masks,
 )
-from server.engine.memory import TaskMemory
 from server.engine.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.slices import ProfileSource, SliceBook
 from server.engine.stops import StopTable
-from server.engine.windows import WindowControl
+from server.engine.task_store import TaskMemory
 from server.types import (
     Delta,
     EngineStats,

@@ -31,7 +31,7 @@ from server.engine.batch import (
     SlicingRunner,
     UInt32,
 )
-from server.engine.windows import WindowControl
+from server.engine.exact_control import WindowControl
 from server.types import Request, VocabularyCounts, VocabularyParams
 from vocab_store.errors import SliceCapacityError
 from vocab_store.profile import VocabProfile

@@ -18,11 +18,11 @@ import openai
 
 from server import token_bytes
 from server.api.app import create_app, run_loop, serve
-from server.api.client import EngineClient, EngineSpec, RestartPolicy
+from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
 from server.api.intake import ServedModel
 from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, ServerConfig, SpeculationConfig, TaskConfig
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 from server.tracing import TraceSink
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from server.api.chat_template import ChatTemplate
-from server.api.client import EngineSpec
 from server.api.decision_body import DecisionBody, questions_of
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
 from server.api.decisions import DecisionIntake, probabilities_of
+from server.api.engines.client import EngineSpec
 from server.api.intake import Intake
 from server.config import LimitsConfig
 from server.engine.engine import Engine, EngineSettings
@@ -273,7 +273,7 @@ def test_probabilities_are_those_of_a_plain_forward() -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from server.model.torch_runner import TorchRunner
+    from server.model.gpu.runner import TorchRunner
 
     torch.manual_seed(3)
     module = LlamaForCausalLM(

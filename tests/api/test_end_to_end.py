@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from drafters import make_drafter
-from server.api.client import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.engine.batch import Batch
 from server.engine.engine import Engine, EngineSettings
 from server.engine.host import start_process, start_thread

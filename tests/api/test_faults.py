@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from server.api.client import RestartPolicy
+from server.api.engines.client import RestartPolicy
 from server.config import TaskConfig, TaskLimits
 from server.engine.batch import Batch
 from server.engine.host import start_process
@@ -144,7 +144,7 @@ def test_an_engine_that_hangs_holds_nobody_longer_than_the_task_allows() -> None
 PROGRAM = """
 import asyncio, sys
 from server.api.app import create_app, run_loop, serve
-from server.api.client import EngineClient
+from server.api.engines.client import EngineClient
 from server.config import ServerConfig
 from server.engine.host import start_process
 from server.metrics import Metrics

@@ -22,10 +22,10 @@ import httpx
 import openai
 import pytest
 
-from server.api.client import EngineClient, EngineSpec, RestartPolicy
+from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
 from server.config import LimitsConfig, ServerConfig
 from server.errors import NoEngineError
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.live import LiveServer, encode, wait_until
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of, together
@@ -408,7 +408,7 @@ def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
 PROGRAM = """
 import asyncio, sys
 from server.api.app import create_app, run_loop, serve
-from server.api.client import EngineClient, EngineSpec
+from server.api.engines.client import EngineClient, EngineSpec
 from server.config import ServerConfig
 from server.metrics import Metrics
 from tests.api.live import served

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 from server.types import StepCounts
 
 

@@ -15,16 +15,16 @@ import pytest
 from pydantic import SecretStr
 
 from drafters.corpus import build_corpus
-from server.api.client import EngineSpec
+from server.api.engines.client import EngineSpec
 from server.api.protocol import CompletionBody, CorpusBody
-from server.compose import make_task_drafter
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine, EngineSettings
 from server.engine.host import start_thread
-from server.engine.memory import TaskMemory
 from server.engine.stops import StopTable
+from server.engine.task_store import TaskMemory
 from server.errors import ConfigError
-from server.task_set import BuildOrder, TaskSet, build_upload
+from server.wiring.server import make_task_drafter
+from server.wiring.task_set import BuildOrder, TaskSet, build_upload
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served, wait_until
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.fakes.scripted_engine import ScriptedEngine, saying

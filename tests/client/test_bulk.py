@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from server.cli import main
 from server.client.bulk import BulkError, BulkOutcome, BulkRun
 from server.client.connection import CallFailedError, Endpoint
+from server.commands.cli import main
 from tests.api.live import LiveServer, encode
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -102,7 +102,8 @@ def test_a_killed_run_goes_on_where_it_stopped(
     num = 60
     source = write(tmp_path / "in.jsonl", *(f"the {i}" for i in range(num)))
     target = tmp_path / "out.jsonl"
-    words = [sys.executable, "-m", "server.cli", "run", "--task", "tiny", "--url", server.url,
+    words = [sys.executable, "-m", "server.commands.cli", "run", "--task", "tiny",
+             "--url", server.url,
              "--in", str(source), "--out", str(target), "--max-tokens", "6",
              "--concurrency", "2"]  # fmt: skip
     engine.submitted.clear()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from server.cli import main
 from server.client.complete import complete
 from server.client.connection import CallFailedError, Endpoint
+from server.commands.cli import main
 from tests.api.live import LiveServer, as_bytes, encode
 from tests.client.test_bulk import answering
 from tests.fakes.scripted_engine import ScriptedEngine, saying

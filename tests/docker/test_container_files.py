@@ -66,7 +66,7 @@ def test_both_images_install_torch_as_the_constraints_pin_it() -> None:
 
 def test_ignored_like_dockerignore(prove: ModuleType) -> None:
     lines = ["*", "!server", "!configs", "**/__pycache__", "**/*.pyc", "configs/tasks/*.corpus"]
-    kept = ["server/cli.py", "server/api/app.py", "configs/tasks/sql.yaml"]
+    kept = ["server/commands/cli.py", "server/api/app.py", "configs/tasks/sql.yaml"]
     out = [
         "README.md", "tests/x.py", "server/__pycache__/cli.pyc", "server/api/a.pyc",
         "configs/tasks/sql.corpus",

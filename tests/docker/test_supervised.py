@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, port: int) -> list[str]:
     return [
-        sys.executable, "-m", "server.cli", "serve", "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", "server.commands.cli", "serve",
+        "--host", "127.0.0.1", "--port", str(port),
         "--config", str(folder / "server.yaml"), "--model", str(folder / "tiny"),
         "--kv-cache-memory", "64MiB", "--max-num-seqs", "4",
     ]  # fmt: skip

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
-from drafters.automaton import build_automaton
+from drafters.auto.automaton import build_automaton
+from drafters.auto.growth import automaton_step
+from drafters.auto.text_index import START
 from drafters.corpus import Corpus, build_corpus
 from drafters.corpus_file import KIND, VERSION, read_extent
-from drafters.growth import automaton_step
-from drafters.ngram_tables import count_ngrams
-from drafters.text_index import START
+from drafters.published.ngram_tables import count_ngrams
 
 documents = st.lists(st.lists(st.integers(0, 4), max_size=25), min_size=1, max_size=8)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from drafters.array_file import ArrayFileError, FingerprintError
-from drafters.auto import AutoDrafter
+from drafters.auto.drafter import AutoDrafter
 from drafters.corpus import build_corpus
 from drafters.learned import LearnedOutputs, build_layer
-from drafters.mix import MixDrafter
+from drafters.published.mix import MixDrafter
 
 
 def _outputs(held: LearnedOutputs) -> list[list[int]]:

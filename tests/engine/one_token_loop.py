@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from server.engine.batch import DrawParams
-from server.engine.sampling import draw, token_logprob
+from server.engine.reference_sampler import draw, token_logprob
 from server.grammar_text import grammar_text
 from server.types import Request, TokenLogprob
 from tests.fakes.fake_runner import FakeModel

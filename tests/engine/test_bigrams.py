@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.array_file import FingerprintError
-from drafters.grammys import BigramTable
+from drafters.published.grammys import BigramTable
 from server.engine.bigrams import model_fingerprint, take_bigrams
 from server.engine.engine import Engine, EngineSettings
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info

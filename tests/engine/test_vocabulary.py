@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine, EngineSettings
+from server.engine.exact_control import WindowControl
 from server.engine.stops import StopTable
-from server.engine.windows import WindowControl
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.one_token_loop import one_token_loop
 from tests.engine.scenarios import (

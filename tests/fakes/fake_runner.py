@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32
-from server.engine.sampling import draw, token_logprob
+from server.engine.reference_sampler import draw, token_logprob
 from server.types import ModelInfo
 
 UInt64 = npt.NDArray[np.uint64]

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine import sampling
+from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch, Drawn
-from server.model import sampler
-from server.model.torch_runner import TorchRunner
+from server.model.gpu import sampler
+from server.model.gpu.runner import TorchRunner
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
+from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of
-from tests.model.test_torch_slices import _asked, _requests, _serve, assert_close, make_slices
-from tests.model.test_torch_slices import make as make_slicing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(shape: str, dtype: torc
 
 
 def test_gumbel_max_draws_the_same_ids_as_on_the_cpu() -> None:
-    from server.model import triton_kernels
+    from server.model.gpu import triton_kernels
 
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn((64, 150_001), generator=generator, dtype=torch.float64)

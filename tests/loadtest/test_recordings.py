@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters.grammys import BigramTable
+from drafters.published.grammys import BigramTable
 from loadtest import replay_table
 from loadtest.peer_drafters import PADDING, tree_of_paths
 from loadtest.recordings import EOS, load_tokenizer

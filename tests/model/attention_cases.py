@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from server.engine.batch import Batch
-from server.model import attention
-from server.model.kv_cache import KvCache
+from server.model.gpu import attention
+from server.model.gpu.kv_cache import KvCache
 from tests.model.batches import BatchBuilder, Pages
 
 
@@ -139,7 +139,7 @@ def run_torch(p: Problem) -> torch.Tensor:
 
 def run_triton(p: Problem, *, num_bytes: int = 64 << 20) -> torch.Tensor:
     """The kernels, tiled and split as the runner does. num_bytes: memory for partial results."""
-    from server.model import triton_kernels
+    from server.model.gpu import triton_kernels
 
     device = p.query.device
     shape = attention.TileShape.of(

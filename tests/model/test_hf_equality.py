@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from server.engine.batch import Runner
-from server.model.torch_runner import TorchRunner
+from server.model.gpu.runner import TorchRunner
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner

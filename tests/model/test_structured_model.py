@@ -18,7 +18,7 @@ from server import token_bytes
 from server.engine.batch import Runner
 from server.engine.engine import Engine, EngineSettings
 from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
-from server.model.torch_runner import TorchRunner
+from server.model.gpu.runner import TorchRunner
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import Collector, Result

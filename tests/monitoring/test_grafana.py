@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 
 GRAFANA = Path(__file__).parents[2] / "configs" / "grafana"
 

@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from server.cli import build_parser
+from server.commands.cli import build_parser
 from server.config import MemorySize, ServerConfig, TaskConfig, load_server_config, load_task
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from server.cli import main
+from server.commands.cli import main
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION, MARKER
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.setup.test_serve import Running

@@ -21,10 +21,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from drafters import DRAFTER_NAMES
-from server.compose import listen, make_task_drafter, plan_server, served_model
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError, UnsupportedModelError
 from server.types import SpeculationParams
+from server.wiring.server import listen, make_task_drafter, plan_server, served_model
 from tests.model.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ class Running:
 
     def __init__(self, words: list[str], env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.cli", "serve", "--port", "0", *words],
+            [sys.executable, "-m", "server.commands.cli", "serve", "--port", "0", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -186,7 +186,7 @@ def test_busy_port_is_told_at_once(tiny_folder: Path) -> None:
             listen("127.0.0.1", port)
         began = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "server.cli", "serve", "--port", str(port)],
+            [sys.executable, "-m", "server.commands.cli", "serve", "--port", str(port)],
             capture_output=True,
             text=True,
             cwd=ROOT,
@@ -289,7 +289,7 @@ def test_missing_corpus_is_a_clear_error() -> None:
 def test_bigrams_of_another_model_are_refused(tmp_path: Path) -> None:
     import numpy as np
 
-    from drafters.grammys import BigramTable
+    from drafters.published.grammys import BigramTable
 
     file = str(tmp_path / "m.bigrams")
     next_ids = np.asarray([[1], [2], [0]], np.int32)

@@ -1,0 +1,1 @@
+"""The drafter `auto`: every source in one tree, ranked by calibrated chance."""

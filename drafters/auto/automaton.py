@@ -1,0 +1,235 @@
+"""A suffix automaton over a task's outputs: every context of any length and what followed it.
+
+Built online (Blumer et al. 1985), one document after the other, each behind START; then frozen
+into flat arrays that are memory-mapped and shared. A state stands for all contexts that occur at
+the same places; its suffix link leads to the next shorter context that occurs at more of them.
+So the state after the last tokens gives the longest match, and its links all shorter ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.auto.growth import MAX_TOP
+from drafters.auto.text_index import START
+from drafters.jit import compiled
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+__all__ = ["Automaton", "build_automaton"]
+
+MAX_TOKENS = 1 << 29
+
+
+@compiled
+def _edge_slot(table: Int32, owners: Int32, edges: Int32, state: int, token: int) -> int:
+    mask = table.shape[0] - 1
+    mixed = (np.uint64(state) << np.uint64(32)) ^ np.uint64(np.uint32(token))
+    mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
+    slot = int(np.int64((mixed >> np.uint64(20)) & np.uint64(mask)))
+    while table[slot] >= 0:
+        edge = table[slot]
+        if owners[edge] == state and edges[0, edge] == token:
+            break
+        slot = (slot + 1) & mask
+    return slot
+
+
+@compiled
+def _build(
+    ids: Int32,
+    document_starts: Int64,
+    states: Int32,
+    heads: Int32,
+    edges: Int32,
+    owners: Int32,
+    table: Int32,
+) -> tuple[int, int]:
+    """states: int32 [3, S] link, length, count. edges: int32 [3, E] token, target, next edge of
+    the same state; owners: their states. heads: a state's newest edge. Returns (states, edges)."""
+    num_states, num_edges = 1, 0
+    states[0, 0], states[1, 0], states[2, 0] = -1, 0, 0
+    heads[0] = -1
+    num_documents = document_starts.shape[0]
+    for document in range(num_documents):
+        first = document_starts[document]
+        end = ids.shape[0]
+        if document + 1 < num_documents:
+            end = document_starts[document + 1]
+        last = 0
+        for i in range(first - 1, end):
+            token = START if i < first else int(ids[i])
+            slot = _edge_slot(table, owners, edges, last, token)
+            current = -1
+            state = last
+            if table[slot] < 0:
+                current = num_states
+                num_states += 1
+                states[1, current] = states[1, last] + 1
+                states[2, current] = 0
+                states[0, current] = 0
+                heads[current] = -1
+                while state >= 0 and table[slot] < 0:
+                    table[slot] = num_edges
+                    owners[num_edges] = state
+                    edges[0, num_edges], edges[1, num_edges] = token, current
+                    edges[2, num_edges] = heads[state]
+                    heads[state] = num_edges
+                    num_edges += 1
+                    state = states[0, state]
+                    if state >= 0:
+                        slot = _edge_slot(table, owners, edges, state, token)
+            if state >= 0:
+                target = edges[1, table[slot]]
+                if states[1, target] != states[1, state] + 1:
+                    # Split: the clone takes the contexts that occur here too.
+                    clone = num_states
+                    num_states += 1
+                    states[0, clone] = states[0, target]
+                    states[1, clone] = states[1, state] + 1
+                    states[2, clone] = 0
+                    heads[clone] = -1
+                    edge = heads[target]
+                    while edge >= 0:
+                        where = _edge_slot(table, owners, edges, clone, edges[0, edge])
+                        table[where] = num_edges
+                        owners[num_edges] = clone
+                        edges[0, num_edges] = edges[0, edge]
+                        edges[1, num_edges] = edges[1, edge]
+                        edges[2, num_edges] = heads[clone]
+                        heads[clone] = num_edges
+                        num_edges += 1
+                        edge = edges[2, edge]
+                    states[0, target] = clone
+                    while state >= 0:
+                        slot = _edge_slot(table, owners, edges, state, token)
+                        if table[slot] < 0 or edges[1, table[slot]] != target:
+                            break
+                        edges[1, table[slot]] = clone
+                        state = states[0, state]
+                    target = clone
+                if current >= 0:
+                    states[0, current] = target
+                else:
+                    current = target
+            last = current
+            states[2, last] += 1
+    return num_states, num_edges
+
+
+@compiled
+def _propagate(states: Int32, order: Int64) -> None:
+    """Add counts to the suffix links, longest states first."""
+    for i in range(order.shape[0] - 1, -1, -1):
+        state = order[i]
+        link = states[0, state]
+        if link >= 0:
+            states[2, link] += states[2, state]
+
+
+@compiled
+def _commonest(packed: Int32, edges: Int32, tops: Int32) -> int:
+    """Fill column 4 of the states, column 2 of the edges, and `tops`; returns the entries used."""
+    for edge in range(edges.shape[0]):
+        edges[edge, 2] = packed[edges[edge, 1], 2]
+    used = 0
+    for state in range(packed.shape[0] - 1):
+        first, end = packed[state, 3], packed[state + 1, 3]
+        packed[state, 4] = -1
+        if end - first <= MAX_TOP:
+            continue
+        packed[state, 4] = used
+        num = 0
+        for edge in range(first, end):
+            count = edges[edge, 2]
+            place = num
+            while place > 0 and tops[used + place - 1, 1] < count:
+                if place < MAX_TOP:
+                    tops[used + place, 0] = tops[used + place - 1, 0]
+                    tops[used + place, 1] = tops[used + place - 1, 1]
+                place -= 1
+            if place < MAX_TOP:
+                tops[used + place, 0] = edges[edge, 0]
+                tops[used + place, 1] = count
+                num = min(num + 1, MAX_TOP)
+        used += MAX_TOP
+    return used
+
+
+@dataclass(frozen=True, slots=True)
+class Automaton:
+    """Frozen. states: int32 [num_states + 1, 5]: suffix link (-1 for the root), length of the
+    longest context, occurrences, first edge (the next row's ends them), index in tops or -1.
+    edges: int32 [num_edges, 3]: token, target and the target's occurrences, by token inside a
+    state. tops: int32 [n, 2]: tokens and occurrences of the MAX_TOP commonest edges of each state
+    that has more. Occurrences are there again so that a proposal reads them in a row."""
+
+    states: Int32
+    edges: Int32
+    tops: Int32
+
+    @property
+    def num_states(self) -> int:
+        return max(int(self.states.shape[0]) - 1, 0)
+
+    @staticmethod
+    def empty() -> Automaton:
+        """Knows nothing; grow_tree skips it."""
+        return Automaton(
+            np.empty((0, 5), np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """For write_arrays."""
+        return {"states": self.states, "edges": self.edges, "tops": self.tops}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Automaton:
+        """What arrays() gave."""
+        return cls(arrays["states"], arrays["edges"], arrays["tops"])
+
+
+def build_automaton(token_ids: Int32, document_starts: Int64) -> Automaton:
+    """The automaton of the documents: token_ids int32 [tokens] in a row, document_starts
+    int64 [documents] ascending, the first 0. About 2 us and 100 bytes a token while building.
+
+    Raises ValueError for more than 2^29 tokens or ids below 0.
+    """
+    ids = np.ascontiguousarray(token_ids, np.int32)
+    starts = np.ascontiguousarray(document_starts, np.int64)
+    total = ids.shape[0] + starts.shape[0]
+    if total > MAX_TOKENS:
+        raise ValueError(f"{total} tokens are too many for one automaton")
+    if ids.shape[0] and int(ids.min()) < 0:
+        raise ValueError("token ids must not be negative")
+    if starts.shape[0] == 0:
+        return Automaton.empty()
+    states = np.empty((3, 2 * total + 2), np.int32)
+    heads = np.empty(2 * total + 2, np.int32)
+    edges = np.empty((3, 3 * total + 4), np.int32)
+    owners = np.empty(3 * total + 4, np.int32)
+    slots = 1024
+    while slots < 6 * total:
+        slots *= 2
+    table = np.full(slots, -1, np.int32)
+    num_states, num_edges = _build(ids, starts, states, heads, edges, owners, table)
+    del table, heads
+    states = states[:, :num_states]
+    _propagate(states, np.argsort(states[1], kind="stable"))
+    key = (owners[:num_edges].astype(np.int64) << 32) + edges[0, :num_edges] - START
+    order = np.argsort(key)
+    packed_edges = np.empty((num_edges, 3), np.int32)
+    packed_edges[:, :2] = edges[:2, order].T
+    degrees = np.bincount(owners[:num_edges], minlength=num_states)
+    packed = np.zeros((num_states + 1, 5), np.int32)
+    packed[:num_states, :3] = states.T
+    packed[1:, 3] = np.cumsum(degrees)
+    tops = np.zeros((int((degrees > MAX_TOP).sum()) * MAX_TOP, 2), np.int32)
+    _commonest(packed, packed_edges, tops)
+    return Automaton(packed, packed_edges, tops)

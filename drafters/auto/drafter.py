@@ -1,0 +1,400 @@
+"""`auto`: one tree from all sources, each node ranked by its calibrated chance.
+
+Sources: the sequence's own text, the task's corpus at any match length, the outputs of the
+corpus' examples nearest to this prompt, and the client's prediction. How they are blended and
+grown into a tree: drafters.auto.growth. How far each kind of context is believed is learned per
+task from every token that is emitted (drafters.auto.trust), and what came of drafted nodes
+corrects the chances once more (drafters.calibration).
+
+The first answer tokens are drafted before any is there: the corpus indexes output starts, and a
+prediction's first token follows START like any other output's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.auto.automaton import Automaton
+from drafters.auto.growth import (
+    PREDICTION,
+    RETRIEVED,
+    SOURCES,
+    Workspace,
+    automaton_step,
+    grow_tree,
+    learn_token,
+)
+from drafters.auto.text_index import START, TextIndex
+from drafters.auto.trust import Trust
+from drafters.base import SessionClosedError
+from drafters.corpus import Corpus
+from drafters.tree import DraftTree
+
+Float32 = npt.NDArray[np.float32]
+
+__all__ = ["AutoDrafter", "AutoSession"]
+
+NO_TABLE = np.empty((2, 0), np.int64)
+NO_TEXT = np.empty((3, 0), np.int32)
+NO_MARKS = np.empty((2, 0), np.float32)
+NO_HINTS = np.empty(0, np.int32)
+RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
+NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
+FAR_WEIGHT = 0.1
+
+
+class AutoDrafter:
+    """Makes AutoSessions.
+
+    corpus: the task's, or None. learned: a layer over it (drafters.learned.build_layer), or None.
+    trust: weights and their evidence, shared by the sessions; by
+    default what the corpus' held-out examples said.
+    min_survival: nodes whose path is accepted more rarely than this are not proposed.
+    num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
+    eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
+        By default the id that ends the corpus' outputs.
+    learn: adapt the trust to the tokens that are emitted.
+    """
+
+    name = "auto"
+    sources = SOURCES
+
+    def __init__(
+        self,
+        *,
+        corpus: Corpus | None = None,
+        learned: Corpus | None = None,
+        trust: Trust | None = None,
+        min_survival: float = 0.003,
+        num_retrieved: int = 12,
+        sharpness: float = 4.0,
+        template_weight: float = 0.15,
+        eos_token_ids: Sequence[int] | None = None,
+        learn: bool = True,
+    ) -> None:
+        if not 0.0 <= min_survival < 1.0:
+            raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
+        if not 0 <= num_retrieved <= 256:
+            raise ValueError(f"num_retrieved must be in 0..256, not {num_retrieved}")
+        if not 0.0 <= sharpness <= 64.0:
+            raise ValueError(f"sharpness must be in 0..64, not {sharpness}")
+        self.corpus = corpus
+        # Those whose examples are retrieved: what was learned stands beside the corpus.
+        self.layers = tuple(
+            layer
+            for layer in (corpus, learned)
+            if layer is not None and layer.nearest.norms.shape[0]
+        )
+        newest = learned if learned is not None else corpus
+        self.automaton = newest.automaton if newest is not None else Automaton.empty()
+        if trust is None:
+            trust = Trust()
+            if corpus is not None and corpus.evidence.shape[1]:
+                trust.restore_arrays(corpus.evidence, corpus.outcomes)
+        self.trust = trust
+        self.min_survival = min_survival
+        self.num_retrieved = num_retrieved
+        self.sharpness = sharpness
+        self.template_weight = template_weight
+        if eos_token_ids is None:
+            eos_token_ids = () if corpus is None else corpus.end_ids()
+        self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
+        self.learn = learn
+        self.workspace = Workspace()
+        self.start_state = (0, 0)
+        if self.automaton.num_states:
+            self.start_state = automaton_step(
+                self.automaton.states, self.automaton.edges, 0, 0, START
+            )
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> AutoSession:
+        """A session over the whole prompt; `context_span` is not used.
+
+        prediction_ids: the output the client expects, tokenized after the prompt.
+        """
+        return AutoSession(self, prompt_ids, prediction_ids)
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache, all that sessions call, with a corpus too."""
+        session = self.open([1, 2, 3, 1, 2], prediction_ids=[1, 2])
+        session.settle()
+        session.extend([3])
+        session.propose(4, 4)
+        session.rollback(0)
+        session.close()
+        if self.corpus is None:
+            from drafters.corpus import build_corpus
+
+            examples = [([5, 6, 7], [1, 2, 3, 0]), ([5, 6, 8], [1, 2, 4, 0])]
+            corpus = build_corpus(examples, fingerprint="", n_max=2, p_min=1, max_held_out=0)
+            AutoDrafter(corpus=corpus).warm_up()
+
+
+class AutoSession:
+    """One Sequence's own text, retrieved outputs and prediction, and its place in the corpus."""
+
+    __slots__ = (
+        "_anchors",
+        "_drafter",
+        "_index",
+        "_marks",
+        "_num_learned",
+        "_num_prompt",
+        "_places",
+        "_prediction",
+        "_prompt_marks",
+        "_retrieved",
+        "_settled",
+    )
+
+    def __init__(
+        self, drafter: AutoDrafter, prompt_ids: Sequence[int], prediction_ids: Sequence[int]
+    ) -> None:
+        self._drafter: AutoDrafter | None = drafter
+        self._num_prompt = len(prompt_ids)
+        self._index = TextIndex(self._num_prompt + 256)
+        self._index.append(prompt_ids)
+        self._prediction = tuple(prediction_ids)
+        self._retrieved: TextIndex | None = None
+        self._marks: Float32 = NO_MARKS
+        self._prompt_marks: Float32 = NO_MARKS
+        self._settled = False
+        self._num_learned = 0
+        # For each emitted token (and before any): the place in the retrieved index of the last
+        # token that followed the prediction, and how many have not followed it since.
+        self._anchors: list[tuple[int, int]] = []
+        # Automaton state and match length after each emitted token.
+        self._places: list[tuple[int, int]] = [drafter.start_state]
+
+    def _owner(self) -> AutoDrafter:
+        if self._drafter is None:
+            raise SessionClosedError("this AutoSession is closed")
+        return self._drafter
+
+    def settle_once(self) -> None:
+        """Retrieve the nearest examples, if that has not been done."""
+        drafter = self._owner()
+        if not self._settled:
+            self._retrieve(drafter)
+
+    def settle(self) -> None:
+        """settle_once(), and fold what was learned into the trust now and then."""
+        self.settle_once()
+        drafter = self._owner()
+        if drafter.learn:
+            drafter.trust.update_if_due()
+
+    def _retrieve(self, drafter: AutoDrafter) -> None:
+        self._settled = True
+        documents: list[npt.NDArray[np.int32]] = []
+        weights: list[float] = []
+        sources: list[int] = []
+        if drafter.layers:
+            prompt = self._index.text[0, : self._num_prompt]
+            first = drafter.layers[0]
+            self._prompt_marks = first.nearest.template_weights(prompt, drafter.template_weight)
+            first.copies.weigh(prompt, self._prompt_marks)
+            found: list[tuple[float, npt.NDArray[np.int32]]] = []
+            for layer in drafter.layers:
+                examples, likeness = layer.nearest.find(prompt, drafter.num_retrieved)
+                offset = layer.num_documents - layer.nearest.norms.shape[0]
+                for example, like in zip(examples, likeness, strict=True):
+                    found.append((float(like), layer.output(offset + int(example))))
+            found = sorted(found, key=lambda pair: -pair[0])[: drafter.num_retrieved]
+            # The least like first: newer text is looked at first where a walk is cut short.
+            for like, output in reversed(found):
+                documents.append(output)
+                weights.append((like / found[0][0]) ** drafter.sharpness)
+                sources.append(RETRIEVED)
+        if self._prediction:
+            documents.append(np.asarray(self._prediction, np.int32))
+            weights.append(1.0)
+            sources.append(PREDICTION)
+        if not documents:
+            return
+        total = sum(document.shape[0] + 1 for document in documents)
+        index = TextIndex(total)
+        ids = np.empty(total, np.int32)
+        marks = np.empty((2, index.text.shape[1]), np.float32)
+        at = 0
+        for document, weight, source in zip(documents, weights, sources, strict=True):
+            end = at + document.shape[0] + 1
+            ids[at] = START
+            ids[at + 1 : end] = document
+            marks[0, at:end] = weight
+            marks[1, at:end] = source
+            at = end
+        index.append(ids)
+        self._retrieved = index
+        self._marks = marks
+        if self._prediction:
+            self._anchors = [(total - len(self._prediction) - 1, 0)]
+            marks[0, self._anchors[0][0] : total] = FAR_WEIGHT
+            for token in self._index.text[0, self._num_prompt : self._index.size].tolist():
+                self._align(token)
+            self._weigh_near()
+
+    def _align(self, token: int) -> None:
+        """Follow the prediction by one emitted token, or note that it was left."""
+        docs = self._retrieved
+        assert docs is not None
+        anchor, off = self._anchors[-1]
+        # A changed token first, then an inserted one, then what a deletion skips.
+        places = (anchor + 1 + off, *range(anchor + 1, anchor + 1 + off + RESYNC_WINDOW))
+        for place in places:
+            if place < docs.size and docs.text[0, place] == token:
+                self._anchors.append((place, 0))
+                return
+        self._anchors.append((anchor, off + 1))
+
+    def _weigh_near(self) -> None:
+        """Let the prediction's places near the anchor count fully."""
+        docs = self._retrieved
+        assert docs is not None
+        anchor, _ = self._anchors[-1]
+        first = docs.size - len(self._prediction) - 1
+        self._marks[0, first : docs.size] = FAR_WEIGHT
+        self._marks[0, max(first, anchor - NEAR_WINDOW) : anchor + NEAR_WINDOW] = 1.0
+
+    def _hints(self) -> npt.NDArray[np.int32]:
+        """Places of the prediction that may come next after it was left; none while it holds."""
+        if not self._anchors:
+            return NO_HINTS
+        anchor, off = self._anchors[-1]
+        docs = self._retrieved
+        assert docs is not None
+        if off == 0 or off > RESYNC_WINDOW:
+            return NO_HINTS
+        # After as many changes (the likeliest: named thrice), or after insertions.
+        places = (*(anchor + 1 + off,) * 3, anchor + 1)
+        return np.asarray([place for place in places if place < docs.size], np.int32)
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
+        drafter = self._owner()
+        if budget <= 0 or max_depth <= 0:
+            return DraftTree.empty()
+        if not self._settled:
+            self._retrieve(drafter)
+        work = drafter.workspace
+        if budget > work.nodes.shape[1]:
+            work.resize(budget)
+        index, docs = self._index, self._retrieved
+        automaton = drafter.automaton
+        state, length = self._places[-1]
+        num = grow_tree(
+            budget,
+            max_depth,
+            drafter.min_survival,
+            index.text,
+            index.table,
+            self._prompt_marks,
+            index.size,
+            index.size - self._num_prompt,
+            NO_TEXT if docs is None else docs.text,
+            NO_TABLE if docs is None else docs.table,
+            self._marks,
+            0 if docs is None else docs.size,
+            self._hints(),
+            automaton.states,
+            automaton.edges,
+            automaton.tops,
+            state,
+            length,
+            drafter.eos_token_ids,
+            drafter.trust.weights,
+            drafter.trust.factors,
+            work.ints,
+            work.counts,
+            work.heap,
+            work.heap_ints,
+            work.nodes,
+            work.node_chances,
+        )
+        return work.tree(num)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append emitted tokens, and learn from each how far its contexts could be trusted."""
+        drafter = self._owner()
+        index, docs = self._index, self._retrieved
+        automaton, work = drafter.automaton, drafter.workspace
+        # A token drawn again after a rollback is not evidence twice.
+        seen = index.size - self._num_prompt
+        for token in token_ids:
+            state, length = self._places[-1]
+            if drafter.learn and self._settled and seen >= self._num_learned:
+                learn_token(
+                    token,
+                    index.text,
+                    index.table,
+                    self._prompt_marks,
+                    index.size,
+                    seen,
+                    NO_TEXT if docs is None else docs.text,
+                    NO_TABLE if docs is None else docs.table,
+                    self._marks,
+                    0 if docs is None else docs.size,
+                    self._hints(),
+                    automaton.states,
+                    automaton.edges,
+                    automaton.tops,
+                    state,
+                    length,
+                    drafter.eos_token_ids,
+                    drafter.trust.weights,
+                    drafter.trust.evidence,
+                    drafter.trust.outcomes,
+                    work.ints,
+                    work.counts,
+                )
+                self._num_learned = seen + 1
+            index.append((token,))
+            seen += 1
+            if automaton.num_states:
+                state, length = automaton_step(
+                    automaton.states, automaton.edges, state, length, token
+                )
+            self._places.append((state, length))
+            if self._anchors:
+                self._align(token)
+        if self._anchors:
+            self._weigh_near()
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """What was accepted is learned in extend(), from every token."""
+        self._owner()
+
+    def checkpoint(self) -> int:
+        """Tokens seen since open()."""
+        self._owner()
+        return self._index.size - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
+        self._owner()
+        if not 0 <= mark <= self._index.size - self._num_prompt:
+            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
+        self._index.truncate(self._num_prompt + mark)
+        del self._places[mark + 1 :]
+        if self._anchors:
+            del self._anchors[mark + 1 :]
+            self._weigh_near()
+
+    def close(self) -> None:
+        """Release the indexes. Idempotent."""
+        if self._drafter is not None:
+            self._drafter = None
+            self._index = TextIndex(0)
+            self._retrieved = None
+            self._marks = NO_MARKS
+            self._places = []
+            self._anchors = []

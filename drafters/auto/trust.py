@@ -1,0 +1,205 @@
+"""Trust: how far each kind of context is believed, and how that is learned and kept.
+
+grow_tree blends the next-token shares of all contexts; the weight of a context is the trust of
+its cell (source, match length, occurrences, agreement, situation). What the blend then claims is
+corrected by how often such claims came true: a factor per cell of (leading source, its match
+length and situation, claimed chance), the calibration table of `auto`. Evidence is decayed, so
+that a task that changes is followed, and saved atomically, so that a restart forgets nothing.
+
+The defaults were fitted on the train splits of twenty task data sets (loadtest/fit_trust.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.atomic_file import replacing
+from drafters.auto.default_trust import FACTORS, WEIGHTS
+from drafters.auto.growth import (
+    NUM_AGREEMENTS,
+    NUM_BINS,
+    NUM_BUCKETS,
+    NUM_CELLS,
+    NUM_FACTORS,
+    NUM_OCCURRENCES,
+    NUM_SHARES,
+    NUM_SITUATIONS,
+    NUM_SOURCES,
+    SOURCES,
+)
+from drafters.calibration import CalibrationError
+
+Float64 = npt.NDArray[np.float64]
+
+_SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
+_MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
+VERSION = 1
+
+__all__ = ["Trust"]
+
+
+class Trust:
+    """Weights and factors of the cells with their evidence. One writer: the drafter that owns it.
+
+    weights: float64 [NUM_CELLS], factors: float64 [NUM_FACTORS]: read by grow_tree.
+    evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered.
+    outcomes: float64 [3, NUM_FACTORS]: sum of claimed chances, times right, times claimed.
+
+    prior_strength, factor_strength: asks, and expected hits, that the defaults count for.
+    memory: a cell's evidence is halved once it holds more than this.
+    """
+
+    def __init__(
+        self,
+        weights: Float64 | None = None,
+        factors: Float64 | None = None,
+        *,
+        prior_strength: float = 16.0,
+        factor_strength: float = 2.0,
+        memory: float = 20_000.0,
+    ) -> None:
+        if weights is None:
+            weights = np.asarray(WEIGHTS, np.float64).reshape(NUM_CELLS) / 1000.0
+        if factors is None:
+            factors = np.asarray(FACTORS, np.float64).reshape(NUM_FACTORS) / 100.0
+        if weights.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
+            raise ValueError(f"trust needs {NUM_CELLS} weights and {NUM_FACTORS} factors")
+        clipped = np.clip(weights, 1e-4, 0.9995)
+        self._prior_odds: Float64 = np.log(clipped / (1.0 - clipped)).reshape(_SHAPE)
+        self._prior_factors: Float64 = factors.copy()
+        self.weights: Float64 = clipped.copy()
+        self.factors: Float64 = factors.copy()
+        self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
+        self.outcomes: Float64 = np.zeros((3, NUM_FACTORS), np.float64)
+        self.prior_strength = prior_strength
+        self.factor_strength = factor_strength
+        self.memory = memory
+        self._next_update = 0.0
+
+    def update_if_due(self, every: float = 256.0) -> None:
+        """update(), unless evidence of less than `every` asks came since the last one."""
+        asked = float(self.evidence[0].sum())
+        if asked >= self._next_update:
+            self.update()
+            self._next_update = float(self.evidence[0].sum()) + every
+
+    def update(self) -> None:
+        """Fold the evidence into weights and factors, from coarse to fine.
+
+        A task has little evidence for most cells at first, but soon enough to say that, for
+        example, copies from its prompts hold better than elsewhere. So the defaults' log odds are
+        shifted per source, then per situation and match length too, each shift fitted with a
+        normal prior; only then has each cell its own say.
+        """
+        old = self.evidence[0] > self.memory
+        self.evidence[:, old] *= 0.5
+        old = self.outcomes[2] > self.memory
+        self.outcomes[:, old] *= 0.5
+        asked = self.evidence[0].reshape(_SHAPE)
+        answered = self.evidence[1].reshape(_SHAPE)
+        odds = self._prior_odds
+        for axes in ((1, 2, 3, 4), (1, 2, 3), (2, 3)):
+            odds = odds + _shift(odds, asked, answered, axes)
+        k = self.prior_strength
+        prior = (1.0 / (1.0 + np.exp(-odds))).reshape(NUM_CELLS)
+        np.divide(self.evidence[1] + k * prior, self.evidence[0] + k, out=self.weights)
+        np.clip(self.weights, 1e-4, 0.9995, out=self.weights)
+        k = self.factor_strength
+        np.divide(
+            self.outcomes[1] + k * self._prior_factors, self.outcomes[0] + k, out=self.factors
+        )
+
+    def forget(self) -> None:
+        """Drop all evidence; the defaults are what is left."""
+        self.evidence[:] = 0.0
+        self.outcomes[:] = 0.0
+        self._next_update = 0.0
+        self.update()
+
+    def table(self) -> list[dict[str, Any]]:
+        """The calibration for people, the most used first: (source, match length, claimed share).
+
+        min_match_length 0 is the start of an output. chance = (accepted + 1) / (offered + 2);
+        mean_claim is what the blend says there before it is corrected.
+        """
+        shape = (3, NUM_SOURCES, NUM_BINS, NUM_SITUATIONS, NUM_SHARES)
+        claimed, accepted, offered = self.outcomes.reshape(shape).sum(axis=3)
+        rows: list[dict[str, Any]] = []
+        for source, name in enumerate(SOURCES):
+            for length in range(NUM_BINS):
+                for share in range(NUM_SHARES):
+                    at = (source, length, share)
+                    if offered[at] > 0.0:
+                        rows.append(
+                            {
+                                "source": name,
+                                "min_match_length": length,
+                                "min_share": _MIN_SHARES[share],
+                                "offered": round(float(offered[at]), 1),
+                                "accepted": round(float(accepted[at]), 1),
+                                "mean_claim": round(float(claimed[at] / offered[at]), 4),
+                                "chance": round(float((accepted[at] + 1) / (offered[at] + 2)), 4),
+                            }
+                        )
+        return sorted(rows, key=lambda row: -float(row["offered"]))
+
+    def save(self, path: Path | str) -> None:
+        """Write the evidence atomically: a reader sees the old file or the new one."""
+        path = Path(path)
+        body = {
+            "kind": "drafter trust",
+            "version": VERSION,
+            "sources": list(SOURCES),
+            "evidence": self.evidence.round(4).tolist(),
+            "outcomes": self.outcomes.round(4).tolist(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as out:
+            out.write(json.dumps(body).encode())
+
+    def restore(self, path: Path | str) -> None:
+        """Take over saved evidence in place of what there is.
+
+        Raises CalibrationError when the file is not a trust of this version and shape.
+        """
+        try:
+            body = json.loads(Path(path).read_text())
+            good = (body["kind"], body["version"]) == ("drafter trust", VERSION)
+            if not good or body["sources"] != list(SOURCES):
+                raise CalibrationError(f"{path} is not a version {VERSION} drafter trust")
+            evidence = np.asarray(body["evidence"], np.float64)
+            outcomes = np.asarray(body["outcomes"], np.float64)
+        except CalibrationError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(f"{path} cannot be read: {error}") from error
+        self.restore_arrays(evidence, outcomes)
+
+    def restore_arrays(self, evidence: Float64, outcomes: Float64) -> None:
+        """The same from arrays. Raises CalibrationError for other shapes or impossible counts."""
+        if evidence.shape != self.evidence.shape or outcomes.shape != self.outcomes.shape:
+            raise CalibrationError("the saved trust has other cells")
+        counts = np.concatenate([evidence.ravel(), outcomes.ravel()])
+        if not (np.isfinite(counts).all() and (counts >= 0).all()):
+            raise CalibrationError("the saved trust holds impossible counts")
+        self.evidence[:] = evidence
+        self.outcomes[:] = outcomes
+        self._next_update = 0.0
+        self.update()
+
+
+def _shift(odds: Float64, asked: Float64, answered: Float64, axes: tuple[int, ...]) -> Float64:
+    """The shift of the log odds over `axes` that fits best, under a normal prior of width 1."""
+    total = answered.sum(axis=axes, keepdims=True)
+    shift: Float64 = np.zeros_like(total)
+    for _ in range(5):  # Newton's method; the objective is concave
+        chance = 1.0 / (1.0 + np.exp(-(odds + shift)))
+        slope = total - (asked * chance).sum(axis=axes, keepdims=True) - shift
+        bend = (asked * chance * (1.0 - chance)).sum(axis=axes, keepdims=True) + 1.0
+        shift = np.clip(shift + np.clip(slope / bend, -1.0, 1.0), -4.0, 4.0)
+    return shift

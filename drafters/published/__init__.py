@@ -1,0 +1,1 @@
+"""The drafters of the papers, as published, with their parameters and defaults."""

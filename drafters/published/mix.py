@@ -1,0 +1,315 @@
+"""`mix`: TASC-spec, a corpus n-gram drafter mixed with the request's own (arXiv 2602.24174).
+
+p_corp(x | c) comes from the M_n tables of the task's outputs: the longest context of up to
+n_max - 1 tokens that the tables hold, or the most frequent token when none matches. p_prompt is
+the same over prompt and output of the request, with p_min = 1 (the paper's 5 would empty it).
+p_mixed = lambda p_corp + (1 - lambda) p_prompt; the draft is one chain of its likeliest tokens.
+The paper prints p_min = 5 and lambda = 0.75; n_max = 5 and the horizon of 10 tokens are ours.
+Without a corpus the prompt's part is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.auto.text_index import TextIndex, find_slot
+from drafters.base import SessionClosedError
+from drafters.calibration import Calibration
+from drafters.corpus import Corpus
+from drafters.jit import compiled
+from drafters.published.ngram_tables import context_hash, count_ngrams, find_row
+from drafters.tree import DraftTree
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+__all__ = ["MixDrafter", "MixSession"]
+
+MAX_CANDIDATES = 512
+
+
+@compiled
+def count_modes(text: Int32, begin: int, end: int, modes: Int32) -> None:
+    """Most frequent token of every prefix. modes: int32 [3, capacity]: times text[i] occurred so
+    far, the prefix's most frequent token (ties: the first to get there) and its count."""
+    for i in range(begin, end):
+        before = text[1, i]
+        times = 1 if before < 0 else modes[0, before] + 1
+        modes[0, i] = times
+        if i == 0 or times > modes[2, i - 1]:
+            modes[1, i], modes[2, i] = text[0, i], times
+        else:
+            modes[1, i], modes[2, i] = modes[1, i - 1], modes[2, i - 1]
+
+
+@compiled
+def draft_chain(
+    num: int,
+    n_max: int,
+    mixing: float,
+    text: Int32,
+    table: Int64,
+    modes: Int32,
+    size: int,
+    first_row: Int64,
+    keys: Int64,
+    starts: Int64,
+    tokens: Int32,
+    counts: Int32,
+    out: Int32,
+    shares: Float64,
+) -> int:
+    """Draft up to `num` tokens. out: int32 [3, num]: token, match length, source (0 corpus,
+    1 prompt); shares: float64 [num], p_mixed of each. Returns how many there are."""
+    context_size = min(size, n_max - 1)
+    context = np.empty(context_size + num, np.int32)
+    context[:context_size] = text[0, size - context_size : size]
+    seen_tokens = np.empty(MAX_CANDIDATES, np.int32)
+    seen_counts = np.empty(MAX_CANDIDATES, np.int64)
+    corpus_n_max = first_row.shape[0] - 1
+    for step in range(num):
+        end = context_size + step
+        # p_prompt: next tokens at the longest match, in the request's own text.
+        num_seen = 0
+        total_seen = 0
+        longest = 0
+        limit = min(end, n_max - 1)
+        if mixing < 1.0 and size > 0:
+            if limit > 0:
+                position = table[1, find_slot(table, int(context[end - 1]))]
+                while position >= 0:
+                    if position + 1 < size:
+                        length = 1
+                        most = min(limit, position + 1)
+                        while (
+                            length < most
+                            and text[0, position - length] == context[end - 1 - length]
+                        ):
+                            length += 1
+                        if length > longest:
+                            longest, num_seen, total_seen = length, 0, 0
+                        if length == longest:
+                            token = text[0, position + 1]
+                            total_seen += 1
+                            i = 0
+                            while i < num_seen and seen_tokens[i] != token:
+                                i += 1
+                            if i == num_seen and i < MAX_CANDIDATES:
+                                seen_tokens[i] = token
+                                seen_counts[i] = 0
+                                num_seen += 1
+                            if i < MAX_CANDIDATES:
+                                seen_counts[i] += 1
+                    position = text[1, position]
+            if longest == 0:
+                seen_tokens[0] = modes[1, size - 1]
+                seen_counts[0] = modes[2, size - 1]
+                num_seen, total_seen = 1, size
+        # p_corp: the row of the longest context that the tables hold.
+        row = -1
+        row_length = 0
+        if mixing > 0.0:
+            for n in range(min(corpus_n_max, n_max, end + 1), 0, -1):
+                row = find_row(
+                    keys, first_row[n - 1], first_row[n], context_hash(context, end, n - 1)
+                )
+                if row >= 0:
+                    row_length = n - 1
+                    break
+        corpus_weight = mixing if num_seen > 0 else 1.0
+        if row < 0:
+            corpus_weight = 0.0
+        prompt_weight = 1.0 - corpus_weight if num_seen > 0 else 0.0
+        if corpus_weight == 0.0 and prompt_weight == 0.0:
+            return step
+        best, best_token, best_source = -1.0, -1, 0
+        # Candidates of the prompt that the row has not shown yet.
+        left = 0.0
+        for i in range(num_seen):
+            share = prompt_weight * seen_counts[i] / total_seen
+            if share > left:
+                left = share
+        if row >= 0 and corpus_weight > 0.0:
+            first, last = starts[row], starts[row + 1]
+            total = 0
+            for entry in range(first, last):
+                total += counts[entry]
+            for entry in range(first, last):
+                share = corpus_weight * counts[entry] / total
+                if share + left < best:
+                    break
+                own = 0.0
+                for i in range(num_seen):
+                    if seen_tokens[i] == tokens[entry]:
+                        own = prompt_weight * seen_counts[i] / total_seen
+                value = share + own
+                if value > best or (value == best and tokens[entry] < best_token):
+                    best, best_token = value, tokens[entry]
+                    best_source = 0 if share >= own else 1
+                if row_length == 0 and num_seen == 0:
+                    break
+        if prompt_weight > 0.0:
+            for i in range(num_seen):
+                value = prompt_weight * seen_counts[i] / total_seen
+                if value > best or (value == best and seen_tokens[i] < best_token):
+                    best, best_token, best_source = value, seen_tokens[i], 1
+        out[0, step] = best_token
+        out[1, step] = max(row_length, longest)
+        out[2, step] = best_source
+        shares[step] = best
+        context[end] = best_token
+    return num
+
+
+class MixDrafter:
+    """Makes MixSessions.
+
+    corpus: the task's, or None. n_max: longest n-gram. horizon: tokens drafted. mixing: the
+    paper's lambda, the weight of the corpus: 1 is p_corp alone, 0 is p_prompt alone.
+    p_min is a property of the corpus' tables.
+    """
+
+    name = "mix"
+    sources = ("corpus", "prompt")
+
+    def __init__(
+        self,
+        *,
+        corpus: Corpus | None = None,
+        n_max: int = 5,
+        horizon: int = 10,
+        mixing: float = 0.75,
+        calibration: Calibration | None = None,
+    ) -> None:
+        if not 1 <= n_max <= 16:
+            raise ValueError(f"n_max must be in 1..16, not {n_max}")
+        if horizon < 1:
+            raise ValueError(f"horizon must be at least 1, not {horizon}")
+        if not 0.0 <= mixing <= 1.0:
+            raise ValueError(f"mixing must be in [0, 1], not {mixing}")
+        self.n_max = n_max
+        self.horizon = horizon
+        self.mixing = mixing
+        self.calibration = calibration or Calibration(self.sources)
+        self.tables = (
+            corpus.tables
+            if corpus is not None
+            else count_ngrams(np.empty(0, np.int32), np.empty(0, np.int64), n_max=1, p_min=1)
+        )
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> MixSession:
+        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+        return MixSession(self, prompt_ids)
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache."""
+        session = self.open([1, 2, 1, 2])
+        session.propose(2, 2)
+        session.rollback(0)
+
+
+class MixSession:
+    """One Sequence's own tables are its TextIndex: counts at any length are read off its chains."""
+
+    __slots__ = ("_drafter", "_index", "_modes", "_num_prompt")
+
+    def __init__(self, drafter: MixDrafter, prompt_ids: Sequence[int]) -> None:
+        self._drafter: MixDrafter | None = drafter
+        self._num_prompt = len(prompt_ids)
+        self._index = TextIndex(self._num_prompt + 256)
+        self._modes: Int32 = np.empty((3, self._index.text.shape[1]), np.int32)
+        self._append(prompt_ids)
+
+    def _owner(self) -> MixDrafter:
+        if self._drafter is None:
+            raise SessionClosedError("this MixSession is closed")
+        return self._drafter
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        index = self._index
+        begin = index.size
+        index.append(token_ids)
+        if index.text.shape[1] != self._modes.shape[1]:
+            modes = np.empty((3, index.text.shape[1]), np.int32)
+            modes[:, :begin] = self._modes[:, :begin]
+            self._modes = modes
+        count_modes(index.text, begin, index.size, self._modes)
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        """See DraftSession.propose: one chain of at most `horizon` tokens."""
+        drafter = self._owner()
+        num = min(budget, max_depth, drafter.horizon)
+        if num <= 0 or self._index.size == 0:
+            return DraftTree.empty()
+        out = np.empty((3, num), np.int32)
+        shares = np.empty(num, np.float64)
+        tables, index = drafter.tables, self._index
+        num = draft_chain(
+            num,
+            drafter.n_max,
+            drafter.mixing,
+            index.text,
+            index.table,
+            self._modes,
+            index.size,
+            tables.first_row,
+            tables.keys,
+            tables.starts,
+            tables.tokens,
+            tables.counts,
+            out,
+            shares,
+        )
+        if num == 0:
+            return DraftTree.empty()
+        parents = np.arange(-1, num - 1, dtype=np.int32)
+        cells = drafter.calibration.cells(out[2, :num], out[1, :num], shares[:num])
+        return DraftTree(
+            out[0, :num],
+            parents,
+            drafter.calibration.survival(parents, cells),
+            out[2, :num].astype(np.uint8),
+            cells,
+        )
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append emitted tokens: O(1) each, amortised."""
+        self._owner()
+        self._append(token_ids)
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Calibration learns what became of the draft."""
+        self._owner().calibration.record(tree, accepted)
+
+    def settle(self) -> None:
+        """Nothing is deferred here."""
+        self._owner()
+
+    def checkpoint(self) -> int:
+        """Tokens seen since open()."""
+        self._owner()
+        return self._index.size - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        """Forget all but the first `mark` tokens seen since open()."""
+        self._owner()
+        if not 0 <= mark <= self._index.size - self._num_prompt:
+            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
+        self._index.truncate(self._num_prompt + mark)
+
+    def close(self) -> None:
+        """Release the index. Idempotent."""
+        if self._drafter is not None:
+            self._drafter = None
+            self._index = TextIndex(0)
+            self._modes = np.empty((3, 0), np.int32)

@@ -1,0 +1,160 @@
+"""`suffix`: prompt and own output, all match lengths, one tree by estimated chance.
+
+Needs nothing but the sequence itself: no corpus, no settings, no state between requests.
+Suffix decoding (Oliaro et al., arXiv 2411.04975) keeps a suffix tree and drafts from the longest
+match; here every match length has its say (drafters.auto.growth), so that short contexts fill the
+part of the budget that long ones leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from drafters.auto.growth import SOURCES, Workspace, grow_tree
+from drafters.auto.text_index import TextIndex
+from drafters.auto.trust import Trust
+from drafters.base import SessionClosedError
+from drafters.tree import DraftTree
+
+__all__ = ["SuffixDrafter", "SuffixSession"]
+
+NO_STATES = np.empty((0, 5), np.int32)
+NO_EDGES = np.empty((0, 3), np.int32)
+NO_TOPS = np.empty((0, 2), np.int32)
+NO_HINTS = np.empty(0, np.int32)
+NO_DOCS = np.empty((3, 0), np.int32)
+NO_TABLE = np.empty((2, 0), np.int64)
+NO_MARKS = np.empty((2, 0), np.float32)
+
+
+class SuffixDrafter:
+    """Makes SuffixSessions.
+
+    min_survival: nodes whose path is accepted more rarely than this are not proposed.
+    eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
+    """
+
+    name = "suffix"
+    sources = SOURCES
+
+    def __init__(
+        self,
+        *,
+        min_survival: float = 0.01,
+        eos_token_ids: Sequence[int] = (),
+        trust: Trust | None = None,
+    ) -> None:
+        if not 0.0 <= min_survival < 1.0:
+            raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
+        self.min_survival = min_survival
+        self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
+        self.trust = trust if trust is not None else Trust()
+        self.workspace = Workspace()
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> SuffixSession:
+        """A session over the whole prompt; `context_span` and `prediction_ids` are not used."""
+        return SuffixSession(self, prompt_ids)
+
+    def warm_up(self) -> None:
+        """Compile (seconds), or load from the cache, all that sessions call."""
+        session = self.open([1, 2, 3, 1, 2])
+        session.extend([3])
+        session.propose(4, 4)
+        session.rollback(0)
+        session.close()
+
+
+class SuffixSession:
+    """One Sequence's text, indexed. The prompt is indexed in open(): about 0.1 ms for 2,000 ids."""
+
+    __slots__ = ("_drafter", "_index", "_num_prompt")
+
+    def __init__(self, drafter: SuffixDrafter, prompt_ids: Sequence[int]) -> None:
+        self._drafter: SuffixDrafter | None = drafter
+        self._num_prompt = len(prompt_ids)
+        self._index = TextIndex(self._num_prompt + 256)
+        self._index.append(prompt_ids)
+
+    def _owner(self) -> SuffixDrafter:
+        if self._drafter is None:
+            raise SessionClosedError("this suffix session is closed")
+        return self._drafter
+
+    def propose(self, budget: int, max_depth: int) -> DraftTree:
+        """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
+        drafter = self._owner()
+        index = self._index
+        if budget <= 0 or max_depth <= 0 or index.size == 0:
+            return DraftTree.empty()
+        work = drafter.workspace
+        if budget > work.nodes.shape[1]:
+            work.resize(budget)
+        num = grow_tree(
+            budget,
+            max_depth,
+            drafter.min_survival,
+            index.text,
+            index.table,
+            NO_MARKS,
+            index.size,
+            index.size - self._num_prompt,
+            NO_DOCS,
+            NO_TABLE,
+            NO_MARKS,
+            0,
+            NO_HINTS,
+            NO_STATES,
+            NO_EDGES,
+            NO_TOPS,
+            0,
+            0,
+            drafter.eos_token_ids,
+            drafter.trust.weights,
+            drafter.trust.factors,
+            work.ints,
+            work.counts,
+            work.heap,
+            work.heap_ints,
+            work.nodes,
+            work.node_chances,
+        )
+        return work.tree(num)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append emitted tokens: O(1) each, amortised."""
+        self._owner()
+        self._index.append(token_ids)
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Nothing is learned across requests here."""
+        self._owner()
+
+    def settle(self) -> None:
+        """Nothing is deferred here."""
+        self._owner()
+
+    def checkpoint(self) -> int:
+        """Tokens seen since open()."""
+        self._owner()
+        return self._index.size - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        """Forget all but the first `mark` tokens seen since open()."""
+        self._owner()
+        if not 0 <= mark <= self._index.size - self._num_prompt:
+            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
+        self._index.truncate(self._num_prompt + mark)
+
+    def close(self) -> None:
+        """Release the index. Idempotent."""
+        if self._drafter is not None:
+            self._drafter = None
+            self._index = TextIndex(0)

@@ -1,0 +1,1 @@
+"""The engines as the API sees them: requests go out, Deltas come back, dead engines start again."""

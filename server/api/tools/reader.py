@@ -1,0 +1,649 @@
+"""Tool calls in a model's output: how each family of templates writes them, and reading them back
+while they stream.
+
+    hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>, again and again (Qwen,
+             Hermes; known by `<tool_call>` in the template)
+    mistral  [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
+    llama3   {"name": ..., "parameters": {...}} as the whole output, maybe after <|python_tag|>,
+             more of them behind semicolons (known by `ipython` and `parameters`)
+
+A call is reported as soon as its name is known, is one of the request's tools, and its arguments
+have begun; from then on they are passed through as the model writes them. What looks like a call
+and is none (another name, no JSON) stays text. Whole and streamed answers come from the same
+reader, so they say the same.
+
+A call of a strict tool waits for its end: it is reported if its arguments fit the tool's schema,
+and stays text otherwise.
+
+A model whose template says nothing of tools is told of them by the server, in Hermes' form, as text
+of the system's message (`tell_tools`).
+
+A forced call (tool_choice "required" or a function) is not asked for but made certain: the server
+writes the family's opening itself, and a grammar holds the rest to the tools' JSON schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from server.api.tools.strict import StrictArguments
+
+__all__ = [
+    "ArgumentsPiece",
+    "CallStart",
+    "ForcedCall",
+    "ToolEvent",
+    "ToolFormat",
+    "ToolReader",
+    "force_call",
+    "format_of",
+    "tell_tools",
+]
+
+ToolFormat = Literal["hermes", "mistral", "llama3"]
+
+MARKERS: Mapping[ToolFormat, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("<|python_tag|>",),
+}
+"""Tokens that a reader must see even where special tokens have no text."""
+
+_ARGUMENTS: Mapping[ToolFormat, str] = {
+    "hermes": "arguments",
+    "mistral": "arguments",
+    "llama3": "parameters",
+}
+_SPACE = " \t\r\n"
+_State = Literal["start", "text", "open", "call", "after", "plain", "rest", "forced"]
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """How a template's model writes calls, or None for a way that cannot be read."""
+    if "<function=" in template or "[ARGS]" in template:  # Qwen3-Coder; Mistral from v11 on
+        return None
+    if "<tool_call>" in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "ipython" in template and "parameters" in template:
+        return "llama3"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call whose name is known; its arguments follow."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """More of a call's arguments, JSON text as the model wrote it."""
+
+    index: int
+    text: str
+
+
+ToolEvent = str | CallStart | ArgumentsPiece
+"""str is content."""
+
+
+class _NotACall(Exception):
+    """What was read is no call of a known tool."""
+
+
+class _CallScanner:
+    """Reads one {"name": ..., "arguments": {...}} character by character.
+
+    name is set once it is known, `done` behind the closing brace. raw: everything read so far.
+    """
+
+    def __init__(self, names: frozenset[str], arguments_key: str) -> None:
+        self._names = names
+        self._keys = (arguments_key, "arguments", "parameters")
+        self.name: str | None = None
+        self.has_arguments = False
+        self.done = False
+        self._read: list[str] = []
+        self._arguments: list[str] = []
+        self._state: Literal["open", "key", "colon", "value", "next"] = "open"
+        self._key = ""
+        self._value: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._read)
+
+    @property
+    def arguments(self) -> str:
+        """The arguments' text that was not taken yet."""
+        return "".join(self._arguments)
+
+    def take_arguments(self) -> str:
+        """The same, once."""
+        text = self.arguments
+        self._arguments.clear()
+        return text
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this is certainly a call of a known tool."""
+        return self.name is not None and (self.has_arguments or self.done)
+
+    def push(self, char: str) -> None:
+        """Take one character. Raises _NotACall."""
+        self._read.append(char)
+        if self._state == "open":
+            if char == "{":
+                self._state = "key"
+            elif char not in _SPACE:
+                raise _NotACall
+        elif self._state == "colon":
+            if char == ":":
+                self._state = "value"
+                self._value = []
+            elif char not in _SPACE:
+                raise _NotACall
+        elif self._state == "next":
+            self._after_value(char)
+        else:  # a key or a value
+            if not self._value and char in _SPACE:
+                return
+            if self._state == "key" and not self._value and char != '"':
+                if char != "}" or self._key:
+                    raise _NotACall
+                self._finish()
+                return
+            self._take(char)
+
+    def _take(self, char: str) -> None:
+        """One character of a key or a value."""
+        first = not self._value
+        is_bare = not first and self._value[0] not in '"[{'
+        if is_bare and char in ",}" + _SPACE:  # a number or a word ends behind itself
+            self._end_value()
+            self._after_value(char)
+            return
+        if first and self._is_arguments:
+            if char == "{":
+                self.has_arguments = True
+            elif char != '"':
+                raise _NotACall
+        self._value.append(char)
+        if self.has_arguments and self._is_arguments:
+            self._arguments.append(char)
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+                if self._depth == 0:
+                    self._end_value()
+        elif char == '"':
+            self._in_string = True
+        elif char in "[{":
+            self._depth += 1
+        elif char in "]}":
+            self._depth -= 1
+            if self._depth == 0:
+                self._end_value()
+
+    @property
+    def _is_arguments(self) -> bool:
+        return self._state == "value" and self._key in self._keys
+
+    def _end_value(self) -> None:
+        text = "".join(self._value)
+        self._value = []
+        if self._state == "key":
+            self._key = str(_json_of(text))
+            self._state = "colon"
+            return
+        if self._key == "name":
+            name = _json_of(text)
+            if self.name is not None or not isinstance(name, str) or name not in self._names:
+                raise _NotACall
+            self.name = name
+        elif self._key in self._keys and text.startswith('"'):
+            # Some models write the arguments as a string that holds JSON.
+            inner = _json_of(text)
+            if not isinstance(_json_of(str(inner)), dict):
+                raise _NotACall
+            self._arguments.append(str(inner))
+            self.has_arguments = True
+        self._state = "next"
+
+    def _after_value(self, char: str) -> None:
+        if char == ",":
+            self._state = "key"
+        elif char == "}":
+            self._finish()
+        elif char not in _SPACE:
+            raise _NotACall
+        else:
+            self._state = "next"
+
+    def _finish(self) -> None:
+        if self.name is None:
+            raise _NotACall
+        if not self.has_arguments:
+            self._arguments.append("{}")
+            self.has_arguments = True
+        self.done = True
+
+
+def _json_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise _NotACall from None
+
+
+class ToolReader:
+    """Splits the text of one choice into content and calls.
+
+    names: the tools that may be called. strict: what the arguments of some of them must fit.
+    max_calls: calls beyond it, and all that follows, are not
+    reported. begun: the text goes on behind a marker that the server wrote. forced: it goes on
+    behind a name, too: all of it is that call's arguments.
+
+    Content that turns out to be none (white space around calls) is dropped; a piece that may still
+    become a marker is held back until it is known.
+    """
+
+    def __init__(
+        self,
+        style: ToolFormat,
+        names: frozenset[str],
+        *,
+        strict: Mapping[str, StrictArguments] | None = None,
+        max_calls: int | None = None,
+        begun: bool = False,
+        forced: str | None = None,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._style = style
+        self._marker = MARKERS[style][0]
+        self._names = names
+        self._strict = strict or {}
+        self._max_calls = max_calls
+        self._forced = forced
+        self._new_id = new_id or (_short_id if style == "mistral" else _long_id)
+        self.num_calls = 0
+        self._held = ""
+        self._opened = ""
+        self._call: _CallScanner | None = None
+        self._reported = False
+        self._behind_call = False  # nothing but white space since the last call
+        self._state: _State = "text"
+        if forced is not None:
+            self._state = "forced"
+        elif begun:
+            self._state = "open"
+        elif style == "llama3":
+            self._state = "start"
+
+    def feed(self, text: str) -> list[ToolEvent]:
+        """The events of more text."""
+        if self._state == "forced":
+            return self._pass_forced(text)
+        events: list[ToolEvent] = []
+        text, self._held = self._held + text, ""
+        at = 0
+        while at < len(text):
+            if self._state == "text":
+                at = self._read_text(text, at, events)
+            elif self._state == "start":
+                at = self._read_start(text, at)
+            elif self._state == "open":
+                at = self._read_open(text, at, events)
+            elif self._state == "call":
+                at = self._read_call(text, at, events)
+            elif self._state == "after":
+                at = self._read_after(text, at)
+            else:
+                if self._state == "plain":
+                    events.append(text[at:])
+                at = len(text)
+        return _joined(events)
+
+    def finish(self) -> list[ToolEvent]:
+        """The events that the end of the text lets go of."""
+        if self._state == "forced":
+            return self._pass_forced("")
+        left = ""
+        if self._state == "call" and not self._reported:
+            left = self._opened + (self._call.raw if self._call is not None else "")
+        elif self._state in ("text", "start", "open"):
+            left = self._opened + self._held
+        self._held, self._call, self._state = "", None, "rest"
+        if not left or (self.num_calls and left.isspace()):
+            return []
+        return [left]
+
+    # --- states: each takes some of text[at:] and returns where it stopped ---
+
+    def _pass_forced(self, text: str) -> list[ToolEvent]:
+        events: list[ToolEvent] = []
+        if not self.num_calls:
+            assert self._forced is not None
+            events.append(CallStart(0, self._new_id(), self._forced))
+            self.num_calls = 1
+        if text:
+            events.append(ArgumentsPiece(0, text))
+        return events
+
+    def _read_text(self, text: str, at: int, events: list[ToolEvent]) -> int:
+        """Content, up to a marker or the end. White space before either waits for what follows."""
+        marker = self._marker
+        found = text.find(marker, at)
+        end = found
+        if found < 0:
+            end = len(text)
+            for k in range(min(len(marker) - 1, end - at), 0, -1):
+                if text.endswith(marker[:k]):
+                    end -= k
+                    break
+        start = at
+        if self._behind_call:
+            start = end - len(text[at:end].lstrip(_SPACE))
+        content = text[start:end].rstrip(_SPACE)
+        if content:
+            events.append(content)
+            self._behind_call = False
+        rest = start + len(content)
+        if found < 0:
+            self._held = text[rest:]
+            return len(text)
+        self._opened = text[rest : found + len(marker)]
+        self._state = "open"
+        return found + len(marker)
+
+    def _read_start(self, text: str, at: int) -> int:
+        """The start of an output that is a call only as a whole."""
+        rest = text[at:].lstrip(_SPACE)
+        if len(rest) < len(self._marker) and self._marker.startswith(rest):
+            self._held = text[at:]
+            return len(text)
+        self._state = "open"
+        if not rest.startswith(self._marker):
+            return at
+        end = len(text) - len(rest) + len(self._marker)
+        self._opened = text[at:end]
+        return end
+
+    def _read_open(self, text: str, at: int, events: list[ToolEvent]) -> int:
+        """What may stand between a marker and a call."""
+        char = text[at]
+        if char == "{":
+            self._state = "call"
+            self._call = _CallScanner(self._names, _ARGUMENTS[self._style])
+            self._reported = False
+            return at
+        if char in _SPACE or (char == "[" and self._style == "mistral"):
+            self._opened += char
+            return at + 1
+        self._give_up(events, "")
+        return at
+
+    def _read_call(self, text: str, at: int, events: list[ToolEvent]) -> int:
+        call = self._call
+        assert call is not None
+        failed = False
+        while at < len(text) and not call.done and not failed:
+            try:
+                call.push(text[at])
+            except _NotACall:
+                failed = True
+            at += 1
+        check = self._strict.get(call.name or "")
+        if check is not None and call.done:
+            failed = not check.fits(call.arguments)
+        may_report = call.is_known and not failed if check is None else call.done and not failed
+        if may_report and not self._reported:
+            assert call.name is not None
+            events.append(CallStart(self.num_calls, self._new_id(), call.name))
+            self.num_calls += 1
+            self._reported = True
+        if self._reported:
+            events.append(ArgumentsPiece(self.num_calls - 1, call.take_arguments()))
+        if failed and not self._reported:
+            self._give_up(events, call.raw)
+        elif failed or call.done:  # what is broken behind known arguments changes nothing
+            full = self._max_calls is not None and self.num_calls >= self._max_calls
+            self._state = "rest" if full else "after"
+            self._call, self._opened = None, ""
+        return at
+
+    def _read_after(self, text: str, at: int) -> int:
+        """What may stand behind a call: its end, or a further one."""
+        rest = text[at:].lstrip(_SPACE)
+        start = len(text) - len(rest)
+        if self._style == "hermes":
+            closing = MARKERS["hermes"][1]
+            if len(rest) < len(closing) and closing.startswith(rest):
+                self._held = text[at:]
+                return len(text)
+            self._state, self._behind_call = "text", True
+            return start + len(closing) if rest.startswith(closing) else start
+        if not rest:
+            return len(text)
+        if rest[0] == ",":
+            self._state = "open"
+            return start + 1
+        if self._style == "llama3":
+            self._state = "open" if rest[0] in "{;" else "plain"
+            return start + 1 if rest[0] == ";" else start
+        self._state, self._behind_call = "text", True
+        return start + 1 if rest[0] == "]" else start
+
+    def _give_up(self, events: list[ToolEvent], read: str) -> None:
+        """What was read since the last content is content, too."""
+        events.append(self._opened + read)
+        self._opened, self._call, self._behind_call = "", None, False
+        self._state = "plain" if self._style == "llama3" else "text"
+
+
+def _joined(events: Sequence[ToolEvent]) -> list[ToolEvent]:
+    """Neighbouring pieces of one kind as one; no empty pieces."""
+    joined: list[ToolEvent] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if event == "" or (isinstance(event, ArgumentsPiece) and not event.text):
+            continue
+        if isinstance(event, str) and isinstance(last, str):
+            joined[-1] = last + event
+        elif (
+            isinstance(event, ArgumentsPiece)
+            and isinstance(last, ArgumentsPiece)
+            and event.index == last.index
+        ):
+            joined[-1] = ArgumentsPiece(event.index, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _long_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    """Mistral's templates take nine letters and digits."""
+    letters = string.ascii_letters + string.digits
+    return "".join(secrets.choice(letters) for _ in range(9))
+
+
+# --- templates without tools ---
+
+_HOW_TO_CALL = """\
+You can call functions. Their signatures, one a line:
+{signatures}
+To call one, answer with its name and its arguments as JSON, like this:
+<tool_call>
+{{"name": "<function>", "arguments": {{...}}}}
+</tool_call>
+The result comes back inside <tool_response></tool_response>."""
+
+
+def tell_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The messages with tools, calls and results as text, for a template that knows none of them.
+
+    The tools stand at the end of the system's message, which is made if there is none; results are
+    the user's, those that follow each other in one message.
+    """
+    told: list[dict[str, Any]] = []
+    in_results = False
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            block = f"<tool_response>\n{content}\n</tool_response>"
+            if in_results:
+                told[-1]["content"] += f"\n{block}"
+            else:
+                told.append({"role": "user", "content": block})
+            in_results = True
+            continue
+        in_results = False
+        blocks = [content] if content else []
+        for call in message.get("tool_calls", ()):
+            written = json.dumps(call["function"], ensure_ascii=False)
+            blocks.append(f"<tool_call>\n{written}\n</tool_call>")
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        told.append({**others, "content": "\n".join(blocks)})
+    if tools:
+        signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        how = _HOW_TO_CALL.format(signatures=signatures)
+        if told and told[0]["role"] == "system":
+            told[0]["content"] += f"\n\n{how}"
+        else:
+            told.insert(0, {"role": "system", "content": how})
+    return told
+
+
+# --- forced calls ---
+
+# With one of them, a schema's properties are not all there are, or it says so itself.
+_PARTS = frozenset(
+    {"$ref", "additionalProperties", "anyOf", "if", "oneOf", "patternProperties",
+     "unevaluatedProperties"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """A call that the output must make.
+
+    opening: what the server puts at the end of the prompt. schema: JSON schema of what the model
+    writes. name: the function, where the opening names it. begun: whether the opening holds the
+    family's marker.
+    """
+
+    opening: str
+    schema: Mapping[str, Any]
+    name: str | None
+    begun: bool
+
+
+def force_call(
+    style: ToolFormat, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
+) -> ForcedCall:
+    """How one of `tools` (parameters' JSON schemas by name) is called for certain.
+
+    One tool: the server writes its name and the model the arguments. Several: the model writes name
+    and arguments; more than one call only in Mistral's lists, and if parallel.
+    """
+    key = _ARGUMENTS[style]
+    tools = {name: _closed(schema) for name, schema in tools.items()}
+    if len(tools) == 1:
+        [(name, schema)] = tools.items()
+        head = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS] [", "llama3": ""}[style]
+        opening = f'{head}{{"name": {json.dumps(name)}, "{key}":'
+        return ForcedCall(opening, schema, name, begun=True)
+    definitions: dict[str, Any] = {}
+    calls = []
+    for i, (name, schema) in enumerate(tools.items()):
+        # Parameters may refer to their own definitions: each keeps them, one level further in.
+        definitions[f"tool{i}"] = _moved(schema, f"#/$defs/tool{i}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": name},
+                    key: {"$ref": f"#/$defs/tool{i}"},
+                },
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    one: dict[str, Any] = {"anyOf": calls}
+    if style == "mistral":
+        many: dict[str, Any] = {"type": "array", "items": one, "minItems": 1}
+        if not parallel:
+            many["maxItems"] = 1
+        return ForcedCall("[TOOL_CALLS]", {**many, "$defs": definitions}, None, begun=True)
+    opening = "<tool_call>\n" if style == "hermes" else ""
+    return ForcedCall(opening, {**one, "$defs": definitions}, None, begun=style == "hermes")
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema, with no further properties where it does not say whether there may be some.
+
+    Functions have no use for arguments that nobody described, and small models like to write them.
+    Where schemas are put together from parts (allOf) nothing is closed: a part does not know the
+    others' properties.
+    """
+    if '"allOf"' in json.dumps(schema):
+        return schema
+    closed = _close(schema)
+    assert isinstance(closed, dict)
+    return closed
+
+
+def _close(schema: Any) -> Any:
+    if isinstance(schema, (list, tuple)):
+        return [_close(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    whole = "properties" in schema and not _PARTS.intersection(schema)
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+            closed[key] = {name: _close(inner) for name, inner in value.items()}
+        elif key == "items" or (key in ("anyOf", "oneOf") and "properties" not in schema):
+            closed[key] = _close(value)
+        else:
+            closed[key] = value
+    if whole:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose local references point below `root`."""
+    if isinstance(schema, Mapping):
+        return {
+            key: root + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, root)
+            for key, value in schema.items()
+        }
+    if isinstance(schema, (list, tuple)):
+        return [_moved(item, root) for item in schema]
+    return schema

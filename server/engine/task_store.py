@@ -1,0 +1,620 @@
+"""TaskMemory: what an engine keeps of its tasks beyond a request: calibration, learned outputs.
+
+*Calibration* is the drafters' own (drafters.auto.trust, drafters.calibration): one table per (task,
+drafter, corpus), shared by all drafters made of these, so that making one anew forgets nothing.
+*Learned outputs* are those of finished requests of tasks that learn, one reservoir per (task,
+scope); the scope is made of tenant and cache_salt, so that nobody's drafts are made of another's
+text. Both are written atomically into the engine's own folder at intervals and at the
+end, and read from there when they are first needed. The folder belongs to one model and one
+engine: engines of one model learn apart, each from what it served.
+
+Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
+priority keeps the reservoirs, builds their layers (drafters.learned) and writes files. `poll` says
+between two steps which layers are new. Sequences that run keep the drafter they began with.
+
+Written by the engine's thread: tables, tallies, the queue. By the worker: reservoirs, files,
+`_layers`, `_sizes` (whole entries at a time).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.atomic_file import replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from drafters.base import Drafter
+    from drafters.corpus import Corpus
+    from drafters.learned import LearnedOutputs
+
+__all__ = ["TaskMemory"]
+
+Int32 = npt.NDArray[np.int32]
+Key = tuple[str, str]
+"""(task, scope)"""
+
+_log = logging.getLogger(__name__)
+
+MAX_TABLES = 1024
+MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
+MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
+TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
+MAX_ROWS = 400  # of a calibration table in a report
+
+
+class _Table(Protocol):
+    """drafters.auto.trust.Trust and drafters.calibration.Calibration, as far as they are kept."""
+
+    def save(self, path: Path | str) -> None: ...
+
+    def restore(self, path: Path | str) -> None: ...
+
+    def table(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A finished request's output, on its way to the worker."""
+
+    key: Key
+    generation: int
+    corpus: str | None
+    max_tokens: int
+    prompt_ids: Int32
+    output_ids: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """The layer of this key is wanted over this corpus."""
+
+    key: Key
+    generation: int
+    corpus: str | None
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    """Drop all that a task has learned, from memory and disk."""
+
+    task: str
+
+
+class _Refresh:
+    """Every layer is to be built anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """Run this; it writes a file."""
+
+    write: Callable[[], None]
+
+
+class _End:
+    """Write everything, then end."""
+
+
+@dataclass(slots=True)
+class _Reservoir:
+    """The worker's state of one key. Times are time.monotonic()."""
+
+    outputs: LearnedOutputs
+    corpus: str | None
+    generation: int
+    num_unbuilt: int = 0
+    num_unsaved: int = 0
+    saved_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    corpus: Corpus
+    base: str | None
+    generation: int
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Decayed decode steps and emitted tokens of finished requests."""
+
+    num_steps: float = 0.0
+    num_tokens: float = 0.0
+
+
+class TaskMemory:
+    """See the top of this file. Everything public is called from the engine's thread."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        fingerprint: str,
+        save_every_s: float = 60.0,
+        build_share: float = 0.05,
+        max_scopes: int = 64,
+        max_held_tokens: int = 4_000_000,
+        max_queued: int = 4096,
+    ) -> None:
+        """folder: where to keep things, or None. fingerprint: of the tokenizer.
+
+        save_every_s: seconds between writes. build_share: of the time may go into building layers.
+        max_scopes, max_held_tokens: reservoirs in memory, and tokens in their layers; those used
+        longest ago are put away (and read again when they are needed). max_queued: finished
+        outputs that wait for the worker; more are not learned.
+        """
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._save_every_s = save_every_s
+        self._build_share = build_share
+        self._max_scopes = max_scopes
+        self._max_held_tokens = max_held_tokens
+        self._max_queued = max_queued
+
+        # The engine's thread.
+        self.num_dropped = 0
+        self._tables: OrderedDict[tuple[str, str, str], _Table] = OrderedDict()
+        self._calibrated: set[Key] = set()
+        self._tallies: dict[Key, _Tally] = {}
+        self._restored_tallies = False
+        self._dirty: set[Key] = set()
+        self._to_save: list[tuple[str, str, str]] = []
+        self._num_put = 0
+        self._next_save_s = time.monotonic() + save_every_s
+        self._num_learned: dict[str, int] = {}
+        self._told_sizes: tuple[tuple[str, int, int], ...] = ()
+        self._opened: dict[Key, str | None] = {}
+        self._generations: dict[str, int] = {}
+        self._closed = False
+
+        # The worker's.
+        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._reservoirs: OrderedDict[Key, _Reservoir] = OrderedDict()
+        self._layers: dict[Key, _Layer] = {}
+        self._sizes: dict[Key, tuple[int, int]] = {}  # tokens held, outputs ever learned
+        self._sizes_changed = False
+        self._fresh: deque[Key] = deque()
+        self._num_done = 0
+        self._next_build_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    # -- calibration ------------------------------------------------------------------------
+
+    def calibrate(self, task: str, drafter: Drafter, corpus_id: str) -> None:
+        """Let a new drafter go on with the table of its (task, name, corpus).
+
+        corpus_id: names the corpus by content, "" for none. Called before it has sessions.
+        """
+        attribute = "trust" if hasattr(drafter, "trust") else "calibration"
+        own = cast("_Table | None", getattr(drafter, attribute, None))
+        if own is None:
+            return
+        key = (task, drafter.name, corpus_id)
+        table = self._tables.get(key)
+        if table is None:
+            table = own
+            path = self._table_file(key)
+            if path is not None and path.exists():
+                try:
+                    table.restore(path)
+                except ValueError as error:
+                    _log.warning("task %s: its calibration starts anew: %s", task, error)
+            self._tables[key] = table
+            if len(self._tables) > MAX_TABLES:
+                self._save_table(*self._tables.popitem(last=False))
+        self._tables.move_to_end(key)
+        self._calibrated.add((task, drafter.name))
+        setattr(drafter, attribute, table)
+
+    def observe(self, task: str, drafter: str, num_steps: int, num_tokens: int) -> None:
+        """A choice finished with so many tokens in so many decode steps."""
+        if (task, drafter) not in self._calibrated:
+            return
+        tally = self._tally(task, drafter)
+        tally.num_steps += num_steps
+        tally.num_tokens += num_tokens
+        if tally.num_steps > TALLY_MEMORY:
+            tally.num_steps *= 0.5
+            tally.num_tokens *= 0.5
+        self._dirty.add((task, drafter))
+
+    def report(self, task: str, drafter: Drafter | None) -> dict[str, Any]:
+        """Plain values for GET /v1/tasks/{task}.
+
+        calibration: rows of source, min_match_length, predicted_share, offered, accepted, chance;
+        the most offered first. num_steps, num_tokens: decayed, of finished requests.
+        num_learned_tokens: held now; num_learned_outputs: ever learned.
+        """
+        name = "off" if drafter is None else drafter.name
+        table = getattr(drafter, "trust", None) or getattr(drafter, "calibration", None)
+        rows = [] if table is None else [_row(row) for row in table.table()[:MAX_ROWS]]
+        tally = self._tally(task, name)
+        sizes = [size for key, size in list(self._sizes.items()) if key[0] == task]
+        return {
+            "calibration": rows,
+            "num_steps": round(tally.num_steps, 1),
+            "num_tokens": round(tally.num_tokens, 1),
+            "num_learned_tokens": sum(tokens for tokens, _ in sizes),
+            "num_learned_outputs": sum(outputs for _, outputs in sizes),
+            "num_learned_scopes": len(sizes),
+        }
+
+    def _tally(self, task: str, drafter: str) -> _Tally:
+        if not self._restored_tallies:
+            self._restored_tallies = True
+            self._restore_tallies()
+        return self._tallies.setdefault((task, drafter), _Tally())
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def learn(
+        self,
+        task: str,
+        scope: str,
+        corpus: str | None,
+        max_tokens: int,
+        prompt_ids: Int32,
+        output_ids: Int32,
+    ) -> None:
+        """Take a finished output. corpus: the file that the task drafts from, if it has one."""
+        if self._jobs.qsize() >= self._max_queued:
+            self.num_dropped += 1
+            return
+        key = (task, scope)
+        self._opened[key] = corpus
+        self._num_learned[task] = self._num_learned.get(task, 0) + 1
+        self._sizes_changed = True
+        self._put(
+            _Example(
+                key,
+                self._generations.get(task, 0),
+                corpus,
+                max_tokens,
+                prompt_ids[-MAX_PROMPT:].copy(),
+                output_ids.copy(),
+            )
+        )
+
+    def learned(self, task: str, scope: str, corpus: str | None, max_tokens: int) -> Corpus | None:
+        """The layer to draft from, if it is built; else it is soon, and `poll` tells."""
+        key = (task, scope)
+        generation = self._generations.get(task, 0)
+        layer = self._layers.get(key)
+        if layer is not None and layer.base == corpus and layer.generation == generation:
+            return layer.corpus
+        if key not in self._opened or self._opened[key] != corpus:
+            self._opened[key] = corpus
+            self._put(_Open(key, generation, corpus, max_tokens))
+        return None
+
+    def forget(self, task: str) -> None:
+        """Drop what a task has learned. Drafts stop at once, files are gone soon after."""
+        self._generations[task] = self._generations.get(task, 0) + 1
+        for key in [key for key in self._opened if key[0] == task]:
+            del self._opened[key]
+        self._put(_Forget(task))
+
+    def refresh(self) -> None:
+        """Build all layers anew: a corpus may have changed under its name."""
+        if self._thread is not None:
+            self._put(_Refresh())
+
+    def sizes(self) -> tuple[tuple[str, int, int], ...]:
+        """(task, tokens held, outputs learned since the start) of every task that learns."""
+        if self._sizes_changed:
+            self._sizes_changed = False
+            held = dict.fromkeys(self._num_learned, 0)
+            for (task, _), (num_tokens, _) in list(self._sizes.items()):
+                held[task] = held.get(task, 0) + num_tokens
+            self._told_sizes = tuple(
+                (task, num_tokens, self._num_learned.get(task, 0))
+                for task, num_tokens in sorted(held.items())
+            )
+        return self._told_sizes
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def poll(self) -> list[Key]:
+        """Between steps: the (task, scope) whose drafters are to be made anew. Saves when due."""
+        if self._to_save:  # one a call: a copy of a table is a fraction of a millisecond
+            at = self._to_save.pop()
+            if at in self._tables:
+                self._save_table(at, self._tables[at])
+        elif self._dirty and time.monotonic() >= self._next_save_s:
+            self._plan_saves()
+        if not self._fresh:
+            return []
+        fresh: list[Key] = []
+        while self._fresh:
+            key = self._fresh.popleft()
+            if key not in self._layers:
+                self._opened.pop(key, None)  # put away: to be opened again when it is needed
+            fresh.append(key)
+        return fresh
+
+    def due_ms(self) -> int | None:
+        """Milliseconds until poll() has something to do; None for nothing."""
+        if self._to_save:
+            return 0
+        if self._num_put != self._num_done or self._sizes_changed:
+            return 50
+        if not self._dirty:
+            return None
+        return max(0, int((self._next_save_s - time.monotonic()) * 1e3) + 1)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether sizes() has changed since it was last asked."""
+        return self._sizes_changed
+
+    def wait(self, timeout_s: float = 10.0) -> None:
+        """Until all that was queued is done and every layer that is due is built (tests)."""
+        done = threading.Event()
+        self._put(_Save(done.set))
+        done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Write everything. Idempotent; what comes later is lost."""
+        if self._closed:
+            return
+        self._plan_saves()
+        while self._to_save:
+            at = self._to_save.pop()
+            if at in self._tables:
+                self._save_table(at, self._tables[at])
+        self._closed = True
+        if self._thread is not None:
+            self._jobs.put(_End())
+            self._thread.join(30.0)
+
+    def _put(self, job: Any) -> None:
+        if self._closed:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="task-memory", daemon=True)
+            self._thread.start()
+        self._num_put += 1
+        self._jobs.put(job)
+
+    # -- files ------------------------------------------------------------------------------
+
+    def _table_file(self, key: tuple[str, str, str]) -> Path | None:
+        if self._folder is None:
+            return None
+        task, drafter, corpus_id = key
+        return self._folder / f"calibration-{_digest(task)}-{_digest(drafter, corpus_id)}.json"
+
+    def _learned_file(self, key: Key) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"learned-{_digest(key[0])}-{_digest(key[1])}.bin"
+
+    def _save_table(self, key: tuple[str, str, str], table: _Table) -> None:
+        path = self._table_file(key)
+        if path is not None:
+            # A copy: the engine goes on counting while the worker writes.
+            snapshot = copy.deepcopy(table)
+            self._put(_Save(lambda: snapshot.save(path)))
+
+    def _plan_saves(self) -> None:
+        dirty, self._dirty = self._dirty, set()
+        self._next_save_s = time.monotonic() + self._save_every_s
+        if self._folder is None or not dirty:
+            return
+        self._to_save += [key for key in self._tables if key[:2] in dirty]
+        rows = [[*key, t.num_steps, t.num_tokens] for key, t in self._tallies.items()]
+        path = self._folder / "tallies.json"
+        self._put(_Save(lambda: _write_json(path, {"version": 1, "tallies": rows})))
+
+    def _restore_tallies(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            body = json.loads((self._folder / "tallies.json").read_text())
+            for task, drafter, num_steps, num_tokens in body["tallies"]:
+                if not 0 <= num_steps <= num_tokens < 1e12:
+                    raise ValueError("impossible counts")
+                self._tallies[str(task), str(drafter)] = _Tally(float(num_steps), float(num_tokens))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("tokens per step are counted anew: %s", error)
+
+    # -- the worker -------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        waiting: list[_Save] = []
+        while True:
+            try:
+                job = self._jobs.get(timeout=None if self._is_idle() else 0.05)
+            except Empty:
+                job = None
+            try:
+                if isinstance(job, _Example):
+                    self._take(job)
+                elif isinstance(job, _Open):
+                    self._open(job.key, job.generation, job.corpus, job.max_tokens)
+                elif isinstance(job, _Forget):
+                    self._drop_task(job.task)
+                elif isinstance(job, _Refresh):
+                    for reservoir in self._reservoirs.values():
+                        reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
+                elif isinstance(job, _Save):
+                    waiting.append(job)
+                ending = isinstance(job, _End)
+                if ending or self._jobs.empty():
+                    self._tend(ending)
+            except Exception:
+                _log.exception("what a task learned could not be kept")
+                ending = isinstance(job, _End)
+            for save in waiting:
+                try:
+                    save.write()
+                except OSError as error:
+                    _log.warning("calibration could not be written: %s", error.strerror)
+            waiting.clear()
+            self._num_done += job is not None
+            if ending:
+                return
+
+    def _is_idle(self) -> bool:
+        return not any(r.num_unbuilt or r.num_unsaved for r in self._reservoirs.values())
+
+    def _open(self, key: Key, generation: int, corpus: str | None, max_tokens: int) -> _Reservoir:
+        """The reservoir of a key, read from its file if it is not here."""
+        from drafters.array_file import ArrayFileError
+        from drafters.learned import LearnedOutputs
+
+        reservoir = self._reservoirs.get(key)
+        if reservoir is None:
+            seed = int(_digest(*key), 16)
+            outputs = LearnedOutputs(max_tokens, max_prompt=MAX_PROMPT, seed=seed)
+            reservoir = _Reservoir(outputs, corpus, generation)
+            path = self._learned_file(key)
+            if path is not None:
+                try:
+                    reservoir.outputs.restore(
+                        path, fingerprint=self._fingerprint, scope=_digest(*key)
+                    )
+                    reservoir.num_unbuilt = len(reservoir.outputs)
+                except FileNotFoundError:
+                    pass
+                except (ArrayFileError, OSError) as error:
+                    _log.warning("task %s learns anew: %s", key[0], error)
+            reservoir.saved_at_s = time.monotonic()
+            self._reservoirs[key] = reservoir
+            self._note_size(key, reservoir)
+        reservoir.outputs.max_tokens = max_tokens
+        if reservoir.corpus != corpus:
+            reservoir.corpus = corpus
+            reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
+        self._reservoirs.move_to_end(key)
+        return reservoir
+
+    def _take(self, example: _Example) -> None:
+        reservoir = self._open(example.key, example.generation, example.corpus, example.max_tokens)
+        reservoir.outputs.add(example.prompt_ids, example.output_ids)
+        reservoir.num_unbuilt += 1
+        reservoir.num_unsaved += 1
+        self._note_size(example.key, reservoir)
+
+    def _note_size(self, key: Key, reservoir: _Reservoir) -> None:
+        self._sizes[key] = (reservoir.outputs.num_tokens, reservoir.outputs.num_seen)
+        self._sizes_changed = True
+
+    def _tend(self, ending: bool) -> None:
+        """Build and write what is due."""
+        for key, reservoir in list(self._reservoirs.items()):
+            # Those used longest ago come first: they get no more, so nobody waits for ever.
+            now_s = time.monotonic()
+            if reservoir.num_unbuilt and not ending and now_s >= self._next_build_s:
+                self._build(key, reservoir)
+            if reservoir.num_unsaved and (
+                ending or now_s - reservoir.saved_at_s >= self._save_every_s
+            ):
+                self._save_reservoir(key, reservoir)
+        while len(self._reservoirs) > 1 and (
+            len(self._reservoirs) > self._max_scopes or self._held() > self._max_held_tokens
+        ):
+            key, reservoir = self._reservoirs.popitem(last=False)
+            if reservoir.num_unsaved:
+                self._save_reservoir(key, reservoir)
+            self._layers.pop(key, None)
+            self._sizes.pop(key, None)
+            self._sizes_changed = True
+            self._fresh.append(key)
+
+    def _held(self) -> int:
+        layers = (layer.corpus.automaton.num_states // 2 for layer in self._layers.values())
+        return sum(layers) + sum(r.outputs.num_tokens for r in self._reservoirs.values())
+
+    def _build(self, key: Key, reservoir: _Reservoir) -> None:
+        from drafters.corpus import Corpus
+        from drafters.learned import build_layer
+
+        began_s = time.monotonic()
+        reservoir.num_unbuilt = 0
+        base: Corpus | None = None
+        if reservoir.corpus is not None:
+            try:
+                base = Corpus.load(reservoir.corpus, fingerprint=self._fingerprint)
+            except (OSError, ValueError) as error:
+                _log.warning("task %s: its corpus cannot be read: %s", key[0], error)
+                return
+        if len(reservoir.outputs) == 0:
+            return
+        layer = build_layer(reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint)
+        self._layers[key] = _Layer(layer, reservoir.corpus, reservoir.generation)
+        now_s = time.monotonic()
+        self._next_build_s = now_s + (now_s - began_s) / self._build_share
+        self._fresh.append(key)
+
+    def _save_reservoir(self, key: Key, reservoir: _Reservoir) -> None:
+        reservoir.num_unsaved = 0
+        reservoir.saved_at_s = time.monotonic()
+        path = self._learned_file(key)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            reservoir.outputs.save(path, fingerprint=self._fingerprint, scope=_digest(*key))
+            files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
+            for old in files[: max(0, len(files) - MAX_FILES)]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("task %s: what it learned could not be written: %s", key[0], error)
+
+    def _drop_task(self, task: str) -> None:
+        for key in [key for key in self._reservoirs if key[0] == task]:
+            del self._reservoirs[key]
+            self._layers.pop(key, None)
+            self._fresh.append(key)
+        for key in [key for key in self._sizes if key[0] == task]:
+            del self._sizes[key]
+            self._sizes_changed = True
+        if self._folder is not None:
+            for path in self._folder.glob(f"learned-{_digest(task)}-*.bin"):
+                path.unlink(missing_ok=True)
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Trust tells the lower edge of a claimed share, Calibration the middle of its bucket."""
+    return {
+        "source": row["source"],
+        "min_match_length": row["min_match_length"],
+        "predicted_share": row["min_share"] if "min_share" in row else row["predicted_share"],
+        "offered": row["offered"],
+        "accepted": row["accepted"],
+        "chance": row["chance"],
+    }
+
+
+def _digest(*parts: str) -> str:
+    """16 hex digits for a file's name: no name of a task or client can be a path."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _write_json(path: Path, body: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with replacing(path) as out:
+        out.write(json.dumps(body).encode())

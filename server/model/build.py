@@ -1,0 +1,203 @@
+"""build_runner: from a model folder and plain numbers to a Runner, on whatever device.
+
+The engine process calls this once. On a CPU, float32 and bfloat16 run on CpuRunner (fused, same
+bits at every batch); CUDA runs transformers' own modules on TorchRunner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from server.engine.batch import Runner
+from server.types import ModelInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """What a Runner is built from; plain values, so that it can be sent to a new process.
+
+    folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
+    dtype: "auto" is float32 on a CPU and the model's own on CUDA. max_model_len: None = the
+    model's own limit, or what the KV memory holds if that is less. kv_bytes or kv_fraction:
+    memory of the KV cache, the fraction of what is free once the weights are loaded. threads:
+    CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
+    CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
+    the same, and windows of `exact` are verified on the CPU. A CPU has it in place.
+    """
+
+    name: str
+    folder: str
+    adapter: str | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_bytes: int | None = None
+    kv_fraction: float = 0.3
+    threads: int | None = None
+    full_head: Literal["device", "stream", "cpu"] = "device"
+
+
+def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
+    """Load the model and make its Runner. `progress` is told (done, total) while loading.
+
+    Raises UnsupportedModelError for a model that is not supported, with the reason, ModelError
+    for files that cannot be read, and ValueError for numbers that do not fit.
+    """
+    if spec.device == "cpu":
+        return _build_cpu_runner(spec, progress)
+    return _build_torch_runner(spec)
+
+
+def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
+    """The longest sequence: what was asked for, else the most that fits."""
+    room = num_blocks * spec.block_size
+    if spec.max_model_len is None:
+        return min(limit, room)
+    if spec.max_model_len > limit:
+        raise ValueError(f"max_model_len {spec.max_model_len} is above the model's {limit}")
+    if spec.max_model_len > room:
+        raise ValueError(
+            f"max_model_len {spec.max_model_len} does not fit the KV cache's {room} slots; "
+            "give it more memory or lower max_model_len"
+        )
+    return spec.max_model_len
+
+
+def _num_token_ids(tokenizer_file: Path, num_rows: int) -> int:
+    """Ids that the tokenizer knows; rows past them pad the table and are never drawn."""
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
+    return min(num_rows, max(known.values()) + 1)
+
+
+def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
+    import torch
+
+    from server.model.cpu.runner import (
+        BLOCK_SIZE,
+        CpuRunner,
+        PackedWeights,
+        kv_bytes_per_block,
+    )
+    from server.model.gpu.kv_cache import num_blocks_for
+    from server.model.loader import open_model
+    from server.model.shape import rope_tables, shape_of
+
+    if spec.block_size != BLOCK_SIZE:
+        raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.block_size}")
+    if spec.dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
+    dtype = "float32" if spec.dtype == "auto" else spec.dtype
+    folder = open_model(spec.folder, adapter=spec.adapter)
+    shape = shape_of(folder.config)
+    shape = replace(shape, vocab_size=_num_token_ids(folder.tokenizer_file, shape.vocab_size))
+    weights = PackedWeights(shape, folder.weights, dtype=dtype, progress=progress)
+    most = shape.max_position_embeddings
+    if spec.max_model_len is not None:
+        most = spec.max_model_len
+    num_blocks = num_blocks_for(
+        kv_bytes_per_block(shape),
+        torch.device("cpu"),
+        num_bytes=spec.kv_bytes,
+        fraction=spec.kv_fraction,
+    )
+    # More than every sequence at full length can never be used.
+    num_blocks = min(num_blocks, spec.max_num_seqs * (-(-most // BLOCK_SIZE) + 1))
+    max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
+    cos, sin = rope_tables(folder.config, shape, max_model_len)
+    info = ModelInfo(
+        name=spec.name,
+        vocab_size=shape.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(folder.eos_token_ids),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        device="cpu",
+        dtype=dtype,
+        fingerprint=f"{folder.fingerprint}:{dtype}",
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+    )
+    return CpuRunner(
+        shape,
+        weights,
+        cos,
+        sin,
+        info,
+        num_blocks=num_blocks,
+        max_rows=spec.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_threads=spec.threads,
+    )
+
+
+def _build_torch_runner(spec: RunnerSpec) -> Runner:
+    """The embedding table stays in CPU memory, mapped from the file where its dtype is the
+    model's, unless it is a tied head that lies on the device: then it is used there, and there is
+    no second copy."""
+    import torch
+
+    from server.model.gpu.kv_cache import bytes_per_block, num_blocks_for
+    from server.model.gpu.runner import TorchRunner
+    from server.model.loader import EMBEDDING, HEAD, build_module, open_model
+    from server.model.shape import shape_of
+
+    device = torch.device(spec.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    folder = open_model(spec.folder, adapter=spec.adapter)
+    stored = getattr(folder.config, "dtype", None)
+    if spec.dtype == "auto":
+        dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    else:
+        dtype = getattr(torch, spec.dtype)
+    shape = shape_of(folder.config)
+    embedding = head = None
+    if spec.full_head != "device":
+        head = folder.weights.get(HEAD).to(dtype)
+    if shape.tied:
+        embedding = head
+    else:
+        embedding = folder.weights.get(EMBEDDING).to(dtype)
+    elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
+    module = cast("PreTrainedModel", build_module(folder, dtype, device, skip=elsewhere))
+    num_blocks = num_blocks_for(
+        bytes_per_block(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.block_size, dtype
+        ),
+        device,
+        num_bytes=spec.kv_bytes,
+        fraction=spec.kv_fraction,
+    )
+    max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
+    runner = TorchRunner(
+        module,
+        name=spec.name,
+        device=device,
+        num_blocks=num_blocks,
+        block_size=spec.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        eos_token_ids=folder.eos_token_ids,
+        num_token_ids=_num_token_ids(folder.tokenizer_file, shape.vocab_size),
+        fingerprint=folder.fingerprint,
+        embedding=embedding,
+        head=head,
+        verify_on_cpu=spec.full_head == "cpu",
+    )
+    runner.warm_up()
+    runner.info = replace(runner.info, fingerprint=f"{folder.fingerprint}:{runner.info.dtype}")
+    return runner

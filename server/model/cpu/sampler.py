@@ -1,0 +1,310 @@
+"""Draws on a CPU: the semantics of server/engine/reference_sampler.py at the speed of a step.
+
+What makes it fast without changing a draw: plain greedy rows never leave float32; noise is
+computed only for ids that can still win; a nucleus is sorted only as deep as it reaches.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from server.model.cpu.kernels import LANES, exp_sum, exp_sum64, max_of, sum_of_squares
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+
+FAILED = -1
+"""The id of a draw that could not be made: NaN in the row, or no id left to draw."""
+
+_CHUNK = 256
+
+
+@_serial
+def is_finite_row(x):
+    """Whether a hidden state (float32 [n]) has no NaN and no infinity."""
+    n = x.shape[0]
+    whole = n // LANES
+    total = np.float32(0.0)
+    if whole > 0:
+        total = sum_of_squares(x.ctypes.data, whole)
+    for i in range(whole * LANES, n):
+        total += x[i] * x[i]
+    return np.isfinite(total)
+
+
+@_serial
+def argmax(x):
+    """Lowest index of the largest of float32 [n], n a multiple of 16."""
+    n = x.shape[0]
+    best = np.float32(-np.inf)
+    where = 0
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        top = max_of(x[start:].ctypes.data, size // LANES)
+        if top > best:
+            best = top
+            where = start
+    for i in range(where, min(where + _CHUNK, n)):
+        if x[i] == best:
+            return i
+    return FAILED
+
+
+@_serial
+def greedy(rows, logits, hidden, out):
+    """out[i] = argmax of logits[rows[i]], or FAILED where the hidden row is not finite."""
+    for i in range(rows.shape[0]):
+        r = rows[i]
+        out[i] = argmax(logits[r]) if is_finite_row(hidden[r]) else FAILED
+
+
+@_serial
+def masked_argmax(x, mask, vocab_size):
+    """Lowest index of the largest of float32 x[:vocab_size] whose bit of `mask` (uint32 words) is
+    set; FAILED when there is none above -inf. A grammar's masks are mostly empty or full words."""
+    best = np.float32(-np.inf)
+    where = FAILED
+    for w in range(mask.shape[0]):
+        word = mask[w]
+        start = 32 * w
+        if word == np.uint32(0) or start >= vocab_size:
+            continue
+        end = min(start + 32, vocab_size)
+        if word == np.uint32(0xFFFFFFFF):
+            top = best
+            for i in range(start, end):
+                top = max(top, x[i])
+            if top <= best:
+                continue
+        for i in range(start, end):
+            if (word >> np.uint32(i - start)) & np.uint32(1) != np.uint32(0) and x[i] > best:
+                best = x[i]
+                where = i
+    return where
+
+
+@_serial
+def _fmix32(h):
+    h ^= h >> np.uint32(16)
+    h = np.uint32(h * np.uint32(0x85EBCA6B))
+    h ^= h >> np.uint32(13)
+    h = np.uint32(h * np.uint32(0xC2B2AE35))
+    return np.uint32(h ^ (h >> np.uint32(16)))
+
+
+@_serial
+def _hash(token_id, key0, key1):
+    return _fmix32(np.uint32(_fmix32(np.uint32(np.uint32(token_id) ^ key0)) + key1))
+
+
+@_serial
+def _gumbel(h):
+    return -np.log(-np.log((np.float64(h) + 0.5) / 4294967296.0))
+
+
+@_serial
+def _id_at(columns, i):
+    """The vocabulary id of column i of a slice; i itself where there are none (the full head)."""
+    return columns[i] if columns.shape[0] > 0 else i
+
+
+@_serial
+def _draw_all(x, top_id, key0, key1, columns):
+    """Gumbel-max over all finite x. The likeliest id sets the bar; most ids fail it by bits.
+
+    An id that lies d >= 0 below the best score so far wins only if -log(-log u) > d, which needs
+    1 - u < exp(-d) <= 2^-b with b = floor(d * log2 e): its hash must start with b one bits.
+    """
+    best = x[top_id] + _gumbel(_hash(_id_at(columns, top_id), key0, key1))
+    best_id = top_id
+    for i in range(x.shape[0]):
+        d = best - x[i]
+        if d > 23.0:  # the largest Gumbel of a 33-bit u is 22.9
+            continue
+        h = _hash(_id_at(columns, i), key0, key1)
+        if d > 1.0:
+            b = np.uint32(d * 1.4426950408889634)
+            if b > np.uint32(31):
+                b = np.uint32(31)
+            if (np.uint32(~h) >> (np.uint32(32) - b)) != np.uint32(0):
+                continue
+        score = x[i] + _gumbel(h)
+        if score > best or (score == best and i < best_id):
+            best = score
+            best_id = i
+    return best_id
+
+
+@_serial
+def _ordered(x, top, num_wanted, reach):
+    """Ids by (x descending, id ascending): all with x >= top - reach, reach doubled until at
+    least num_wanted ids (or all finite ones) are in."""
+    n = x.shape[0]
+    while True:
+        num = 0
+        num_finite = 0
+        floor = top - reach
+        for i in range(n):
+            if x[i] >= floor:
+                num += 1
+            if x[i] > -np.inf:
+                num_finite += 1
+        if num >= num_wanted or num == num_finite:
+            break
+        reach *= 2.0
+    ids = np.empty(num, np.int64)
+    values = np.empty(num, np.float64)
+    j = 0
+    for i in range(n):
+        if x[i] >= floor:
+            ids[j] = i
+            values[j] = -x[i]
+            j += 1
+    order = np.argsort(values, kind="mergesort")
+    return ids[order], num == num_finite
+
+
+# fmt: off
+@_serial
+def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_ids, biases,
+         allowed_ids, has_allowed, mask, banned_ids, count_ids, count_out, count_prompt,
+         repetition, frequency, presence, x, columns):
+    # fmt: on
+    """One draw with everything; see sampling.process_logits for the order. Returns the id.
+
+    logits: float32 [>= vocab_size]; x: float64 scratch [vocab_size]. columns: empty, or the
+    ascending ids of a slice of vocab_size columns: then bias_ids, allowed_ids, banned_ids,
+    count_ids and the result are places in it, while noise and mask go by id.
+    """
+    for i in range(vocab_size):
+        x[i] = logits[i]
+    for j in range(bias_ids.shape[0]):
+        if biases[j] <= -100.0:
+            x[bias_ids[j]] = -np.inf
+        else:
+            x[bias_ids[j]] += biases[j]
+    if has_allowed:
+        j = 0
+        for i in range(vocab_size):
+            if j < allowed_ids.shape[0] and allowed_ids[j] == i:
+                j += 1
+            else:
+                x[i] = -np.inf
+    if mask.shape[0] > 0:
+        for i in range(vocab_size):
+            token = _id_at(columns, i)
+            if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
+                x[i] = -np.inf
+    for j in range(banned_ids.shape[0]):
+        x[banned_ids[j]] = -np.inf
+    for j in range(count_ids.shape[0]):
+        i = count_ids[j]
+        if count_out[j] > 0 or count_prompt[j] > 0:
+            if x[i] > 0:
+                x[i] /= repetition
+            else:
+                x[i] *= repetition
+        if count_out[j] > 0:
+            x[i] -= frequency * count_out[j] + presence
+    top = -np.inf
+    top_id = -1
+    for i in range(vocab_size):
+        if x[i] > top:
+            top = x[i]
+            top_id = i
+    if top_id < 0:
+        return FAILED
+    if temperature == 0.0:
+        return top_id
+    for i in range(vocab_size):
+        x[i] /= temperature
+    top = x[top_id]
+    floor = -np.inf
+    if min_p > 0.0:
+        floor = top + np.log(min_p)
+    if top_p >= 1.0 and (top_k <= 0 or top_k >= vocab_size):
+        if min_p > 0.0:
+            for i in range(vocab_size):
+                if x[i] < floor:
+                    x[i] = -np.inf
+        return _draw_all(x, top_id, key0, key1, columns)
+    # The nucleus: sorted only as deep as it reaches.
+    limited = 0 < top_k < vocab_size
+    total = 0.0
+    if not limited:
+        whole = vocab_size // 8
+        if whole > 0:
+            total = exp_sum64(x.ctypes.data, whole, top)
+        for i in range(8 * whole, vocab_size):
+            total += np.exp(x[i] - top)
+    reach = 4.0
+    while True:
+        ids, is_all = _ordered(x, top, top_k if limited else 1, reach)
+        num_keep = ids.shape[0]
+        if limited and num_keep > top_k:
+            num_keep = top_k
+        if top_p >= 1.0:
+            break
+        if limited:
+            total = 0.0
+            for j in range(num_keep):
+                total += np.exp(x[ids[j]] - top)
+        running = 0.0
+        found = False
+        for j in range(num_keep):
+            running += np.exp(x[ids[j]] - top)
+            if running >= top_p * total:
+                num_keep = j + 1
+                found = True
+                break
+        if found or is_all or limited:
+            break
+        reach *= 2.0
+    best = -np.inf
+    best_id = -1
+    for j in range(num_keep):
+        i = ids[j]
+        if x[i] < floor:
+            break
+        score = x[i] + _gumbel(_hash(_id_at(columns, i), key0, key1))
+        if score > best or (score == best and i < best_id):
+            best = score
+            best_id = i
+    return best_id
+
+
+@_serial
+def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
+    """(log-softmax of the raw logits at token_id in float32, its rank from 1).
+
+    logits: float32 [n], n a multiple of 16, -inf past vocab_size. Fills the first num_top of
+    top_ids / top_logprobs by (logprob descending, id ascending).
+    """
+    num = logits.shape[0] // LANES
+    top = max_of(logits.ctypes.data, num)
+    normaliser = top + np.log(exp_sum(logits.ctypes.data, num, top))
+    target = logits[token_id]
+    rank = 1
+    for i in range(token_id):
+        rank += logits[i] >= target
+    for i in range(token_id + 1, vocab_size):
+        rank += logits[i] > target
+    filled = 0
+    for i in range(vocab_size if num_top > 0 else 0):
+        v = logits[i]
+        if filled == num_top and v <= top_logprobs[num_top - 1]:
+            continue
+        j = filled if filled < num_top else num_top - 1
+        while j > 0 and top_logprobs[j - 1] < v:
+            top_logprobs[j] = top_logprobs[j - 1]
+            top_ids[j] = top_ids[j - 1]
+            j -= 1
+        top_logprobs[j] = v
+        top_ids[j] = i
+        if filled < num_top:
+            filled += 1
+    for j in range(filled):
+        top_logprobs[j] -= normaliser
+    return target - normaliser, rank

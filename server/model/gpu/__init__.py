@@ -1,0 +1,1 @@
+"""The CUDA runner: transformers' body, Triton attention, CUDA graphs. In tests, torch's CPU."""

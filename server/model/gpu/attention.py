@@ -1,0 +1,355 @@
+"""Paged attention for transformers' own modules: rows in, each row over exactly its own keys.
+
+`register()` puts `paged_attention_forward` into transformers' AttentionInterface under NAME. A
+module whose config names it calls us in every layer with this step's queries, keys and values and
+with whatever extra keyword its forward got; ours is `paged`, a PagedStep. We write K and V of the
+step's rows to their slots and then let row r attend to the keys that server.engine.batch defines:
+
+    slots of positions [0, prefix_len[r]) of its sequence through its block table, then
+    path_slots[path_start[r] : path_start[r] + path_len[r]]
+
+where a layer with sliding window W keeps the keys whose position is above positions[r] - W (the
+i-th of n path keys is at positions[r] - (n - 1 - i)). Softmax and sums are in float32.
+
+Two implementations, one contract, one parametrized test:
+- "torch": the reference. Any device; syncs nothing, but loops over sequences on the host.
+- "triton": server.model.gpu.triton_kernels; tiles and splits planned by `plan_tiles` below. Checked
+  under Triton's interpreter on a CPU. It was not run on a GPU by the tests that CI runs: tests/gpu
+  and loadtest/gpu_check.py are for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from server.engine.batch import Batch, Int32
+from server.model.gpu.kv_cache import KvCache
+
+NAME = "tailor_paged"
+
+AttentionName = Literal["torch", "triton"]
+
+# Fields of a tile, int32 each. A tile is up to block_m // group_size consecutive rows of one
+# sequence, whose keys are read once for all of them.
+TILE_ROW_START = 0
+TILE_NUM_ROWS = 1
+TILE_SEQ_ID = 2
+TILE_MAX_PREFIX = 3  # largest prefix_len of its rows
+TILE_MIN_POSITION = 4  # smallest position of its rows: no window begins earlier
+TILE_MAX_PATH = 5  # largest path_len of its rows
+TILE_PART_START = 6  # index of its first row among the rows whose keys are split
+TILE_FIELDS = 8  # one unused: a tile is 32 bytes
+
+SMALL_M = 16  # query vectors of a tile that holds a decode row: the least a tensor core takes
+LARGE_M = 64  # of a tile that holds several rows of a tree or a prompt chunk
+MAX_SPLIT_RUN = 128  # a longer run of rows fills the device without splitting its keys
+_REFERENCE_ROWS = 64  # rows the reference scores at once: bounds its memory
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Tiles that run in one launch.
+
+    tiles: int32 [T, TILE_FIELDS]. block_m: query vectors (rows x query heads of one KV head) a
+    program handles. num_splits: programs that share one tile's keys, 1 = no split. A row always
+    falls in the same kind of group with the same split boundaries, whatever its neighbours.
+    """
+
+    tiles: Int32
+    block_m: int
+    num_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The work of one step's attention, planned once on the host for all layers.
+
+    split_rows: int32 [P]: the rows of groups with num_splits > 1, in the order of their
+    TILE_PART_START; their partial results are combined by a second launch.
+    """
+
+    groups: tuple[TileGroup, ...]
+    split_rows: Int32
+    num_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What planning needs to know of a model and of the memory for partial results.
+
+    group_size: query heads per KV head. split_size: keys of one split, a power of two.
+    max_splits: splits of the longest history, a power of two. max_partials: how many (row, split)
+    pairs the partial buffer holds.
+    """
+
+    group_size: int
+    split_size: int
+    max_splits: int
+    max_partials: int
+
+    @staticmethod
+    def of(
+        *, num_heads: int, num_kv_heads: int, head_dim: int, max_model_len: int, num_bytes: int
+    ) -> TileShape:
+        """The shape for a model; num_bytes: memory for partial results.
+
+        Raises ValueError when more than LARGE_M query heads share a KV head.
+        """
+        group_size = num_heads // num_kv_heads
+        if group_size * num_kv_heads != num_heads or group_size > LARGE_M:
+            raise ValueError(f"{num_heads} query heads over {num_kv_heads} KV heads")
+        split_size = max(256, _next_power_of_two(-(-max_model_len // 64)))
+        max_splits = _next_power_of_two(-(-max_model_len // split_size))
+        per_partial = num_heads * (head_dim + 2) * 4
+        return TileShape(group_size, split_size, max_splits, num_bytes // per_partial)
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def run_starts(seq_ids: Int32) -> npt.NDArray[np.int64]:
+    """First row of every run of rows of one sequence; seq_ids must not be empty."""
+    return np.concatenate(([0], np.flatnonzero(seq_ids[1:] != seq_ids[:-1]) + 1))
+
+
+def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
+    """Cut a Batch's rows into tiles.
+
+    Runs of one row (decode) get small tiles, short runs (trees, chunk ends) large ones, both with
+    their keys split over programs, because few rows over a long history would leave the device
+    idle; long runs (prompt chunks) get large tiles over all their keys. When the partial buffer
+    cannot hold all split rows, the runs that come last are not split.
+    """
+    starts = run_starts(batch.seq_ids)
+    lengths = np.diff(np.append(starts, batch.num_rows))
+    small = lengths * shape.group_size <= SMALL_M
+    splittable = lengths <= MAX_SPLIT_RUN
+    num_splits = 1
+    if splittable.any():
+        longest = int(np.maximum.reduceat(batch.prefix_len, starts)[splittable].max())
+        num_splits = max(1, -(-longest // shape.split_size))
+    if num_splits > 1:
+        room = shape.max_partials // num_splits
+        splittable &= np.cumsum(np.where(splittable, lengths, 0)) <= room
+    kinds = (
+        (small & splittable, SMALL_M, num_splits),
+        (~small & splittable, LARGE_M, num_splits),
+        (~splittable, LARGE_M, 1),
+    )
+    groups = []
+    split_rows = []
+    num_parts = 0
+    for chosen, block_m, splits in kinds:
+        if not chosen.any():
+            continue
+        rows_per_tile = block_m // shape.group_size
+        tiles = _cut(batch, starts[chosen], lengths[chosen], rows_per_tile)
+        if splits > 1:
+            rows = tiles[:, TILE_NUM_ROWS]
+            tiles[:, TILE_PART_START] = num_parts + np.cumsum(rows) - rows
+            num_parts += int(rows.sum())
+            offsets = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+            split_rows.append(np.repeat(tiles[:, TILE_ROW_START], rows) + offsets)
+        groups.append(TileGroup(tiles, block_m, splits))
+    return TilePlan(
+        tuple(groups),
+        np.concatenate(split_rows).astype(np.int32) if split_rows else np.empty(0, np.int32),
+        num_splits if split_rows else 1,
+    )
+
+
+def _cut(
+    batch: Batch,
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    rows_per_tile: int,
+) -> Int32:
+    """Tiles of runs (starts[i], lengths[i]), without TILE_PART_START."""
+    counts = -(-lengths // rows_per_tile)
+    nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.repeat(starts, counts) + nth * rows_per_tile
+    last = np.minimum(first + rows_per_tile, np.repeat(starts + lengths, counts))
+    bounds = np.stack([first, last], axis=1).reshape(-1)
+
+    def reduced(ufunc: np.ufunc, values: Int32) -> Int32:
+        # A sentinel keeps the end of the last tile a valid index; every second segment is a gap.
+        padded = np.append(values, values[-1:])
+        return np.asarray(ufunc.reduceat(padded, bounds)[::2], np.int32)
+
+    tiles = np.zeros((first.shape[0], TILE_FIELDS), np.int32)
+    tiles[:, TILE_ROW_START] = first
+    tiles[:, TILE_NUM_ROWS] = last - first
+    tiles[:, TILE_SEQ_ID] = batch.seq_ids[first]
+    tiles[:, TILE_MAX_PREFIX] = reduced(np.maximum, batch.prefix_len)
+    tiles[:, TILE_MIN_POSITION] = reduced(np.minimum, batch.positions)
+    tiles[:, TILE_MAX_PATH] = reduced(np.maximum, batch.path_len)
+    return tiles
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A Batch's row arrays on the device: int32, names and shapes as in Batch."""
+
+    positions: torch.Tensor
+    seq_ids: torch.Tensor
+    slots: torch.Tensor
+    prefix_len: torch.Tensor
+    path_start: torch.Tensor
+    path_len: torch.Tensor
+    path_slots: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class Attention(Protocol):
+    """Attends for one step; built once a step, called once a layer."""
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Put key and value [R, num_kv_heads, head_dim] of the step's rows into their slots."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """[R, num_heads, head_dim] in query's dtype, contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What a layer's attention needs of the step: the forward keyword `paged`."""
+
+    cache: KvCache
+    attention: Attention
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged: PagedStep,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention-function contract. query: [1, num_heads, R, head_dim], key and value
+    [1, num_kv_heads, R, head_dim]; returns ([1, R, num_heads, head_dim], None).
+
+    Raises ValueError on what we don't compute: a mask or soft-capping. Loading refuses models that
+    would need it, so this guards a wrong allow-list only.
+    """
+    if attention_mask is not None or softcap is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("paged attention takes no mask, soft-capping or sinks")
+    layer_id: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = paged.cache.layer(layer_id)
+    paged.attention.write(keys, values, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = paged.attention.attend(query[0].transpose(0, 1), keys, values, scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make NAME known to transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention_forward)
+
+
+class TorchAttention:
+    """The reference: plain torch, a run of rows at a time. Order of sums is torch's, not fixed."""
+
+    def __init__(self, batch: Batch, step: StepTensors, block_size: int) -> None:
+        self._step = step
+        self._block_size = block_size
+        self._slots = step.slots.long()
+        starts = run_starts(batch.seq_ids).tolist()
+        self._runs: list[tuple[slice, int, int, int, int]] = []
+        for start, end in zip(starts, [*starts[1:], batch.num_rows], strict=True):
+            for first in range(start, end, _REFERENCE_ROWS):
+                rows = slice(first, min(end, first + _REFERENCE_ROWS))
+                self._runs.append(
+                    (
+                        rows,
+                        int(batch.seq_ids[first]),
+                        int(batch.prefix_len[rows].max()),
+                        int(batch.positions[rows].min()),
+                        int(batch.path_len[rows].max()),
+                    )
+                )
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """See Attention."""
+        keys.index_copy_(0, self._slots, key)
+        values.index_copy_(0, self._slots, value)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See Attention."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for run in self._runs:
+            self._attend_run(run, query, keys, values, scaling, window, out)
+        return out
+
+    def _attend_run(
+        self,
+        run: tuple[slice, int, int, int, int],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        rows, seq_id, max_prefix, min_position, max_path = run
+        step, device = self._step, query.device
+        num_kv_heads, head_dim = keys.shape[1:]
+        q = query[rows].float().reshape(query[rows].shape[0], num_kv_heads, -1, head_dim)
+        position = step.positions[rows, None]
+        path_len = step.path_len[rows, None]
+
+        first = 0 if window is None else max(0, min_position - window + 1)
+        at = torch.arange(first, max(first, max_prefix), device=device)
+        slot = step.block_tables[seq_id, at // self._block_size].long() * self._block_size
+        slot = slot + at % self._block_size
+        visible = at[None, :] < step.prefix_len[rows, None]
+        if window is not None:
+            visible &= position - at[None, :] < window
+        scores = [torch.einsum("nkgd,lkd->nkgl", q, keys[slot].float())]
+
+        nth = torch.arange(max_path, device=device)
+        behind = path_len - 1 - nth[None, :]  # position difference; negative: past the path's end
+        on_path = (behind >= 0) if window is None else ((behind >= 0) & (behind < window))
+        index = torch.where(on_path, step.path_start[rows, None] + nth[None, :], 0).long()
+        path_slot = step.path_slots[index].long() if max_path else index
+        scores.append(torch.einsum("nkgd,npkd->nkgp", q, keys[path_slot].float()))
+
+        mask = torch.cat([visible, on_path], dim=1)[:, None, None, :]
+        score = torch.cat(scores, dim=-1).mul_(scaling).masked_fill_(~mask, float("-inf"))
+        # A row without any key (padding) gets zeros, not NaN.
+        share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
+        num_prefix = at.shape[0]
+        result = torch.einsum("nkgl,lkd->nkgd", share[..., :num_prefix], values[slot].float())
+        result += torch.einsum(
+            "nkgp,npkd->nkgd", share[..., num_prefix:], values[path_slot].float()
+        )
+        out[rows] = result.reshape(out[rows].shape).to(out.dtype)

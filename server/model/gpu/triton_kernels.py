@@ -1,0 +1,475 @@
+"""Triton kernels of the CUDA path: paged attention, its reduction, KV writes, Gumbel-max.
+
+Every kernel reads its work from device memory that the runner fills with one copy a step, has a
+grid known on the host and syncs nothing, so a decode-shaped step can be captured in a CUDA graph.
+All sums are float32 in an order that depends on the row alone, never on its neighbours in the
+batch: keys are walked in blocks aligned to absolute positions, splits begin at multiples of
+split_size, masked keys add exactly 0, and partial results are combined over a fixed number of
+splits. There are no atomics.
+
+Split keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023); online
+softmax: Milakov and Gimelshein (arXiv 1805.02867).
+
+Run under TRITON_INTERPRET=1 by tests/model/test_triton_kernels.py; tests/gpu runs the same cases
+on CUDA. The tile sizes below were chosen from the sizes of registers and shared memory, not
+measured.
+"""
+
+# Kernels are untyped by nature, and triton ships no stubs.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.model.gpu.attention import (
+    TILE_FIELDS,
+    StepTensors,
+    TileShape,
+)
+
+# Said aloud because Triton is changing its default.
+_FUSE = {"enable_fp_fusion": True}
+
+
+@triton.jit
+def _write_kv(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    stride_key_row,
+    stride_key_head,
+    stride_value_row,
+    stride_value_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: its K and V, [num_kv_heads, head_dim], to its slot."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < NUM_KV_HEADS * HEAD_DIM
+    head = i // HEAD_DIM
+    d = i % HEAD_DIM
+    k = tl.load(key + row * stride_key_row + head * stride_key_head + d, mask=inside)
+    v = tl.load(value + row * stride_value_row + head * stride_value_head + d, mask=inside)
+    tl.store(keys + slot * (NUM_KV_HEADS * HEAD_DIM) + i, k, mask=inside)
+    tl.store(values + slot * (NUM_KV_HEADS * HEAD_DIM) + i, v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+def _attend_tiles(
+    query,
+    keys,
+    values,
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    tiles,
+    block_tables,
+    prefix_len,
+    positions,
+    path_start,
+    path_len,
+    path_slots,
+    scaling,
+    window,
+    stride_query_row,
+    stride_query_head,
+    stride_table,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (tile, KV head, split): the tile's query vectors over one split of the prefix, and
+    over the rows' paths in split 0. Writes `out`, or with SPLIT the unnormalised partials."""
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row_start = tl.load(tile)
+    num_rows = tl.load(tile + 1)
+    seq_id = tl.load(tile + 2)
+    max_prefix = tl.load(tile + 3)
+    min_position = tl.load(tile + 4)
+    max_path = tl.load(tile + 5)
+    part_start = tl.load(tile + 6)
+
+    begin = 0
+    end = max_prefix
+    if SPLIT:
+        begin = split * SPLIT_SIZE
+        end = tl.minimum(max_prefix, begin + SPLIT_SIZE)
+    if HAS_WINDOW:
+        # Down to a whole block, so that blocks stay aligned whatever the tile's rows.
+        window_begin = tl.maximum(min_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(begin, window_begin)
+    if SPLIT:
+        if (split > 0) & (begin >= end):
+            return
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    nth = m // GROUP_SIZE
+    active = nth < num_rows
+    row = row_start + nth
+    head = kv_head * GROUP_SIZE + m % GROUP_SIZE
+    in_dim = d < HEAD_DIM
+    load_mask = active[:, None] & in_dim[None, :]
+    q = tl.load(
+        query + row[:, None] * stride_query_row + head[:, None] * stride_query_head + d[None, :],
+        mask=load_mask,
+        other=0.0,
+    )
+    prefix = tl.load(prefix_len + row, mask=active, other=0)
+    position = tl.load(positions + row, mask=active, other=0)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+
+    for first in range(begin, end, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        in_range = n < end
+        block = tl.load(
+            block_tables + seq_id * stride_table + n // BLOCK_SIZE, mask=in_range, other=0
+        )
+        slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+        at = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
+        kv_mask = in_range[:, None] & in_dim[None, :]
+        k = tl.load(keys + at, mask=kv_mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        visible = in_range[None, :] & (n[None, :] < prefix[:, None])
+        if HAS_WINDOW:
+            visible = visible & (position[:, None] - n[None, :] < window)
+        score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        # While a row has seen no key its maximum is -inf; exp(-inf - 0) = 0 keeps it empty.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp(score - base[:, None])
+        shrink = tl.exp(highest - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        v = tl.load(values + at, mask=kv_mask, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        highest = higher
+
+    num_path = max_path
+    if SPLIT:
+        num_path = tl.where(split == 0, max_path, 0)
+    if num_path > 0:
+        q32 = q.to(tl.float32)
+        begin_of_path = tl.load(path_start + row, mask=active, other=0)
+        length = tl.load(path_len + row, mask=active, other=0)
+        # A node's keys are few and differ from row to row: one key of each row at a time.
+        for i in range(0, num_path):
+            has = active & (i < length)
+            if HAS_WINDOW:
+                has = has & (length - 1 - i < window)
+            slot = tl.load(path_slots + begin_of_path + i, mask=has, other=0).to(tl.int64)
+            at = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
+            kv_mask = has[:, None] & in_dim[None, :]
+            k = tl.load(keys + at, mask=kv_mask, other=0.0).to(tl.float32)
+            score = tl.where(has, tl.sum(q32 * k, axis=1) * scaling, float("-inf"))
+            higher = tl.maximum(highest, score)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp(score - base)
+            shrink = tl.exp(highest - base)
+            total = total * shrink + p
+            v = tl.load(values + at, mask=kv_mask, other=0.0).to(tl.float32)
+            acc = acc * shrink[:, None] + p[:, None] * v
+            highest = higher
+
+    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    if SPLIT:
+        part = ((part_start + nth).to(tl.int64) * num_heads + head) * num_splits + split
+        tl.store(part_max + part, highest, mask=active)
+        tl.store(part_sum + part, total, mask=active)
+        tl.store(part_out + part[:, None] * HEAD_DIM + d[None, :], acc, mask=load_mask)
+    else:
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        at_out = (row.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out + at_out, result.to(out.dtype.element_ty), mask=load_mask)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_splits(
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    split_rows,
+    prefix_len,
+    positions,
+    window,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Program (split row, head): one row's partials into its output. A row < 0 is padding."""
+    part_row = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(split_rows + part_row)
+    if row < 0:
+        return
+    prefix = tl.load(prefix_len + row)
+    s = tl.arange(0, MAX_SPLITS)
+    written = s * SPLIT_SIZE < prefix
+    if HAS_WINDOW:
+        position = tl.load(positions + row)
+        written = written & ((s + 1) * SPLIT_SIZE > position - window + 1)
+    # Split 0 always writes: it carries the path.
+    written = (written | (s == 0)) & (s < num_splits)
+    part = (part_row.to(tl.int64) * NUM_HEADS + head) * num_splits + s
+    highest = tl.load(part_max + part, mask=written, other=float("-inf"))
+    total = tl.load(part_sum + part, mask=written, other=0.0)
+    top = tl.max(highest, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(highest - base)
+    d = tl.arange(0, BLOCK_D)
+    in_dim = d < HEAD_DIM
+    acc = tl.load(
+        part_out + part[:, None] * HEAD_DIM + d[None, :],
+        mask=written[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    total_all = tl.sum(total * weight, axis=0)
+    result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total_all == 0.0, 1.0, total_all)
+    at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=in_dim)
+
+
+@triton.jit
+def _fmix32(h):
+    """MurmurHash3's finaliser on uint32; the same integers as server.engine.reference_sampler."""
+    h = h ^ (h >> 16)
+    h = h * 0x85EBCA6B
+    h = h ^ (h >> 13)
+    h = h * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _gumbel_max(
+    logits,
+    keys,
+    best_value,
+    best_id,
+    num_ids,
+    num_parts,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (draw, part): the largest logit + noise of PART ids and its lowest id.
+
+    logits float64 [n, num_ids]; keys int32 [n, 3]: the two words of the noise key, and 1 where
+    noise is added, 0 for greedy draws.
+    """
+    draw = tl.program_id(0)
+    part = tl.program_id(1)
+    key0 = tl.load(keys + draw * 3).to(tl.uint32, bitcast=True)
+    key1 = tl.load(keys + draw * 3 + 1).to(tl.uint32, bitcast=True)
+    noisy = tl.load(keys + draw * 3 + 2)
+    top = tl.full([1], float("-inf"), tl.float64)
+    top_id = tl.zeros([1], tl.int32)
+    for offset in range(0, PART, BLOCK):
+        ids = part * PART + offset + tl.arange(0, BLOCK)
+        inside = ids < num_ids
+        x = tl.load(logits + draw.to(tl.int64) * num_ids + ids, mask=inside, other=float("-inf"))
+        h = _fmix32(_fmix32(ids.to(tl.uint32) ^ key0) + key1)
+        u = (h.to(tl.float64) + 0.5) / 4294967296.0
+        g = -tl.log(-tl.log(u))
+        x = tl.where(noisy != 0, x + g, x)
+        block_top = tl.max(x, axis=0)
+        # The lowest id among equals.
+        block_id = tl.min(tl.where(x == block_top, ids, 0x7FFFFFFF), axis=0)
+        better = block_top > top
+        top = tl.where(better, block_top, top)
+        top_id = tl.where(better, block_id, top_id)
+    one = tl.arange(0, 1)
+    tl.store(best_value + draw * num_parts + part + one, top)
+    tl.store(best_id + draw * num_parts + part + one, top_id)
+
+
+def gumbel_max(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest value float64 [n], its lowest id int32 [n]) of logits + noise.
+
+    logits: float64 [n, V], contiguous. keys: int32 [n, 3] as in _gumbel_max.
+    """
+    num_draws, num_ids = logits.shape
+    part = 8192
+    num_parts = triton.cdiv(num_ids, part)
+    best_value = torch.empty((num_draws, num_parts), dtype=torch.float64, device=logits.device)
+    best_id = torch.empty((num_draws, num_parts), dtype=torch.int32, device=logits.device)
+    _gumbel_max[(num_draws, num_parts)](
+        logits, keys, best_value, best_id, num_ids, num_parts, PART=part, BLOCK=1024, **_FUSE
+    )
+    # Parts ascend with ids and torch.max takes the first of equals: the lowest id again.
+    value, which = best_value.max(dim=1)
+    return value, best_id.gather(1, which[:, None]).squeeze(1)
+
+
+def block_d_of(head_dim: int) -> int:
+    """Lanes of a vector of head_dim numbers: a power of two that a tensor core takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tile_options(head_dim: int, block_m: int, dtype: torch.dtype) -> dict[str, int]:
+    """Launch options of _attend_tiles: keys per block, warps and stages.
+
+    Chosen so that K, V and the queries of a program fit the 99 KiB of shared memory that the
+    smallest supported devices have (compute capability 8.6) and its accumulators the registers.
+    """
+    bytes_per_key = block_d_of(head_dim) * dtype.itemsize
+    block_n = 64 if bytes_per_key <= 256 else 32 if bytes_per_key <= 512 else 16
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": 8 if block_m * block_d_of(head_dim) >= 8192 else 4,
+        "num_stages": 2 if block_n == 64 else 1,
+    }
+
+
+class Partials:
+    """Memory for the partial results of split rows: written and read within one layer."""
+
+    def __init__(self, shape: TileShape, num_heads: int, head_dim: int, device: torch.device):
+        size = shape.max_partials * num_heads
+        self.out = torch.empty(size * head_dim, dtype=torch.float32, device=device)
+        self.highest = torch.empty(size, dtype=torch.float32, device=device)
+        self.total = torch.empty(size, dtype=torch.float32, device=device)
+
+
+class TritonAttention:
+    """server.model.gpu.attention.Attention by the kernels above, for one step.
+
+    groups: (device tiles int32 [T, TILE_FIELDS], block_m, num_splits) of each launch. split_rows:
+    int32 [P] on the device. With fixed tensors and numbers the same instance may be captured in a
+    CUDA graph and replayed with new contents.
+    """
+
+    def __init__(
+        self,
+        step: StepTensors,
+        groups: list[tuple[torch.Tensor, int, int]],
+        split_rows: torch.Tensor,
+        num_splits: int,
+        shape: TileShape,
+        partials: Partials,
+        block_size: int,
+    ) -> None:
+        self._step = step
+        self._groups = groups
+        self._split_rows = split_rows
+        self._num_splits = num_splits
+        self._shape = shape
+        self._partials = partials
+        self._block_size = block_size
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """See Attention. key and value may be strided except in their last dimension."""
+        num_rows, num_kv_heads, head_dim = key.shape
+        _write_kv[(num_rows,)](
+            key,
+            value,
+            keys,
+            values,
+            self._step.slots,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
+            **_FUSE,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See Attention. query may be strided except in its last dimension."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = keys.shape[1]
+        out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+        step, partials = self._step, self._partials
+        common: dict[str, Any] = {
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d_of(head_dim),
+            "SPLIT_SIZE": self._shape.split_size,
+            "HAS_WINDOW": window is not None,
+            **_FUSE,
+        }
+        for tiles, block_m, num_splits in self._groups:
+            _attend_tiles[(tiles.shape[0], num_kv_heads, num_splits)](
+                query,
+                keys,
+                values,
+                out,
+                partials.out,
+                partials.highest,
+                partials.total,
+                tiles,
+                step.block_tables,
+                step.prefix_len,
+                step.positions,
+                step.path_start,
+                step.path_len,
+                step.path_slots,
+                scaling,
+                window or 0,
+                query.stride(0),
+                query.stride(1),
+                step.block_tables.stride(0),
+                num_splits,
+                NUM_KV_HEADS=num_kv_heads,
+                GROUP_SIZE=num_heads // num_kv_heads,
+                BLOCK_SIZE=self._block_size,
+                TILE_FIELDS=TILE_FIELDS,
+                SPLIT=num_splits > 1,
+                **tile_options(head_dim, block_m, query.dtype),
+                **common,
+            )
+        if self._num_splits > 1:
+            _combine_splits[(self._split_rows.shape[0], num_heads)](
+                out,
+                partials.out,
+                partials.highest,
+                partials.total,
+                self._split_rows,
+                step.prefix_len,
+                step.positions,
+                window or 0,
+                self._num_splits,
+                NUM_HEADS=num_heads,
+                MAX_SPLITS=self._shape.max_splits,
+                **common,
+            )
+        return out

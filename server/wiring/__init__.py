@@ -1,0 +1,1 @@
+"""The composition root: configuration files become engines, drafters and a served application."""

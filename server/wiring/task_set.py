@@ -1,0 +1,384 @@
+"""TaskSet: the tasks that are served now, with their corpora, and how an operator changes them.
+
+`reload` reads the folder of task files again and takes all of it or nothing. `upload` builds a
+corpus from an operator's examples; it takes the place of the file's own corpus until it is
+deleted, and survives restarts. A corpus of another tokenizer is refused in both.
+
+Uploads are examples and not corpus files: a corpus is memory-mapped and read by compiled code, so
+one that a client made up could do worse than draft badly. Building runs in a process of its own.
+
+Layout of a task's folder of uploads (its name is a digest; no task's name becomes a path):
+
+    current.json              {"task", "fingerprint", "corpus": file name, figures}
+    examples-<digest>.bin     what was uploaded, as ids (drafters.learned)
+    corpus-<digest>.corpus    what was built from it; a new file for every upload, so that
+                              sequences that run keep theirs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server.config import CORPUS_DRAFTERS, TaskConfig
+from server.errors import ConfigError
+
+__all__ = ["BuildOrder", "CorpusSize", "TaskSet", "build_upload"]
+
+log = logging.getLogger("tailor.tasks")
+
+MAX_UPLOADED_TOKENS = 50_000_000
+_KEPT_FILES = 2  # the corpus that is served, and the one before: requests on their way may name it
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusSize:
+    """A task's corpus for people. uploaded: whether an operator's, or the task file's own."""
+
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    uploaded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOrder:
+    """What a process needs to build an uploaded corpus; plain values.
+
+    folder: the model's. old: the examples that are kept, or None. source: JSON file with the new
+    ones. target: the task's folder of uploads.
+    """
+
+    folder: str
+    source: str
+    old: str | None
+    target: str
+
+
+class TaskSet:
+    """See the top of this file. Used from one event loop; files are read in threads.
+
+    tasks: those read at start-up. load: reads them again; raises ConfigError. models: each model's
+    (folder, tokenizer fingerprint) by its name; the first is the default. uploads: folder for
+    uploaded corpora, or None to take none. learned: folder with the engines' folders of what they
+    learned (server.engine.task_store), swept by `delete`. build: how a corpus is built; None is
+    in a process of its own.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, TaskConfig],
+        *,
+        load: Callable[[], Mapping[str, TaskConfig]],
+        models: Mapping[str, tuple[Path, str]],
+        uploads: Path | None,
+        learned: Path | None = None,
+        build: Callable[[BuildOrder], dict[str, Any]] | None = None,
+    ) -> None:
+        """Raises ConfigError when a task's corpus cannot be used."""
+        self._load = load
+        self._models = dict(models)
+        self._default_model = next(iter(self._models))
+        self._uploads = uploads
+        self._learned = learned
+        self._build = build
+        self._lock = asyncio.Lock()
+        self._files = dict(tasks)
+        self._tasks, self._sizes = self._checked(self._files)
+
+    @property
+    def tasks(self) -> Mapping[str, TaskConfig]:
+        """The tasks to serve: as in their files, but for corpora that were uploaded."""
+        return self._tasks
+
+    def corpus_size(self, task: str) -> CorpusSize | None:
+        """Of a task's corpus, None when it has none."""
+        return self._sizes.get(task)
+
+    def profile_summary(self, task: str) -> dict[str, Any] | None:
+        """Of the vocabulary profile that a task names: its size and expected misses per token.
+
+        None when the task names none. Reads the file; raises ConfigError when it cannot be used.
+        """
+        from vocab_store.errors import ProfileFileError
+        from vocab_store.profile import VocabProfile
+
+        path = self._tasks[task].vocabulary.profile
+        if path is None:
+            return None
+        try:
+            profile = VocabProfile.load(path)
+        except ProfileFileError as error:
+            raise ConfigError(str(error)) from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        return {
+            "version": profile.version,
+            "num_ids": profile.slice.num_ids,
+            "vocab_size": profile.slice.vocab_size,
+            "expected_misses_per_token": profile.miss_rate,
+        }
+
+    async def reload(self) -> Mapping[str, TaskConfig]:
+        """Read all task files again. Raises ConfigError, and then everything stays as it was."""
+        async with self._lock:
+            files = dict(await asyncio.to_thread(self._load))
+            self._tasks, self._sizes = await asyncio.to_thread(self._checked, files)
+            self._files = files
+            return self._tasks
+
+    async def upload(
+        self, task: str, examples: Sequence[Mapping[str, Any]], *, append: bool
+    ) -> Mapping[str, TaskConfig]:
+        """Build a task's corpus from examples, `prompt` and `completion` each or their ids.
+
+        append: with those that were uploaded before. Raises ConfigError with what is wrong.
+        """
+        if self._uploads is None:
+            raise ConfigError("this server keeps no uploaded corpora")
+        async with self._lock:
+            config = self._files[task]
+            if config.speculation.drafter not in CORPUS_DRAFTERS:
+                raise ConfigError(
+                    f"the task {task} drafts with {config.speculation.drafter}, which uses no "
+                    f"corpus; set speculation.drafter to {' or '.join(CORPUS_DRAFTERS)}"
+                )
+            await asyncio.to_thread(self._upload, config, examples, append)
+            return await asyncio.to_thread(self._check_again, task)
+
+    async def delete(self, task: str) -> Mapping[str, TaskConfig]:
+        """Delete what was uploaded for a task, and files of what it learned.
+
+        Its file's own corpus is used again. Engines that run are told apart from this.
+        """
+        async with self._lock:
+            await asyncio.to_thread(self._delete, task)
+            return await asyncio.to_thread(self._check_again, task)
+
+    # -- in threads -------------------------------------------------------------------------
+
+    def _model_of(self, task: TaskConfig) -> tuple[Path, str]:
+        return self._models[task.model or self._default_model]
+
+    def _check_again(self, task: str) -> Mapping[str, TaskConfig]:
+        """One task's corpus has changed; the others are as they were."""
+        tasks, sizes = self._checked({task: self._files[task]})
+        self._tasks = {**self._tasks, **tasks}
+        self._sizes = {**{n: s for n, s in self._sizes.items() if n != task}, **sizes}
+        return self._tasks
+
+    def _checked(
+        self, files: Mapping[str, TaskConfig]
+    ) -> tuple[dict[str, TaskConfig], dict[str, CorpusSize]]:
+        """The tasks with their uploaded corpora, and the sizes of all corpora, looked at."""
+        tasks: dict[str, TaskConfig] = {}
+        sizes: dict[str, CorpusSize] = {}
+        problems: list[str] = []
+        for name, task in files.items():
+            fingerprint = self._model_of(task)[1]
+            uploaded = self._current(name, fingerprint)
+            if uploaded is not None:
+                spec = task.speculation.model_copy(update={"corpus": str(uploaded)})
+                task = task.model_copy(update={"speculation": spec})
+            tasks[name] = task
+            corpus = task.speculation.corpus
+            if corpus is None:
+                continue
+            try:
+                sizes[name] = _size_of(Path(corpus), fingerprint, uploaded is not None)
+            except ConfigError as error:
+                problems.append(f"task {name}: speculation.corpus: {error.message}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return tasks, sizes
+
+    def _folder(self, task: str) -> Path | None:
+        if self._uploads is None:
+            return None
+        return self._uploads / hashlib.sha256(task.encode()).hexdigest()[:24]
+
+    def _state(self, task: str) -> dict[str, Any]:
+        folder = self._folder(task)
+        if folder is None:
+            return {}
+        try:
+            body = json.loads((folder / "current.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError):
+            log.warning("task %s: its uploaded corpus cannot be read and is not used", task)
+            return {}
+        return body if isinstance(body, dict) else {}
+
+    def _current(self, task: str, fingerprint: str) -> Path | None:
+        """The uploaded corpus that is served, if there is one for this tokenizer."""
+        folder, state = self._folder(task), self._state(task)
+        name = str(state.get("corpus", ""))
+        if folder is None or not name or Path(name).name != name:
+            return None
+        if state.get("fingerprint") != fingerprint:
+            log.warning(
+                "task %s: the uploaded corpus was made for another model's tokenizer and is not "
+                "used; upload the examples again",
+                task,
+            )
+            return None
+        path = folder / name
+        return path if path.is_file() else None
+
+    def _upload(
+        self, task: TaskConfig, examples: Sequence[Mapping[str, Any]], append: bool
+    ) -> None:
+        folder = self._folder(task.name)
+        assert folder is not None
+        model_folder, fingerprint = self._model_of(task)
+        state = self._state(task.name)
+        old = None
+        if append and state.get("fingerprint") == fingerprint:
+            old = str(folder / Path(str(state["examples"])).name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, source = tempfile.mkstemp(dir=folder, prefix=".upload.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(list(examples), file)
+                order = BuildOrder(str(model_folder), source, old, str(folder))
+                figures = self._run(order)
+            finally:
+                Path(source).unlink(missing_ok=True)
+            _write_json(folder / "current.json", {"task": task.name, **figures})
+        except OSError as error:
+            raise ConfigError(f"the corpus could not be written: {error.strerror}") from None
+        self._prune(folder, figures)
+
+    def _run(self, order: BuildOrder) -> dict[str, Any]:
+        if self._build is not None:
+            return self._build(order)
+        # A process: the build may take a minute of one core, and this one answers requests.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, initializer=_lower_priority) as pool:
+            try:
+                return pool.submit(build_upload, order).result()
+            except BrokenProcessPool:
+                raise ConfigError("the corpus could not be built: its process died") from None
+
+    def _prune(self, folder: Path, figures: Mapping[str, Any]) -> None:
+        """Delete what is neither served nor was before."""
+        for pattern, current, num in (
+            ("corpus-*.corpus", figures["corpus"], _KEPT_FILES),
+            ("examples-*.bin", figures["examples"], 1),
+        ):
+            with contextlib.suppress(OSError):
+                files = sorted(folder.glob(pattern), key=lambda path: -path.stat().st_mtime)
+                for path in [path for path in files if path.name != current][num - 1 :]:
+                    path.unlink(missing_ok=True)
+
+    def _delete(self, task: str) -> None:
+        if self._learned is not None:
+            digest = hashlib.sha256(task.encode()).hexdigest()[:16]
+            for path in self._learned.glob(f"*/learned-{digest}-*.bin"):
+                path.unlink(missing_ok=True)
+        folder = self._folder(task)
+        if folder is None or not folder.is_dir():
+            return
+        for path in (folder / "current.json", *folder.iterdir()):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(5)
+
+
+def build_upload(order: BuildOrder) -> dict[str, Any]:
+    """Tokenize examples, build their corpus, write both. Returns what current.json says.
+
+    Raises ConfigError for examples that cannot be used.
+    """
+    from drafters.array_file import ArrayFileError
+    from drafters.corpus import build_corpus
+    from drafters.learned import LearnedOutputs
+    from server.datasets import open_tokenizer, tokenize_in_place
+
+    tokenizer, fingerprint, eos_token_id = open_tokenizer(Path(order.folder))
+    config = json.loads((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
+    vocab_size = int(config["vocab_size"])
+    # Room for everything: uploads are refused and never thinned out.
+    held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30)
+    if order.old is not None:
+        try:
+            held.restore(order.old, fingerprint=fingerprint, scope="upload")
+        except (OSError, ArrayFileError) as error:
+            raise ConfigError(
+                f"what was uploaded before cannot be read ({error}); upload with mode replace"
+            ) from None
+    for i, example in enumerate(json.loads(Path(order.source).read_text(encoding="utf-8"))):
+        if example.get("output_ids") is not None:
+            prompt, output = example.get("prompt_ids") or [], example["output_ids"]
+            if max((*prompt, *output), default=0) >= vocab_size:
+                raise ConfigError(f"examples[{i}]: a token id is not below {vocab_size}")
+        else:
+            prompt, output = tokenize_in_place(
+                tokenizer, example.get("prompt") or "", example["completion"], eos_token_id
+            )
+        held.add(prompt, output)
+        if held.num_tokens > MAX_UPLOADED_TOKENS:
+            raise ConfigError(
+                f"a corpus may have {MAX_UPLOADED_TOKENS} tokens; build a larger one with "
+                "tailor corpus build"
+            )
+    if len(held) == 0:
+        raise ConfigError("there are no examples")
+    corpus = build_corpus(held.examples(), fingerprint=fingerprint)
+    digest = hashlib.sha256()
+    for prompt_ids, output_ids in held.examples():
+        for ids in (prompt_ids, output_ids):
+            digest.update(ids.shape[0].to_bytes(8, "little") + ids.tobytes())
+    name = digest.hexdigest()[:16]
+    folder = Path(order.target)
+    held.save(folder / f"examples-{name}.bin", fingerprint=fingerprint, scope="upload")
+    corpus.save(folder / f"corpus-{name}.corpus")
+    return {
+        "fingerprint": fingerprint,
+        "corpus": f"corpus-{name}.corpus",
+        "examples": f"examples-{name}.bin",
+    }
+
+
+def _size_of(path: Path, fingerprint: str, uploaded: bool) -> CorpusSize:
+    """Raises ConfigError unless the file is a corpus of this tokenizer."""
+    from drafters.array_file import ArrayFileError, FingerprintError
+    from drafters.corpus_file import read_extent
+
+    try:
+        extent = read_extent(path, fingerprint=fingerprint)
+    except FingerprintError:
+        raise ConfigError(
+            f"{path} was built for another model's tokenizer; build it again with this model "
+            "(tailor corpus build)"
+        ) from None
+    except ArrayFileError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return CorpusSize(extent.num_documents, extent.num_tokens, extent.num_bytes, uploaded)
+
+
+def _write_json(path: Path, body: Any) -> None:
+    from drafters.atomic_file import replacing
+
+    with replacing(path) as out:
+        out.write(json.dumps(body).encode())

@@ -1,0 +1,189 @@
+"""The command line: help with examples, exit statuses, options over files."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server import __version__
+from server.commands import cli
+from server.commands.cli import build_parser, main
+from server.config import MemorySize
+from server.errors import ConfigError
+from tests.setup.test_readme import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command.split()[1:]
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert f"example: {command}" in " ".join(out.split())
+    # The example parses.
+    example = COMMANDS[command].epilog.removeprefix("example: ").split()[1:]
+    assert build_parser().parse_args(example).command
+
+
+@pytest.mark.parametrize("words", [[], ["tasks"], ["models"]])
+def test_half_a_command_prints_help_and_fails(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert "usage: tailor" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "check", str(ROOT / "configs" / "tasks")]) == 0
+    assert "extraction" in capsys.readouterr().out
+    (tmp_path / "bad.yaml").write_text("sampling:\n  top_p: 3\n")
+    assert main(["tasks", "check", str(tmp_path)]) == 1
+    assert f"{tmp_path}/bad.yaml:2: sampling.top_p: " in capsys.readouterr().err
+    (tmp_path / "bad.yaml").write_text("model: other\n")
+    assert main(["tasks", "check", str(tmp_path)]) == 0
+    config = str(ROOT / "configs" / "server.yaml")
+    assert main(["tasks", "check", str(tmp_path), "--config", config]) == 1
+    assert "no model 'other'" in capsys.readouterr().err
+
+
+def test_models_list_names_licences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path))
+    assert main(["models", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "smollm2-135m-instruct" in out and "Apache-2.0" in out and "93 MB to fetch" in out
+
+
+def test_fetch_of_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "fetch", "nothing"]) == 1
+    assert "no model 'nothing'" in capsys.readouterr().err
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "server.commands.cli", *words],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+
+    assert run("version").stdout.strip() == __version__
+    assert run("nonsense").returncode == 2
+    failed = run("serve", "--port", "0", "--model", str(tmp_path / "none.gguf"))
+    assert failed.returncode == 1
+    assert "no such file or folder" in failed.stderr and "Traceback" not in failed.stderr
+
+
+# --- serve's options over server.yaml ---
+
+
+def _config(*words: str):  # type: ignore[no-untyped-def]
+    args: argparse.Namespace = build_parser().parse_args(["serve", *words])
+    return cli._server_config(args)
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "listen: {port: 9000}\nengine: {max_num_seqs: 8, dtype: bfloat16}\ntasks: mine\n"
+        "models:\n  - {name: a, path: org/a, devices: [cpu, cpu]}\n  - {name: b, path: org/b}\n"
+    )
+    config = _config("--config", str(path), "--host", "0.0.0.0", "--max-num-seqs", "4")
+    assert (config.listen.host, config.listen.port) == ("0.0.0.0", 9000)
+    assert (config.engine.max_num_seqs, config.engine.dtype) == (4, "bfloat16")
+    assert [m.devices for m in config.models] == [("cpu", "cpu"), ("cpu",)]
+    assert config.tasks == str(tmp_path.resolve() / "mine")
+    config = _config("--config", str(path), "--model", "gemma-3-270m", "--device", "cuda:0,cuda:1")
+    assert [(m.name, m.path, m.devices) for m in config.models] == [
+        ("gemma-3-270m", "gemma-3-270m", ("cuda:0", "cuda:1"))
+    ]
+
+
+def test_model_names(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "q.gguf").write_bytes(b"GGUF")
+    for given, name in (
+        (str(tmp_path / "my-model"), "my-model"),
+        (str(tmp_path / "q.gguf"), "q"),
+        ("org/name@main", "org/name"),
+        ("smollm2-135m-instruct", "smollm2-135m-instruct"),
+    ):
+        assert _config("--model", given).models[0].name == name
+    assert _config("--model", "org/x", "--served-model-name", "y").models[0].name == "y"
+    (tmp_path / "a b").mkdir()
+    with pytest.raises(ConfigError, match="--served-model-name"):
+        _config("--model", str(tmp_path / "a b"))
+
+
+def test_engine_options() -> None:
+    engine = _config(
+        "--kv-cache-memory", "2GiB", "--max-num-batched-tokens", "128", "--no-prefix-cache"
+    ).engine
+    assert engine.kv_cache_memory == MemorySize(num_bytes=2 << 30)
+    assert engine.max_num_batched_tokens == 128 and not engine.prefix_cache
+    # More sequences than the default number of rows raises the rows.
+    assert _config("--max-num-seqs", "1024").engine.max_num_batched_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--device", "tpu"],
+        ["--kv-cache-memory", "lots"],
+        ["--dtype", "int4"],
+        ["--port", "x"],
+        ["--unknown"],
+    ],
+)
+def test_wrong_options_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *words])
+    assert caught.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs: "),
+        (["--port", "70000"], "--port: "),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "at least max_num_seqs"),
+        (["--served-model-name", "x"], "--served-model-name needs --model"),
+        (["--config", "no-such.yaml"], "no-such.yaml: No such file"),
+        (["--tasks", "no-such-folder"], "no-such-folder: no such folder"),
+        (["--api-key", "has space"], "printable ASCII"),
+    ],
+)
+def test_wrong_values_exit_with_1(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_API_KEY", "from-env")
+    config = _config("--api-key", "one", "--api-key", "two")
+    assert [key.secret() for key in config.keys] == ["one", "two", "from-env"]
+    assert len({key.id for key in config.keys}) == 3

@@ -1,0 +1,108 @@
+"""`tailor corpus build`, `corpus show` and `replay` on a tiny tokenizer: files, figures, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drafters.corpus import Corpus, FingerprintError
+from server import token_bytes
+from server.commands.cli import main
+from server.datasets import tokenize_in_place
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+
+VOCAB_ROWS = 512
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder as far as a corpus needs it."""
+    made = tmp_path / "model"
+    made.mkdir()
+    byte_level_tokenizer().save(str(made / "tokenizer.json"))
+    config = {"vocab_size": VOCAB_ROWS, "eos_token_id": 1}
+    (made / "config.json").write_text(json.dumps(config))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    return made
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    lines = [
+        {"prompt": f"Town {i}:", "completion": f"answer: yes, town {i % 3}"} for i in range(40)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_build_show_and_replay(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "task.corpus"
+    arguments = ["--model", str(folder), "--data", str(data), "-o", str(output)]
+    assert main(["corpus", "build", *arguments]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    tokenizer = byte_level_tokenizer()
+    fingerprint = token_bytes.build(tokenizer, VOCAB_ROWS).fingerprint.hex()
+    corpus = Corpus.load(output, fingerprint=fingerprint)
+    assert figures["documents"] == corpus.num_documents == 40
+    assert figures["tokens"] == corpus.num_tokens
+    first = corpus.output(0).tolist()
+    assert first[-1] == 0, "an output ends with the generation config's first EOS id"
+    assert tokenizer.decode(first[:-1]) == " answer: yes, town 0"
+    with pytest.raises(FingerprintError):
+        Corpus.load(output, fingerprint="0" * 64)
+
+    assert main(["corpus", "show", str(output), "--model", str(folder), "--top", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "40, " in shown and "K80" in shown and "distinct" in shown
+
+    recorded = tmp_path / "recorded.jsonl"
+    recorded.write_text(json.dumps({"prompt_ids": [5, 6], "output_ids": first}) + "\n")
+    assert (
+        main(["replay", "--drafter", "mix", "--corpus", str(output), "--data", str(recorded)]) == 0
+    )
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["tokens_per_step"] > 2.0, "the corpus holds this very output"
+
+
+def test_completions_are_tokenized_behind_their_prompt() -> None:
+    tokenizer = byte_level_tokenizer()
+    prompt, output = tokenize_in_place(tokenizer, "A question?", "yes", 0)
+    assert tokenizer.decode(prompt) == "A question?"
+    assert tokenizer.decode(output[:-1]) == " yes"
+    _, alone = tokenize_in_place(tokenizer, "", "yes", 0)
+    assert tokenizer.decode(alone[:-1]) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "no JSON"),
+        ("[]", "must be an object"),
+        ('{"prompt": "x"}', "completion: must be a string"),
+        ('{"prompt": 1, "completion": "x"}', "prompt: must be a string"),
+        ('{"output_ids": [1, true]}', "output_ids: must be a list of token ids"),
+        ("", "no examples"),
+    ],
+)
+def test_bad_data_names_file_line_and_field(
+    line: str, what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, output = tmp_path / "bad.jsonl", tmp_path / "out.corpus"
+    file.write_text(line + "\n")
+    arguments = ["--model", str(folder), "--data", str(file), "-o", str(output)]
+    assert main(["corpus", "build", *arguments]) == 1
+    told = capsys.readouterr().err
+    assert str(file) in told and what in told
+    assert not output.exists()
+
+
+def test_showing_what_is_no_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "no.corpus"
+    file.write_bytes(b"something else entirely")
+    assert main(["corpus", "show", str(file)]) == 1
+    assert str(file) in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""`tailor tasks tune`: what is held back, what is chosen and why, and the whole way to a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from drafters.corpus import Corpus
+from server import token_bytes
+from server.commands.cli import main
+from server.commands.tune import Choice, TuneSettings, _best, tune
+from server.config import load_task, load_tasks
+from server.engine.budget import CostTable, row_grid
+from server.engine.engine import Engine, EngineSettings
+from server.engine.forecast import Forecast
+from server.errors import ConfigError
+from server.wiring.server import make_task_drafter
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.fakes.fake_drafters import random_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.model.tiny_models import save_tiny
+from tests.setup.test_serve import Running
+from vocab_store.profile import VocabProfile
+
+TOKENIZER = byte_level_tokenizer()
+TABLE = token_bytes.build(TOKENIZER, TOKENIZER.get_vocab_size())
+FINGERPRINT = TABLE.fingerprint.hex()
+
+
+def _lines(num: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Town {i}:", "completion": f"kind: town, river: {'yes' if i % 3 else 'no'}"}
+        | more
+        for i in range(num)
+    ]
+
+
+def _write(file: Path, lines: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def _cost(per_row: float) -> CostTable:
+    """Steps of 100 seconds and more: what Python costs beside them does not show."""
+    rows = row_grid(512)
+    return CostTable(rows, [100.0 + per_row * (r - 1) for r in rows])
+
+
+def _engine() -> Engine:
+    vocab = TABLE.vocab_size
+    info = fake_info(vocab_size=vocab, num_blocks=256, max_model_len=128, eos_token_ids=(0,))
+    runner = FakeRunner(FakeModel(vocab, seed=2, context=1, boost=60.0), info)
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
+    return Engine(runner, {"auto": random_drafter(1, vocab)}, settings)
+
+
+def _tune(data: Path, *, per_row: float = 1.0, head_s: float = 0.1, **more: Any) -> dict[str, Any]:
+    """tune() over a fake model, with the drafters that the server would make."""
+    fields = {"name": "town", "outputs": "gold", "budgets": (4, 16)} | more
+    settings = TuneSettings(data=data, output=data.parent / "tasks" / "town.yaml", **fields)
+    report = tune(
+        settings,
+        _engine(),
+        TOKENIZER,
+        TABLE,
+        lambda name, task, speculation: make_task_drafter(
+            name, FINGERPRINT, (0,), task, speculation
+        ),
+        _cost(per_row),
+        (head_s, 0.01 * head_s),
+        lambda stage, done, total: None,
+    )
+    json.dumps(report)
+    return report
+
+
+# --- the choice ---
+
+
+def test_a_task_that_repeats_itself_gets_its_corpus(tmp_path: Path) -> None:
+    report = _tune(_write(tmp_path / "train.jsonl", _lines(60)), description='says "no"')
+    task = load_task(tmp_path / "tasks" / "town.yaml")
+    assert (task.name, task.description) == ("town", 'says "no"')
+    assert (task.speculation.drafter, report["drafter"]) == ("auto", "auto")
+    assert task.speculation.max_draft_tokens == report["max_draft_tokens"] == 16
+    assert task.sampling.temperature == 0
+    longest = max(len(TOKENIZER.encode(" " + li["completion"]).ids) for li in _lines(60)) + 1
+    assert task.sampling.max_tokens == -(-longest * 5 // 4 // 16) * 16
+    # The corpus that is written holds the held-back examples too.
+    assert task.speculation.corpus == str(tmp_path / "tasks" / "town.corpus")
+    corpus = Corpus.load(task.speculation.corpus, fingerprint=FINGERPRINT)
+    assert corpus.num_documents == report["examples"] == 60
+    assert report["held_back"] == 12 and report["recorded"] == 0
+    assert report["tokens_per_step"] > 4
+    assert 3 < report["expected_speedup"] <= report["expected_decode_speedup"]
+    assert report["why"]["corpus_bigram_coverage"] == 1.0
+    assert report["vocabulary"]["miss_rate"] == 0.0
+    # The reasons are in the file, as comments.
+    text = (tmp_path / "tasks" / "town.yaml").read_text()
+    assert f"# Expected: {report['tokens_per_step']:.2f} tokens a step" in text
+    assert "bigram entropy" in text and "K80" in text
+    for name in ("auto", "mix", "suffix", "prompt", "trie", "grammys"):
+        assert f"# {name} " in text
+    assert sorted(p.name for p in (tmp_path / "tasks").iterdir()) == ["town.corpus", "town.yaml"]
+    assert load_task(tmp_path / "tasks" / "town.yaml").vocabulary.mode == "full"
+
+
+def test_held_back_examples_are_not_in_the_corpus_that_judges_them(tmp_path: Path) -> None:
+    """Outputs that occur once: a corpus that held them would promise everything."""
+    rng = Random(4)
+    letters = [chr(code) for code in range(33, 127)]
+    lines = [
+        {"prompt": f"Number {i}:", "completion": "".join(rng.choices(letters, k=20))}
+        for i in range(60)
+    ]
+    alone = _tune(_write(tmp_path / "once.jsonl", lines))
+    assert alone["tokens_per_step"] < 1.5
+    # Repeats of a held-back prompt are kept out as well.
+    twice = _tune(_write(tmp_path / "twice.jsonl", [li for li in lines for _ in range(2)]))
+    assert twice["tokens_per_step"] < 1.5
+
+
+def test_where_rows_cost_as_much_as_steps_nothing_is_drafted(tmp_path: Path) -> None:
+    report = _tune(_write(tmp_path / "train.jsonl", _lines(30)), per_row=100.0, stop=("\n",))
+    task = load_task(tmp_path / "tasks" / "town.yaml")
+    assert task.speculation.drafter == report["drafter"] == "off"
+    assert task.speculation.corpus is None and task.sampling.stop == ("\n",)
+    assert report["corpus"] is None and report["expected_speedup"] == 1.0
+    assert not (tmp_path / "tasks" / "town.corpus").exists()
+    assert "Nothing is worth drafting" in (tmp_path / "tasks" / "town.yaml").read_text()
+
+
+def test_the_models_own_outputs_are_recorded_and_judge(tmp_path: Path) -> None:
+    data = _write(tmp_path / "train.jsonl", _lines(80))
+    report = _tune(data, outputs="model", num_prompts=40, max_tokens=24)
+    assert (report["recorded"], report["held_back"]) == (40, 10)
+    assert report["held_back_tokens"] <= 10 * 24
+    # The model says other things than the data: its own outputs are what helps.
+    assert report["why"]["corpus"] in ("own outputs", "both")
+    assert report["tokens_per_step"] > 1.5
+    text = (tmp_path / "tasks" / "town.yaml").read_text()
+    assert "the model's own for 40 of its prompts" in text
+    assert load_task(tmp_path / "tasks" / "town.yaml").sampling.max_tokens == 24
+    # Prompts alone are enough.
+    bare = _write(tmp_path / "bare.jsonl", [{"prompt": f"Town {i}"} for i in range(40)])
+    report = _tune(bare, outputs="model", max_tokens=24)
+    assert report["recorded"] == 40 and report["why"]["corpus"] == "own outputs"
+
+
+def test_a_large_head_is_cut_to_the_tasks_vocabulary(tmp_path: Path) -> None:
+    """Where steps are mostly head and drafts are dear, `exact` pays; beside a small head not."""
+    data = _write(tmp_path / "train.jsonl", _lines(60))
+    small = _tune(data, per_row=100.0)
+    assert small["vocabulary"]["mode"] == "full"
+    task = load_task(tmp_path / "tasks" / "town.yaml")
+    assert (task.vocabulary.mode, task.vocabulary.profile) == ("full", None)
+    large = _tune(data, per_row=100.0, head_s=60.0)
+    assert large["vocabulary"]["mode"] == "exact"
+    assert large["vocabulary"]["exact_speedup"] > 1.05
+    task = load_task(tmp_path / "tasks" / "town.yaml")
+    assert task.vocabulary.mode == "exact"
+    profile = VocabProfile.load(str(task.vocabulary.profile), fingerprint=TABLE.fingerprint)
+    assert profile.slice.num_ids == large["vocabulary"]["ids"] < TABLE.vocab_size
+    assert profile.miss_rate == large["vocabulary"]["miss_rate"] == 0.0
+    # Drafts take the head's share of a token: eight tokens a step leave little to save.
+    drafted = _tune(data, per_row=0.1, head_s=60.0)
+    assert drafted["vocabulary"]["exact_speedup"] < large["vocabulary"]["exact_speedup"]
+
+
+def test_tuning_again_leaves_nothing_of_the_old_task(tmp_path: Path) -> None:
+    """What the new file does not name is gone; a file that tuning did not write keeps its own."""
+    data, tasks = _write(tmp_path / "train.jsonl", _lines(60)), tmp_path / "tasks"
+
+    def names() -> list[str]:
+        return sorted(file.name for file in tasks.iterdir())
+
+    _tune(data, per_row=100.0, head_s=60.0)
+    assert names() == ["town.vocab", "town.yaml"]
+    _tune(data, per_row=1.0, head_s=0.1)
+    assert names() == ["town.corpus", "town.yaml"]
+    _tune(data, per_row=100.0, head_s=0.1)  # nothing is worth drafting
+    assert names() == ["town.yaml"]
+    (tasks / "town.yaml").write_text("name: town\n")
+    (tasks / "town.vocab").write_text("of somebody's own")
+    _tune(data, per_row=100.0, head_s=0.1)
+    assert names() == ["town.vocab", "town.yaml"]
+
+
+def test_time_for_recording_is_bounded(tmp_path: Path) -> None:
+    data = _write(tmp_path / "train.jsonl", _lines(40))
+    with pytest.raises(ConfigError, match="only 0 outputs were recorded; give it more time"):
+        _tune(data, outputs="model", record_s=-1.0)
+    long = _write(tmp_path / "long.jsonl", [{"prompt": "x y " * 100}] * 20)
+    with pytest.raises(ConfigError, match=r"only 0 outputs were recorded: .* do not fit the model"):
+        _tune(long, outputs="model")
+
+
+@pytest.mark.parametrize(
+    ("lines", "outputs", "told"),
+    [
+        (_lines(9), "gold", "9 examples; tuning needs 10"),
+        ([*_lines(12), {"prompt": "x"}], "gold", ":13: completion: must be a string"),
+        ([*_lines(12), {"completion": "x"}], "gold", ":13: prompt: must be a string, not empty"),
+        ([*_lines(12), {"prompt": ""}], "model", ":13: prompt: must be a string, not empty"),
+        ([*_lines(12), {"prompt": 3, "completion": "x"}], "model", ":13: prompt: must be a string"),
+    ],
+)
+def test_data_that_cannot_be_used_is_told(
+    lines: list[dict[str, Any]], outputs: str, told: str, tmp_path: Path
+) -> None:
+    data = _write(tmp_path / "train.jsonl", lines)
+    with pytest.raises(ConfigError, match=told) as caught:
+        _tune(data, outputs=outputs)
+    assert str(data) in str(caught.value)
+    assert not (tmp_path / "tasks").exists()
+
+
+def _choice(drafter: str, corpus: str | None, budget: int, speedup: float) -> Choice:
+    return Choice(drafter, corpus, budget, Forecast(1, 10, 5, 8, 1.0, speedup, 0.1))
+
+
+def test_among_equals_the_sturdier_choice() -> None:
+    auto, few = _choice("auto", None, 16, 1.995), _choice("auto", None, 8, 1.99)
+    mix, slow = _choice("mix", "completions", 4, 2.0), _choice("auto", "both", 4, 1.9)
+    assert _best([mix, auto, few, slow]) is few
+    corpus = _choice("auto", "completions", 8, 1.991)
+    assert _best([corpus, few]) is few
+    assert _best([_choice("mix", "completions", 4, 2.1), few]).drafter == "mix"  # type: ignore[union-attr]
+    assert _best([_choice("auto", None, 4, 1.005)]) is None
+
+
+# --- as a person does it: data, tune, serve, ask ---
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    save_tiny(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def run(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tiny.parent / "cache"))
+    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
+
+    def run(*words: str, status: int = 0) -> Any:
+        """A command with the tiny model: its last line's JSON, or what it says of its failure."""
+        assert main([*words, "--model", str(tiny)]) == status
+        out, err = capsys.readouterr()
+        return err if status else json.loads(out.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def server(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Running]]:
+    running: list[Running] = []
+
+    def start() -> Running:
+        words = ["--model", str(tiny), "--tasks", str(tmp_path), "--kv-cache-memory", "64MiB"]
+        cache = {"TAILOR_CACHE_DIR": str(tiny.parent / "cache")}
+        running.append(Running(words, cache))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+        if one.process.stdout is not None:
+            one.process.stdout.close()
+
+
+def test_from_data_to_answers(
+    run: Callable[..., Any], server: Callable[[], Running], tiny: Path, tmp_path: Path
+) -> None:
+    data = _write(tmp_path / "train.jsonl", _lines(48))
+    output = tmp_path / "town.yaml"
+    words = ("--data", str(data), "--name", "town", "-o", str(output), "--max-tokens", "24")
+    report = run("task", "tune", *words, "--num-prompts", "24")
+    assert (report["examples"], report["recorded"]) == (48, 24)
+    told = run("tasks", "tune", *words, status=1)
+    assert "is there already; --force replaces it" in told
+    # The tiny model's steps are quicker than any draft; those of a model worth serving are not.
+    (costs,) = (tiny.parent / "cache" / "costs").iterdir()
+    costs.write_text(json.dumps(json.loads(costs.read_text()) | _cost(1.0).as_dict()))
+    gold = run("tasks", "tune", *words, "--outputs", "gold", "--force")
+    assert gold["outputs"] == "gold" and gold["tokens_per_step"] > 2
+    assert set(load_tasks(tmp_path)) == {"completion", "town"}
+
+    # A table of the model's own bigrams, for the drafter of another task.
+    table = run("corpus", "bigrams", "-k", "4", "-o", str(tmp_path / "tiny.bigrams"))
+    assert table["tokens"] == 128 and table["next"] == 4
+    (tmp_path / "bigrams.yaml").write_text(
+        "sampling: {temperature: 0, max_tokens: 24}\n"
+        "speculation: {drafter: grammys, grammys: {table: tiny.bigrams, strategy: bigram}}\n"
+    )
+    served = server()
+    body = {"model": "town", "prompt": "Town 7:", "include_speculation": True}
+    answer = served.ask("/v1/completions", body)
+    plain = served.ask("/v1/completions", body | {"speculation": {"drafter": "off"}})
+    assert answer["speculation"]["drafter"] == gold["drafter"]
+    assert answer["usage"]["completion_tokens"] <= 24
+    assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
+    guessed = served.ask("/v1/completions", body | {"model": "bigrams"})
+    assert guessed["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert guessed["speculation"]["drafter"] == "grammys"
+    assert guessed["speculation"]["drafted_tokens"] > 0
+
+    # Its own outputs, from the running server and from an engine in this process: the same.
+    prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"Town {i}:"} for i in range(6)])
+    common = ("--data", str(prompts), "--temperature", "0", "--max-tokens", "20")
+    asked, own = tmp_path / "asked.jsonl", tmp_path / "own.jsonl"
+    figures = run("corpus", "generate", *common, "--url", served.url, "-o", str(asked))
+    assert figures == {"file": str(asked), "recordings": 6, "resumed": 0, "failed": 0}
+    run("corpus", "generate", *common, "-o", str(own))
+    assert _ids(asked) == _ids(own)
+    corpus = tmp_path / "own.corpus"
+    assert run("corpus", "build", "--data", str(own), "-o", str(corpus))["documents"] == 6
+
+
+def _ids(file: Path) -> list[tuple[list[int], list[int], str]]:
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(e["prompt_ids"], e["output_ids"], e["finish_reason"]) for e in entries]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("tasks", "tune", "--name", "a b", "--data", "x"), "--name: 'a b' cannot be"),
+        (("tasks", "tune", "--name", "t", "--data", "no.jsonl"), "no.jsonl: no such file"),
+        (("tasks", "tune", "--name", "t", "--data", "x", "-o", "t.txt"), "ends in .yaml"),
+        (("tasks", "tune", "--name", "t", "--data", "x", "--temperature", "3"), "--temperature"),
+        (("tasks", "tune", "--name", "t", "--data", "x", "--num-prompts", "0"), "--num-prompts"),
+        (("corpus", "generate", "--data", "no.jsonl", "-o", "x"), "no.jsonl: No such file"),
+        (("corpus", "generate", "--data", "x", "-o", "x", "--concurrency", "0"), "--concurrency"),
+        (("corpus", "generate", "--data", "x", "-o", "x", "--max-tokens", "0"), "--max-tokens"),
+        (("corpus", "generate", "--data", "x", "-o", "x", "--stop", ""), "--stop"),
+        (("corpus", "bigrams", "-k", "21", "-o", "x"), "-k: must lie in 1..20"),
+        (("corpus", "bigrams", "--device", "tpu", "-o", "x"), "--device: 'tpu' is no device"),
+        (("corpus", "bigrams", "--threads", "0", "-o", "x"), "--threads"),
+    ],
+)
+def test_wrong_options_are_told_before_a_model_is_loaded(
+    words: tuple[str, ...], told: str, run: Callable[..., Any]
+) -> None:
+    assert told in run(*words, status=1)
+
+
+def test_a_server_that_is_not_there(run: Callable[..., Any], tmp_path: Path) -> None:
+    data = _write(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    words = ("corpus", "generate", "--data", str(data), "-o", str(tmp_path / "own.jsonl"))
+    assert "is a Tailor server running there?" in run(
+        *words, "--url", "http://127.0.0.1:9", status=1
+    )
+    told = run(*words, "--url", "http://127.0.0.1:9", "--task", "t", status=1)
+    assert "http://127.0.0.1:9/v1/completions" in told and "refused" in told
+    assert "--task needs --url" in run(*words, "--task", "t", status=1)

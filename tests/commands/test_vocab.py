@@ -1,0 +1,89 @@
+"""`tailor vocab profile` and `vocab show` on a tiny tokenizer: the file, the report, the errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from server import token_bytes
+from server.commands.cli import main
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from vocab_store import command
+from vocab_store.edge_llm import import_vocab_map
+from vocab_store.errors import VocabStoreError
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds
+
+PAIRS = [
+    ("Which town is it?", "Rome"),
+    ("Which river is it?", "the Po"),
+    ("Say Rome", "Rome"),
+    ("Say yes", "yes"),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size() + 8  # a padded vocabulary
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": size, "hidden_size": 16, "eos_token_id": 0})
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in PAIRS * 5)
+    )
+    return file
+
+
+def test_profile_and_show(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, edge = tmp_path / "task.vocab", tmp_path / "edge"
+    arguments = ["--model", str(model), "--data", str(data), "-o", str(out)]
+    arguments += ["--language", "en", "--export-edge-llm", str(edge)]
+    assert main(["vocab", "profile", *arguments]) == 0
+    told = capsys.readouterr()
+    assert "tokenize 20" in told.err.splitlines() and "count 18" in told.err.splitlines()
+    assert "held-out documents 2 " in told.out and "100.00 % of tokens" in told.out
+
+    tokenizer = byte_level_tokenizer()
+    tokens = token_bytes.build(tokenizer, tokenizer.get_vocab_size() + 8)
+    required = RequiredIds.from_tokens(tokens, (0, 1))
+    made = VocabProfile.load(out, fingerprint=tokens.fingerprint, required=required)
+    assert import_vocab_map(edge, required) == made.slice
+    assert main(["vocab", "show", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert made.version in shown and '"languages": ["en"]' in shown
+
+
+def test_errors_name_the_file(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says(*words: str) -> str:
+        assert main(["vocab", *words]) == 1
+        return capsys.readouterr().err
+
+    start = ["profile", "--model", str(model), "-o", str(tmp_path / "out.vocab"), "--data"]
+    assert "nothing.jsonl: No such file" in says(*start, str(tmp_path / "nothing.jsonl"))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x"}\n')
+    assert "bad.jsonl:1: no JSON object with prompt and completion" in says(*start, str(bad))
+    assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
+    assert "tolerance must lie in 0..1" in says(*start, str(data), "--tolerance", "2")
+    assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
+    assert not (tmp_path / "out.vocab").exists()
+    (model / "config.json").write_text("{}")
+    with pytest.raises(VocabStoreError, match="lacks vocab_size"):
+        command.model_facts(model)

@@ -1,0 +1,241 @@
+"""`auto`: what each source brings, that its chances are right, and what it learns and keeps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drafters.auto.drafter import AutoDrafter
+from drafters.auto.growth import NUM_CELLS, SOURCES
+from drafters.auto.trust import Trust
+from drafters.calibration import CalibrationError
+from drafters.corpus import Corpus, build_corpus
+from drafters.published.suffix import SuffixDrafter
+from drafters.replay import Recording, follow, replay
+
+EOS = 0
+
+
+def examples(num: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    """A tagging task: a constant instruction, one of 40 words, and an output that the word fixes,
+    with a copied name in it."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(num):
+        word, name = rng.randrange(40), [rng.randrange(500, 900) for _ in range(3)]
+        prompt = [*range(900, 912), 100 + word, *name, 912]
+        out.append((prompt, [1, 2, 200 + word, 300 + word, 3, *name, 4, EOS]))
+    return out
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return build_corpus(examples(400, 1), fingerprint="")
+
+
+def recordings(num: int, seed: int) -> list[Recording]:
+    return [Recording(p, o) for p, o in examples(num, seed)]
+
+
+def test_the_first_answer_tokens_are_drafted_before_any_is_there(corpus: Corpus) -> None:
+    prompt, output = examples(1, 2)[0]
+    tree = AutoDrafter(corpus=corpus).open(prompt).propose(16, 16)
+    # The corpus begins all outputs with 1 2; the nearest prompts know what their word leads to.
+    assert len(follow(tree, output, 0)) >= 5
+
+
+def test_the_nearest_examples_are_worth_tokens(corpus: Corpus) -> None:
+    tests = recordings(30, 3)
+    with_them = replay(AutoDrafter(corpus=corpus), tests, budget=8)
+    without = replay(AutoDrafter(corpus=corpus, num_retrieved=0), tests, budget=8)
+    assert with_them.tokens_per_step > 1.2 * without.tokens_per_step
+    assert with_them.by_source["retrieved"][1] > 0
+
+
+def test_all_sources_beat_the_text_alone(corpus: Corpus) -> None:
+    tests = recordings(30, 4)
+    both = replay(AutoDrafter(corpus=corpus), tests, budget=16)
+    alone = replay(SuffixDrafter(), tests, budget=16)
+    assert both.tokens_per_step > 2.0 * alone.tokens_per_step
+    assert replay(AutoDrafter(), tests, budget=16).tokens_per_step >= alone.tokens_per_step
+
+
+def test_eos_is_never_drafted(corpus: Corpus) -> None:
+    drafter = AutoDrafter(corpus=corpus)
+    assert drafter.eos_token_ids.tolist() == [EOS]
+    prompt, output = examples(1, 5)[0]
+    session = drafter.open(prompt)
+    for token in output:
+        assert EOS not in session.propose(32, 16).token_ids.tolist()
+        session.extend([token])
+
+
+def test_a_prediction_is_followed_and_found_again_after_a_divergence() -> None:
+    prediction = list(range(50, 90))
+    session = AutoDrafter().open([1, 2, 3], prediction_ids=prediction)
+    tree = session.propose(8, 8)
+    assert tree.token_ids[:6].tolist() == prediction[:6]  # before anything was emitted
+    assert {SOURCES[s] for s in tree.source} == {"prediction"}
+    session.extend(prediction[:10])
+    session.extend([7, 7, 7])  # the output leaves the prediction ...
+    session.extend(prediction[12:14])  # ... and comes back to it
+    tree = session.propose(8, 8)
+    assert tree.token_ids[:6].tolist() == prediction[14:20]
+
+
+def test_survival_is_the_chance_of_acceptance(corpus: Corpus) -> None:
+    drafter = AutoDrafter(corpus=corpus, min_survival=0.05)
+    claimed, hits = [], []
+    for recording in recordings(120, 6):
+        session = drafter.open(recording.prompt_ids)
+        session.settle()
+        position = 0
+        while position < len(recording.output_ids):
+            tree = session.propose(16, 16)
+            accepted = follow(tree, recording.output_ids, position)
+            claimed.extend(tree.survival.tolist())
+            hits.extend(node in accepted for node in range(len(tree)))
+            num = min(len(accepted) + 1, len(recording.output_ids) - position)
+            session.extend(recording.output_ids[position : position + num])
+            session.settle()
+            position += num
+    chance, right = np.asarray(claimed), np.asarray(hits, float)
+    assert chance.shape[0] > 1000
+    assert right.mean() == pytest.approx(chance.mean(), abs=0.08)
+    likely = chance > 0.8
+    assert right[likely].mean() > 0.8
+    assert right[~likely].mean() < 0.5
+
+
+def test_trust_learns_what_holds_in_a_task() -> None:
+    # Pairs from the prompt never come again in the output: copying must lose its trust.
+    rng = random.Random(7)
+    drafter = AutoDrafter(min_survival=0.0)
+    before = after = 0.0
+    for turn in range(60):
+        prompt = [rng.randrange(1, 30) for _ in range(60)]
+        session = drafter.open(prompt)
+        session.settle()
+        session.extend([prompt[5]])
+        tree = session.propose(4, 1)
+        if turn == 0:
+            before = float(tree.survival.sum())
+        after = float(tree.survival.sum())
+        session.extend([rng.randrange(1000, 9000) for _ in range(20)])
+        session.extend([rng.randrange(1, 30) for _ in range(20)])
+        session.settle()
+        session.close()
+        drafter.trust.update()
+    assert after < 0.5 * before
+
+
+def test_nothing_is_learned_twice_after_a_rollback(corpus: Corpus) -> None:
+    drafter = AutoDrafter(corpus=corpus)
+    drafter.trust.forget()
+    session = drafter.open([1, 2, 3, 1, 2])
+    session.settle()
+    session.extend([3, 1, 2])
+    once = drafter.trust.evidence.copy()
+    session.rollback(1)
+    session.extend([1, 2])
+    assert np.array_equal(drafter.trust.evidence, once)
+    session.extend([3])
+    assert drafter.trust.evidence.sum() > once.sum()
+
+
+def test_a_tasks_corpus_brings_its_own_trust(corpus: Corpus) -> None:
+    assert corpus.evidence.shape == (2, NUM_CELLS)
+    tuned, plain = AutoDrafter(corpus=corpus).trust, Trust()
+    assert not np.allclose(tuned.weights, plain.weights)
+    again = AutoDrafter(corpus=corpus, trust=plain)
+    assert again.trust is plain
+
+
+def test_trust_is_kept_across_restarts(tmp_path: Path, corpus: Corpus) -> None:
+    drafter = AutoDrafter(corpus=corpus)
+    replay(drafter, recordings(20, 8), budget=8)
+    drafter.trust.update()
+    path = tmp_path / "state" / "trust.json"
+    drafter.trust.save(path)
+    restored = Trust()
+    restored.restore(path)
+    assert np.allclose(restored.weights, drafter.trust.weights, atol=1e-4)
+    assert np.allclose(restored.factors, drafter.trust.factors, atol=1e-3)
+    assert [p.name for p in path.parent.iterdir()] == ["trust.json"]
+    rows = restored.table()
+    assert rows and rows[0]["source"] in SOURCES
+    for row in rows:
+        expected = (row["accepted"] + 1) / (row["offered"] + 2)
+        assert row["chance"] == pytest.approx(expected, abs=0.02)
+    path.write_text('{"kind": "drafter trust"}')
+    with pytest.raises(CalibrationError):
+        restored.restore(path)
+    path.write_text("{")
+    with pytest.raises(CalibrationError):
+        restored.restore(path)
+
+
+def test_old_evidence_fades() -> None:
+    trust = Trust(memory=100.0)
+    trust.evidence[:, 5] = (400.0, 400.0)
+    trust.outcomes[:, 7] = (300.0, 10.0, 400.0)
+    trust.update()
+    assert trust.evidence[0, 5] == 200.0 and trust.outcomes[2, 7] == 200.0
+
+
+def test_bad_parameters_are_refused() -> None:
+    for options in (
+        {"min_survival": 1.0},
+        {"num_retrieved": -1},
+        {"sharpness": -0.5},
+    ):
+        with pytest.raises(ValueError):
+            AutoDrafter(**options)
+    with pytest.raises(ValueError, match="weights"):
+        Trust(np.ones(3))
+
+
+def test_after_a_changed_token_the_prediction_is_drafted_on_at_once() -> None:
+    prediction = list(range(50, 90))
+    session = AutoDrafter().open([1, 2, 3], prediction_ids=prediction)
+    session.settle()
+    session.extend(prediction[:10])
+    session.extend([7])  # in place of prediction[10]; 7 was never seen, so nothing matches it
+    tree = session.propose(8, 8)
+    assert follow(tree, prediction, 11) and tree.token_ids[0] == prediction[11]
+    session.extend([prediction[11]])
+    assert session.propose(8, 8).token_ids[:4].tolist() == prediction[12:16]
+    session.rollback(10)
+    session.extend([7, *prediction[10:12]])  # this time it was put in, and nothing replaced
+    assert session.propose(8, 8).token_ids[:4].tolist() == prediction[12:16]
+
+
+def test_a_prediction_that_is_wrong_is_dropped() -> None:
+    rng = random.Random(9)
+    drafter = AutoDrafter()
+    session = drafter.open([1, 2, 3], prediction_ids=[rng.randrange(50, 5000) for _ in range(200)])
+    session.settle()
+    session.extend([rng.randrange(5000, 9000) for _ in range(40)])
+    assert len(session.propose(16, 16)) == 0
+
+
+def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> None:
+    prompt, output = examples(1, 10)[0]
+    drafter = AutoDrafter(corpus=corpus, learn=False)
+    prediction = [*output[:3], 77, *output[4:]]
+    session = drafter.open(prompt, prediction_ids=prediction)
+    session.settle()
+    session.extend(output[:2])
+    mark = session.checkpoint()
+    session.extend([9, 9, 9, 9])
+    session.propose(8, 8)
+    session.rollback(mark)
+    session.extend(output[2:5])
+    fresh = drafter.open(prompt, prediction_ids=prediction)
+    fresh.extend(output[:5])  # before settle(): the place in the prediction is found later
+    one, other = session.propose(16, 8), fresh.propose(16, 8)
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert np.allclose(one.survival, other.survival)

@@ -1,0 +1,96 @@
+"""`mix` follows TASC-spec's rules on cases worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from drafters.corpus import build_corpus
+from drafters.published.mix import MixDrafter
+
+# 1 2 -> 3 four times, 1 2 -> 4 once; 9 2 -> 5 six times. M_2 after 2: 5 x6, 3 x4, 4 x1.
+OUTPUTS = [[1, 2, 3]] * 4 + [[1, 2, 4]] + [[9, 2, 5]] * 6
+CORPUS = build_corpus([([], o) for o in OUTPUTS], fingerprint="", p_min=1)
+
+
+def first(drafter: MixDrafter, prompt: list[int]) -> int:
+    return int(drafter.open(prompt).propose(1, 1).token_ids[0])
+
+
+def test_the_longest_context_that_the_tables_hold_decides() -> None:
+    drafter = MixDrafter(corpus=CORPUS, mixing=1.0)
+    assert first(drafter, [1, 2]) == 3
+    assert first(drafter, [9, 2]) == 5
+    assert first(drafter, [7, 2]) == 5  # "7 2" is unknown: M_2 after 2
+    assert first(drafter, [77]) == 2  # nothing matches: the corpus' most frequent token
+
+
+def test_mixing_weighs_corpus_against_prompt() -> None:
+    # In the prompt 2 is always followed by 4: p_prompt(4) = 1. In the corpus after "1 2":
+    # p_corp(3) = 0.8, p_corp(4) = 0.2.
+    prompt = [1, 2, 4, 8, 1, 2]
+    assert first(MixDrafter(corpus=CORPUS, mixing=1.0), prompt) == 3
+    assert first(MixDrafter(corpus=CORPUS, mixing=0.0), prompt) == 4
+    # p(3) = 0.8 m, p(4) = 0.2 m + 1 - m: equal at m = 0.625.
+    assert first(MixDrafter(corpus=CORPUS, mixing=0.62), prompt) == 4
+    assert first(MixDrafter(corpus=CORPUS, mixing=0.63), prompt) == 3
+
+
+def test_mixing_of_one_ignores_the_prompt_and_of_zero_the_corpus() -> None:
+    all_corpus = MixDrafter(corpus=CORPUS, mixing=1.0)
+    assert all_corpus.open([5, 6, 1, 2]).propose(1, 1).token_ids.tolist() == [3]
+    assert all_corpus.open([50, 60, 50]).propose(1, 1).token_ids.tolist() == [2]
+    no_corpus = MixDrafter(corpus=CORPUS, mixing=0.0)
+    assert no_corpus.open([50, 60, 50]).propose(1, 1).token_ids.tolist() == [60]
+    assert no_corpus.open([9, 2]).propose(1, 1).token_ids.tolist() == [9]  # most frequent, first
+
+
+def test_the_prompts_tables_grow_with_the_output_and_roll_back() -> None:
+    session = MixDrafter(corpus=CORPUS, mixing=0.0).open([1])
+    session.extend([30, 31, 30])
+    assert session.propose(2, 2).token_ids.tolist() == [31, 30]
+    session.rollback(1)
+    session.extend([40, 41, 30])
+    assert session.propose(1, 1).token_ids.tolist() == [40]
+
+
+def test_pruning_is_by_p_min() -> None:
+    pruned = build_corpus([([], o) for o in OUTPUTS], fingerprint="", p_min=5)
+    # "1 2 3" occurs four times only, so after "1 2" M_2 decides: 2 -> 5 six times.
+    assert first(MixDrafter(corpus=pruned, mixing=1.0), [1, 2]) == 5
+
+
+def test_drafts_are_chains_as_long_as_the_horizon() -> None:
+    drafter = MixDrafter(corpus=CORPUS, horizon=7)
+    tree = drafter.open([1]).propose(16, 16)
+    tree.validate()
+    assert tree.parents.tolist() == list(range(-1, 6))
+    assert len(drafter.open([1]).propose(16, 3)) == len(drafter.open([1]).propose(3, 16)) == 3
+
+
+def test_calibration_turns_outcomes_into_survival() -> None:
+    drafter = MixDrafter(corpus=CORPUS)
+    session = drafter.open([1, 2])
+    before = float(session.propose(1, 1).survival[0])
+    for _ in range(50):
+        session.feedback(session.propose(1, 1), [])
+    assert session.propose(1, 1).survival[0] < 0.2 * before
+    for _ in range(500):
+        session.feedback(session.propose(1, 1), [0])
+    assert session.propose(1, 1).survival[0] > 0.8
+
+
+def test_without_a_corpus_the_prompt_is_all_there_is() -> None:
+    assert first(MixDrafter(), [5, 6, 7, 5]) == 6
+    assert len(MixDrafter(mixing=1.0).open([5, 6, 5]).propose(4, 4)) == 0
+
+
+def test_bad_parameters_are_refused() -> None:
+    for options in ({"n_max": 0}, {"horizon": 0}, {"mixing": 1.5}, {"mixing": float("nan")}):
+        with pytest.raises(ValueError):
+            MixDrafter(**options)
+
+
+def test_tokens_are_int32() -> None:
+    tree = MixDrafter(corpus=CORPUS).open([1]).propose(4, 4)
+    assert tree.token_ids.dtype == tree.parents.dtype == np.int32

@@ -1,0 +1,102 @@
+"""`trie` follows N-Gram-Trie's rules: worked by hand, and free of its public code's defects."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from drafters.published.trie import TrieDrafter
+
+A, B, C, D, E = range(5)
+CONTEXT = [A, B, C, D, A, B, E]
+
+
+def test_the_worked_trie() -> None:
+    # n = 4, L_p = 2: windows abcd, bcda, cdab, dabe, abe, be.
+    session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
+    frequencies = session.frequencies()
+    assert frequencies[(A, B, C, D)] == 1  # from abcd
+    assert frequencies[(B, C, D)] == 2  # from abcd's sub-prefix and from bcda
+    assert frequencies[(B, C, D, A)] == 1
+    assert frequencies[(A, B, E)] == 1  # one span of the text, though two windows yield it
+    assert frequencies[(A, B)] == 2  # from abcd, and from dabe (whose "abe" the window abe repeats)
+    assert (A, B, C, D, A) not in frequencies
+
+
+def test_the_worked_draft() -> None:
+    session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
+    session.extend([A, B])
+    tree = session.propose(32, 32)
+    nodes = {
+        (token, parent if parent < 0 else int(tree.token_ids[parent]))
+        for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True)
+    }
+    assert nodes == {(C, -1), (D, C), (E, -1)}
+
+
+def test_matches_shorten_and_only_generated_tokens_match() -> None:
+    session = TrieDrafter(n=4, prefix_length=2).open(CONTEXT)
+    assert len(session.propose(8, 8)) == 0  # nothing generated yet, though the prompt ends in b e
+    session.extend([E, A])  # "e a" is not in the context, "a" is
+    assert session.propose(8, 8).token_ids[0] == B
+    session.extend([9])
+    assert len(session.propose(8, 8)) == 0
+
+
+def test_the_cut_keeps_what_fits_by_frequency() -> None:
+    # Published code collapses a cut to 64 nodes to about 25; here it is exact and closed.
+    rng = random.Random(1)
+    context = [rng.randrange(6) for _ in range(400)]
+    session = TrieDrafter(num_draft=64).open(context)
+    session.extend(context[:1])
+    tree = session.propose(64, 64)
+    tree.validate()
+    assert len(tree) == 64
+    frequencies = session.frequencies()
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else (context[0],)), token))
+    kept = [frequencies[path] for path in paths]
+    dropped = [
+        count
+        for path, count in frequencies.items()
+        if len(path) > 1 and path[0] == context[0] and path not in paths
+    ]
+    assert min(kept) >= max(dropped)
+    assert len(session.propose(5, 64)) == 5
+    assert max(session.propose(64, 2).depths()) <= 2
+
+
+def test_a_marked_context_is_all_that_is_used() -> None:
+    drafter = TrieDrafter(n=4, prefix_length=2)
+    session = drafter.open([A, 7, *CONTEXT, A, 8], context_span=(2, 9))
+    session.extend([A])
+    assert set(session.propose(8, 1).token_ids.tolist()) == {B}
+    with pytest.raises(ValueError, match="context span"):
+        drafter.open(CONTEXT, context_span=(3, 99))
+
+
+def test_bad_parameters_are_refused() -> None:
+    for options in ({"n": 1}, {"prefix_length": 0}, {"n": 4, "prefix_length": 4}, {"num_draft": 0}):
+        with pytest.raises(ValueError):
+            TrieDrafter(**options)
+
+
+def test_the_build_is_quick_and_off_the_critical_path() -> None:
+    rng = random.Random(2)
+    prompt = [int(rng.paretovariate(0.7)) % 20_000 for _ in range(2000)]
+    drafter = TrieDrafter()
+    drafter.warm_up()
+    opened, settled = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        session = drafter.open(prompt)
+        opened.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        session.settle()
+        settled.append(time.perf_counter() - start)
+    # Bounds leave room for a busy machine; measured medians are in loadtest/NOTES.md.
+    assert min(opened) < 0.001
+    assert min(settled) < 0.015

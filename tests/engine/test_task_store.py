@@ -1,0 +1,375 @@
+"""What engines keep of tasks: learned outputs, calibration; 10,000 requests, and restarts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafters.corpus import build_corpus
+from drafters.learned import LearnedOutputs
+from server.engine.engine import Engine, EngineSettings
+from server.engine.task_store import TaskMemory
+from server.types import Delta, Request, SamplingParams, SpeculationParams
+from server.wiring.server import make_task_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+VOCAB = 64
+MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
+LEARN_TOKENS = 4000
+NEVER = 60  # the first id of prompts whose requests are aborted
+
+
+def _engine(folder: Path | None, **memory: Any) -> Engine:
+    """An Engine with the drafters as they are composed, over the FakeRunner."""
+    info = fake_info(
+        vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
+        max_num_seqs=32, max_num_batched_tokens=400,
+    )  # fmt: skip
+    numbers: dict[str, Any] = {"build_share": 1e9, "save_every_s": 3600.0, **memory}
+    kept = TaskMemory(folder, fingerprint="f", **numbers)
+    drafters = {
+        name: partial(make_task_drafter, name, "f", info.eos_token_ids, memory=kept)
+        for name in ("auto", "mix", "suffix", "trie")
+    }
+    settings = EngineSettings(max_num_seqs=32, max_num_batched_tokens=400)
+    return Engine(FakeRunner(MODEL, info), drafters, settings, memory=kept)
+
+
+LEARN = SpeculationParams("auto", 5, learn_tokens=LEARN_TOKENS)
+
+
+def _request(i: int | str, prompt: list[int], **fields: Any) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    return Request(
+        str(i), fields.pop("task", "task"), "fake", tuple(prompt),
+        fields.pop("sampling", sampling), **{"speculation": LEARN, **fields},
+    )  # fmt: skip
+
+
+def _run(engine: Engine, requests: list[Request]) -> dict[str, list[Delta]]:
+    for request in requests:
+        engine.submit(request)
+    told: dict[str, list[Delta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+    for delta in engine.take_deltas():
+        told.setdefault(delta.request_id, []).append(delta)
+    return told
+
+
+def _ids(deltas: list[Delta]) -> list[int]:
+    return [i for delta in deltas for i in delta.token_ids]
+
+
+def _tokens_per_step(told: dict[str, list[Delta]]) -> float:
+    deltas = [delta for some in told.values() for delta in some]
+    return sum(len(d.token_ids) for d in deltas) / sum(d.counts.num_steps for d in deltas)
+
+
+def _kept(folder: Path, **bounds: Any) -> list[tuple[list[int], list[int]]]:
+    """All examples in the files of a folder; whose they are is not asked."""
+    found = []
+    for path in sorted(folder.glob("learned-*.bin")):
+        meta_scope = _scope_of(path)
+        held = LearnedOutputs(1 << 20)
+        held.restore(path, fingerprint="f", scope=meta_scope)
+        found += [(p.tolist(), o.tolist()) for p, o in held.examples()]
+    return found
+
+
+def _scope_of(path: Path) -> str:
+    from drafters.array_file import read_arrays
+
+    return str(read_arrays(path, kind="learned outputs", version=1, fingerprint="f")[0]["scope"])
+
+
+def _rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    """Engines to be closed in the end."""
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def test_ten_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: list[Engine]) -> None:
+    """Memory stays bounded, tokens per step rise, aborted requests teach nothing."""
+    engine = _engine(tmp_path)
+    engines.append(engine)
+    rng = Random(5)
+    rates: list[float] = []
+    num_aborted = 0
+    memory_mib = 0.0
+    for batch in range(100):
+        wave = [
+            _request(
+                f"{batch}-{i}",
+                [NEVER if i % 10 == 0 else 2, rng.randrange(2, 59)],
+                sampling=SamplingParams(temperature=0.0, max_tokens=4 + i % 4, ignore_eos=True),
+            )
+            for i in range(100)
+        ]
+        for request in wave:
+            engine.submit(request)
+        told: dict[str, list[Delta]] = {}
+        steps = 0
+        while engine.has_work:
+            steps += 1
+            for request in wave if steps in (2, 4, 6, 8) else ():
+                if request.prompt_ids[0] == NEVER:
+                    engine.abort(request.request_id)
+            for delta in engine.step():
+                told.setdefault(delta.request_id, []).append(delta)
+        reasons = {name: deltas[-1].finish_reason for name, deltas in told.items()}
+        aborted = [r for r in wave if reasons[r.request_id] == "abort"]
+        num_aborted += len(aborted)
+        rates.append(_tokens_per_step(told))
+        if batch % 5 == 0:
+            assert engine.memory is not None
+            engine.memory.wait()
+        if batch == 40 and Path("/proc/self/statm").exists():
+            memory_mib = _rss_mib()
+    assert memory_mib == 0.0 or _rss_mib() - memory_mib < 32
+    assert num_aborted > 300 and engine.num_open == 0 and not engine._outputs
+    first, last = float(np.mean(rates[:1])), float(np.mean(rates[-30:]))
+    assert first < 2.0 and last > 1.5 * first, (first, last)
+    assert engine.stats().learned[0][0] == "task"
+    num_learned = engine.stats().learned[0][2]
+    assert engine.stats().learned[0][1] <= LEARN_TOKENS
+    assert 0.8 * (10_000 - num_aborted) < num_learned <= 10_000 - num_aborted
+    engine.close()
+    examples = _kept(tmp_path)
+    assert 0 < sum(len(output) for _, output in examples) <= LEARN_TOKENS
+    # Some of these requests end before they are aborted: those are learned, whole.
+    unfinished = [o for p, o in examples if p[0] == NEVER and len(o) < 4]
+    assert not unfinished
+    assert engine.num_drafter_errors == 0
+
+
+def test_aborted_failed_and_half_aborted_requests_teach_nothing(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    engine = _engine(tmp_path)
+    engines.append(engine)
+    slow = replace(LEARN, max_draft_tokens=0)  # a token a step
+    engine.submit(_request("aborted", [2, 3], speculation=slow))
+    engine.submit(_request("half", [4, 5], num_choices=3, speculation=slow))
+    engine.submit(_request("done", [6, 7], num_choices=2))
+    engine.submit(_request("empty", [8, 9], sampling=SamplingParams(max_tokens=0)))
+    never = SamplingParams(allowed_token_ids=(3,), logit_bias=((3, -100.0),))
+    engine.submit(_request("failed", [10, 11], sampling=never))
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        if steps == 3:
+            engine.abort("aborted")
+            half = engine._open["half"]
+            half[0].rules = replace(half[0].rules, max_output=half[0].num_output + 1)
+        if len(engine._open.get("half", ())) == 2:
+            engine.abort("half")
+    engine.close()
+    assert [prompt for prompt, _ in _kept(tmp_path)] == [[6, 7], [6, 7]]
+
+
+def test_learning_changes_no_text(tmp_path: Path, engines: list[Engine]) -> None:
+    learning, plain = _engine(tmp_path), _engine(None)
+    engines += [learning, plain]
+    for turn in range(4):
+        for temperature in (0.0, 0.8):
+            wave = [
+                _request(
+                    f"{turn}-{temperature}-{i}",
+                    [2, 3 + i],
+                    sampling=SamplingParams(
+                        temperature=temperature, max_tokens=12, seed=i, num_logprobs=1
+                    ),
+                )
+                for i in range(20)
+            ]
+            told = _run(learning, wave)
+            off = _run(plain, [replace(r, speculation=SpeculationParams()) for r in wave])
+            for request in wave:
+                got, want = told[request.request_id], off[request.request_id]
+                assert _ids(got) == _ids(want)
+                assert [x for d in got for x in d.logprobs] == [x for d in want for x in d.logprobs]
+                assert got[-1].finish_reason == want[-1].finish_reason
+        assert learning.memory is not None
+        learning.memory.wait()
+    assert learning.stats().learned and not plain.stats().learned
+
+
+def test_a_restart_keeps_what_was_learned_and_the_calibration(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    first = _engine(tmp_path)
+    engines.append(first)
+    prompts = [[2, 3 + i] for i in range(40)]
+    cold = _tokens_per_step(_run(first, [_request(i, p) for i, p in enumerate(prompts)]))
+    drafter = first.drafters.resolve("task", LEARN)
+    evidence = drafter.trust.evidence.copy()  # type: ignore[union-attr]
+    assert evidence.sum() > 0
+    report = first.controls["task_report"](
+        {"task": "task", "drafter": "auto", "options": (), "corpus": None}
+    )
+    first.close()
+    assert not list(tmp_path.glob(".*")), "no temporary file is left"
+    assert all(p.stat().st_mode & 0o077 == 0 for p in tmp_path.glob("*")), "private"
+
+    second = _engine(tmp_path)
+    engines.append(second)
+    again = second.drafters.resolve("task", LEARN)
+    np.testing.assert_allclose(again.trust.evidence, evidence, atol=1e-3)  # type: ignore[union-attr]
+    told = second.controls["task_report"](
+        {"task": "task", "drafter": "auto", "options": (), "corpus": None}
+    )
+    assert told["num_steps"] == report["num_steps"] > 0
+    assert told["num_tokens"] == report["num_tokens"] == 400
+    assert len(told["calibration"]) == len(report["calibration"]) > 0
+    _run(second, [_request("open", [2, 3])])  # what is on disk is read when it is first needed
+    assert second.memory is not None
+    second.memory.wait()
+    warm = _tokens_per_step(_run(second, [_request(f"w{i}", p) for i, p in enumerate(prompts)]))
+    assert warm > 1.5 * cold
+    second.close()
+
+    # A damaged file, and another tokenizer's, are left aside.
+    for path in tmp_path.glob("*"):
+        path.write_bytes(path.read_bytes()[:50])
+    third = _engine(tmp_path)
+    engines.append(third)
+    told_third = _run(third, [_request(f"t{i}", p) for i, p in enumerate(prompts)])
+    assert _tokens_per_step(told_third) == pytest.approx(cold, rel=0.2)
+
+
+def test_tenants_and_salts_share_nothing(tmp_path: Path, engines: list[Engine]) -> None:
+    engine = _engine(tmp_path)
+    engines.append(engine)
+    memory = engine.memory
+    assert memory is not None
+    prompts = [[2, 3 + i] for i in range(20)]
+
+    def rate(name: str, **fields: Any) -> float:
+        rates = []
+        for turn in range(2):
+            wave = [_request(f"{name}-{turn}-{i}", p, **fields) for i, p in enumerate(prompts)]
+            rates.append(_tokens_per_step(_run(engine, wave)))
+            memory.wait()
+        return rates[0]
+
+    cold = rate("a", tenant="a")
+    assert rate("a2", tenant="a") > 1.5 * cold
+    assert rate("b", tenant="b") < 1.2 * cold
+    assert rate("salted", tenant="a", cache_salt="x") < 1.2 * cold
+    assert rate("other", tenant="a", task="other") < 1.2 * cold
+    assert len(engine.stats().learned) == 2
+    names = [path.name for path in _all_files(engine, tmp_path)]
+    assert len([n for n in names if n.startswith("learned-")]) == 4
+
+
+def _all_files(engine: Engine, folder: Path) -> list[Path]:
+    engine.close()
+    return sorted(folder.iterdir())
+
+
+def test_scopes_in_memory_are_bounded_and_come_back_from_disk(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    engine = _engine(tmp_path, max_scopes=3)
+    engines.append(engine)
+    memory = engine.memory
+    assert memory is not None
+    for i in range(8):
+        _run(engine, [_request(f"{i}-{k}", [2, 3 + k], tenant=f"t{i}") for k in range(10)])
+        memory.wait()
+        engine.tend()
+        assert len(memory._reservoirs) <= 3 and len(memory._layers) <= 3
+    cold = _tokens_per_step(_run(engine, [_request("new", [2, 3], tenant="new")]))
+    _run(engine, [_request("back", [2, 3], tenant="t0")])
+    memory.wait()
+    back = _tokens_per_step(_run(engine, [_request("back2", [2, 3], tenant="t0")]))
+    assert back > cold
+
+
+def test_forgetting_ends_drafts_and_deletes_files(tmp_path: Path, engines: list[Engine]) -> None:
+    engine = _engine(tmp_path, save_every_s=0.0)
+    engines.append(engine)
+    memory = engine.memory
+    assert memory is not None
+    prompts = [[2, 3 + i] for i in range(20)]
+    cold = _tokens_per_step(_run(engine, [_request(i, p) for i, p in enumerate(prompts)]))
+    _run(engine, [_request("kept", [5, 6], task="kept")])
+    memory.wait()
+    assert len(list(tmp_path.glob("learned-*"))) == 2
+    engine.controls["task_forget"]({"task": "task"})
+    assert memory.learned("task", "\0", None, LEARN_TOKENS) is None
+    memory.wait()
+    assert len(list(tmp_path.glob("learned-*"))) == 1
+    assert [name for name, *_ in engine.stats().learned if name != "task"] == ["kept"]
+    told = _run(engine, [_request(f"n{i}", p) for i, p in enumerate(prompts)])
+    assert _tokens_per_step(told) < 1.2 * cold
+
+
+def test_a_full_queue_drops_outputs_and_holds_nothing_up(engines: list[Engine]) -> None:
+    engine = _engine(None, max_queued=0)
+    engines.append(engine)
+    _run(engine, [_request(i, [2, 3 + i]) for i in range(5)])
+    assert engine.memory is not None and engine.memory.num_dropped == 5
+    engine.memory.wait()
+    assert engine.stats().learned == (("task", 0, 0),)
+
+
+def test_a_reload_leaves_running_sequences_their_drafter(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    """A new corpus under the same name: those that run go on with the old one, new ones see it."""
+    engine = _engine(None)
+    engines.append(engine)
+    path = tmp_path / "task.corpus"
+    answer = list(range(20, 40))
+    build_corpus([([], answer)] * 4, fingerprint="f", p_min=1).save(path)
+    spec = SpeculationParams("auto", 8, corpus=str(path))
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine.submit(_request("old", [2, 3], speculation=spec, sampling=long))
+    engine.step()
+    (sequence,) = engine._open["old"]
+    session = sequence.session
+    text = _ids(_run(_engine(None), [_request("w", [2, 3], sampling=long)])["w"])
+    build_corpus([([], text)] * 4, fingerprint="f", p_min=1).save(path)
+    engine.controls["drafters_reload"](None)
+    engine.submit(_request("new", [2, 3], speculation=spec, sampling=long))
+    told: dict[str, list[Delta]] = {}
+    while engine.has_work:
+        if "old" in engine._open:
+            assert engine._open["old"][0].session is session
+        for delta in engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+    accepted = {
+        name: sum(n for d in deltas for s, _, n in d.counts.by_source if s == "corpus")
+        for name, deltas in told.items()
+    }
+    assert accepted["new"] > 10 > accepted["old"]
+    assert _ids(told["new"]) == text
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, engines: list[Engine]) -> None:
+    engine = _engine(None)
+    engines.append(engine)
+    build_corpus([([], [3, 4])] * 4, fingerprint="other").save(tmp_path / "x.corpus")
+    spec = SpeculationParams("auto", 8, corpus=str(tmp_path / "x.corpus"))
+    told = _run(engine, [_request("r", [2, 3], speculation=spec)])["r"]
+    assert told[-1].finish_reason == "error" and "build it again" in str(told[-1].error)

@@ -1,0 +1,165 @@
+"""On a CPU every row has the same bits however it got there (DESIGN.md 1.1, Numerics).
+
+The truth here is our own one-token-at-a-time loop; test_hf_equality.py ties it to transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from server.model.cpu.runner import CpuRunner
+from server.model.cpu.threads import KernelThreads
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.cpu_models import cpu_runner
+
+V = families.VOCAB_SIZE
+Logprobs = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module", params=list(families.FAMILIES))
+def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
+    made = cpu_runner(families.build(str(request.param)))
+    yield made
+    made.close()
+
+
+def tokens(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, V, num).tolist()
+
+
+def step(runner: CpuRunner, builder: BatchBuilder, rows: list[int]) -> Logprobs:
+    for row in rows:
+        builder.score(row, 0, V)
+    runner.launch(builder.build())
+    return all_logprobs(runner.wait(), V)
+
+
+def one_by_one(runner: CpuRunner, ids: list[int], seed: int) -> Logprobs:
+    table = Pages(64, seed=seed).sequence(len(ids))
+    got = []
+    for i, token in enumerate(ids):
+        builder = BatchBuilder()
+        rows = builder.add_rows(table, [token], i)
+        got.append(step(runner, builder, rows))
+    return np.concatenate(got)
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 13, 48, 90])
+def test_chunks_of_any_size(runner: CpuRunner, chunk: int) -> None:
+    ids = tokens(90, 1)
+    want = one_by_one(runner, ids, 3)
+    table = Pages(64, seed=4).sequence(90)
+    got = []
+    for start in range(0, 90, chunk):
+        builder = BatchBuilder()
+        got.append(
+            step(runner, builder, builder.add_rows(table, ids[start : start + chunk], start))
+        )
+    assert np.array_equal(np.concatenate(got), want)
+
+
+def test_neighbours_change_nothing(runner: CpuRunner) -> None:
+    prompts = [tokens(n, 30 + n) for n in (5, 17, 33, 40)]
+    want = [one_by_one(runner, ids, i) for i, ids in enumerate(prompts)]
+    pages = Pages(64, seed=8)
+    builder = BatchBuilder()
+    rows = [builder.add_rows(pages.sequence(len(ids)), ids, 0) for ids in prompts]
+    got = step(runner, builder, [r for part in rows for r in part])
+    assert np.array_equal(got, np.concatenate(want))
+
+
+@pytest.mark.parametrize("root", [0, 6, 7, 14, 15, 16, 31])
+def test_tree_rows_and_what_follows_an_accepted_path(runner: CpuRunner, root: int) -> None:
+    parents = [-1, 0, -1, 2, 3, 3, 1, 4]
+    ids, nodes = tokens(root + 1, root), tokens(len(parents), 90 + root)
+    table = Pages(64, seed=root).sequence(root + 1 + len(parents) + 8)
+    builder = BatchBuilder()
+    last = builder.add_rows(table, ids, 0)[-1]
+    got = step(runner, builder, [last, *builder.add_tree(table, root, nodes, parents)])
+    for i in range(len(parents)):
+        path, node = [], i
+        while node >= 0:
+            path.insert(0, node)
+            node = parents[node]
+        linear = one_by_one(runner, [*ids, *(nodes[p] for p in path)], 1)
+        # one_by_one reuses blocks that the tree's sequence holds, so the tree is fed again below.
+        assert np.array_equal(got[1 + i], linear[-1]), f"node {i}"
+    builder = BatchBuilder()
+    builder.add_rows(table, ids, 0)
+    builder.add_tree(table, root, nodes, parents)
+    step(runner, builder, [])
+    accepted = [2, 3, 4, 7]
+    runner.move_slots(
+        np.asarray([table.slot(root + 1 + i) for i in accepted], np.int32),
+        np.asarray([table.slot(root + 1 + i) for i in range(4)], np.int32),
+    )
+    builder = BatchBuilder()
+    rows = builder.add_rows(table, [9, 8, 7], root + 5)
+    after = step(runner, builder, rows)
+    linear = one_by_one(runner, [*ids, *(nodes[i] for i in accepted), 9, 8, 7], 1)
+    assert np.array_equal(after, linear[-3:])
+
+
+def test_thread_count_changes_nothing() -> None:
+    module = families.build("gemma3")
+    ids = tokens(60, 2)
+    results = []
+    for threads in (1, 2, 3):
+        made = cpu_runner(module, num_threads=threads)
+        builder = BatchBuilder()
+        results.append(step(made, builder, builder.add_rows(Pages(64).sequence(60), ids, 0)))
+        made.close()
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
+def test_bfloat16_weights_give_the_forward_of_the_rounded_model() -> None:
+    import torch
+
+    module = families.build("llama")
+    ids = tokens(40, 5)
+    made = cpu_runner(module, dtype="bfloat16")
+    builder = BatchBuilder()
+    got = step(made, builder, builder.add_rows(Pages(64).sequence(40), ids, 0))
+    made.close()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if (parameter.dim() == 2 and "embed" not in name) or "lm_head" in name:
+                parameter.copy_(parameter.to(torch.bfloat16).float())
+        want = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
+    assert np.abs(got - want).max() < 1e-4
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are pinned on Linux only")
+def test_threads_that_slept_start_on_a_core_each_and_are_let_go() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core")
+
+    def places() -> list[set[int]]:
+        return [os.sched_getaffinity(thread_id) for thread_id in threads.thread_ids]
+
+    with ThreadPoolExecutor(1) as worker:
+        made = worker.submit(KernelThreads, 64, len(cores), pause_s=0.2, pinned_s=0.15)
+        threads = made.result()
+        assert len(set(threads.thread_ids)) == len(cores)
+        worker.submit(threads.wake).result()  # has not slept
+        assert places() == [cores] * len(cores)
+        time.sleep(0.25)
+        worker.submit(threads.wake).result()
+        assert sorted(core for place in places() for core in place) == sorted(cores)
+        worker.submit(threads.rest).result()
+        deadline = time.monotonic() + 10.0
+        while places() != [cores] * len(cores):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        fewer = worker.submit(KernelThreads, 64, len(cores) - 1).result()
+        assert fewer.thread_ids == ()

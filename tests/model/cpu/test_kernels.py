@@ -1,0 +1,94 @@
+"""The CPU kernels: right against float64, and the same bits whatever stands beside a row."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.model.cpu import forward as cpu_forward
+from server.model.cpu.kernels import PANEL, pack_panels
+
+SHAPES = [(576, 960), (576, 576), (1536, 576), (48, 128), (100, 70), (64, 33), (640, 2048)]
+
+
+def _packed(weight: np.ndarray) -> np.ndarray:
+    num, k = weight.shape
+    out = np.empty((-(-num // PANEL), k, PANEL), weight.dtype)
+    pack_panels(weight, out)
+    return out
+
+
+def _product(x: np.ndarray, panels: np.ndarray, bf16: bool, threads: int) -> np.ndarray:
+    out = np.full((x.shape[0], panels.shape[0] * PANEL), np.nan, np.float32)
+    counter = np.zeros(8, np.int64)
+    cpu_forward.product(
+        x, x.shape[0], panels.ctypes.data, panels.shape[0], out, bf16, counter, threads
+    )
+    return out
+
+
+@pytest.mark.parametrize(("k", "num"), SHAPES)
+def test_a_row_has_the_same_bits_at_every_row_count_and_thread_count(k: int, num: int) -> None:
+    rng = np.random.default_rng(k * 1000 + num)
+    panels = _packed(rng.standard_normal((num, k), dtype=np.float32))
+    x = rng.standard_normal((129, k), dtype=np.float32)
+    alone = np.concatenate([_product(x[i : i + 1].copy(), panels, False, 1) for i in range(129)])
+    for rows in [*range(1, 26), 31, 47, 48, 96, 97, 100, 129]:
+        for threads in (1, 2):
+            together = _product(x[:rows].copy(), panels, False, threads)
+            assert np.array_equal(together, alone[:rows]), (rows, threads)
+
+
+@pytest.mark.parametrize(("k", "num"), SHAPES)
+def test_products_are_right(k: int, num: int) -> None:
+    rng = np.random.default_rng(7)
+    weight = rng.standard_normal((num, k), dtype=np.float32)
+    x = rng.standard_normal((13, k), dtype=np.float32)
+    got = _product(x, _packed(weight), False, 2)
+    want = x.astype(np.float64) @ weight.T.astype(np.float64)
+    assert np.abs(got[:, :num] - want).max() < 1e-5 * k**0.5
+    assert not got[:, num:].any(), "columns past the last output are zero"
+
+
+def test_bfloat16_weights_are_widened_exactly() -> None:
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((96, 80), dtype=np.float32)
+    bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
+    rounded = (bits.astype(np.uint32) << 16).view(np.float32)
+    x = rng.standard_normal((17, 80), dtype=np.float32)
+    stored = _product(x, _packed(bits), True, 2)
+    assert np.array_equal(stored, _product(x, _packed(rounded), False, 1))
+
+
+def _digest() -> str:
+    """A digest of products whose bits must not depend on the instruction set."""
+    rng = np.random.default_rng(11)
+    parts = []
+    for k, num in ((576, 192), (100, 70)):
+        panels = _packed(rng.standard_normal((num, k), dtype=np.float32))
+        x = rng.standard_normal((15, k), dtype=np.float32)
+        parts.append(_product(x, panels, False, 1)[:, :num].tobytes())
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def test_256_bit_registers_give_the_same_bits(tmp_path: Path) -> None:
+    """The layout for CPUs without AVX-512, compiled for one, in a process of its own."""
+    env = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+sse4.2,+bmi,+bmi2,+f16c",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    code = "from tests.model.cpu.test_kernels import _digest; print(_digest())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == _digest()

@@ -1,0 +1,61 @@
+"""KV pages are ready before they are written, a stretch ahead of what is in use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from server.model.cpu.kv_pages import KvPages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
+
+PLANES = 6
+NUM_BLOCKS = 3000  # of 4 KiB: 512 make a stretch
+
+
+def num_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def wait_ready(pages: KvPages, num_blocks: int) -> None:
+    deadline = time.monotonic() + 30.0
+    while pages.num_ready < num_blocks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_blocks_are_ready_a_stretch_ahead_and_keep_what_they_hold() -> None:
+    keys = np.zeros((2, 3, NUM_BLOCKS, 64, 16), np.float32)
+    untouched = np.zeros(keys.shape, np.float32)  # zeros_like would write them
+    pages = KvPages((keys,))
+    if pages.num_ready == 0:
+        pytest.skip("this kernel cannot populate pages")
+    assert pages.num_ready == 512
+    before = num_faults()
+    keys[:, :, :512] = 1.0
+    ready = num_faults() - before
+    before = num_faults()
+    untouched[:, :, :512] = 1.0
+    assert ready <= 2 < PLANES <= num_faults() - before
+    keys[:, :, 600:610] = 7.0  # no one said so: an ordinary fault, and its content stays
+    pages.use(400)
+    wait_ready(pages, 913)
+    assert pages.num_ready == 1024  # whole stretches, and none that nobody is near
+    pages.use(NUM_BLOCKS - 1)
+    wait_ready(pages, NUM_BLOCKS)
+    assert (keys[:, :, 600:610] == 7.0).all() and (keys[:, :, :512] == 1.0).all()
+    assert not keys[:, :, 610:].any()
+    pages.close()
+    pages.close()
+
+
+def test_closing_does_not_wait_for_pages_that_are_not_ready() -> None:
+    pages = KvPages((np.zeros((8, NUM_BLOCKS, 64, 16), np.float32),))
+    pages.use(NUM_BLOCKS - 1)
+    began = time.monotonic()
+    pages.close()
+    assert time.monotonic() - began < 5.0

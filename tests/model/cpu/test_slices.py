@@ -1,0 +1,257 @@
+"""Slices on a CPU: bit for bit the full head restricted, whatever lies and runs beside them; and
+`verify`, bit for bit the full head's own draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from server.engine import reference_sampler as sampling
+from server.engine.batch import DrawError, HeadSlice
+from server.model.cpu.kernels import PANEL, pack_panels
+from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
+from server.model.cpu.sampler import argmax
+from server.model.cpu.slices import SlicedHead, gather, padded
+from server.types import SamplingParams
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.cpu_models import cpu_runner
+from tests.model.slice_cases import (
+    alone,
+    assert_equal,
+    batch_of,
+    cached,
+    ids_of,
+    run,
+    uncached,
+    verification,
+)
+
+V = families.VOCAB_SIZE
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "bfloat16"])
+def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
+    half = request.param == "bfloat16"
+    made = cpu_runner(
+        families.build("gemma3" if half else str(request.param)),
+        dtype="bfloat16" if half else "float32",
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def slices(runner: CpuRunner) -> list[HeadSlice]:
+    """Slices over two tables, with dynamic rows that are shared, scattered and far apart."""
+    first, second = ids_of(1, 20), ids_of(2, 70)
+    runner.load_table(0, first.copy())
+    runner.load_table(1, second.copy())
+    extra = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.union1d(first, second))
+    return [
+        cached(runner, 0, first, extra[:3], np.array([5, 0, 66], np.int32)),
+        cached(runner, 0, first, extra[:0], np.empty(0, np.int32)),
+        cached(runner, 1, second, extra[[0, 9, 4]], np.array([5, 200, 3], np.int32)),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_a_slice_is_the_full_head_restricted(
+    runner: CpuRunner, slices: list[HeadSlice], seed: int
+) -> None:
+    """Cached rows give the draws and logprobs of the full head's logits at the same ids."""
+    batch = batch_of(7, seed, [0, 1, 2, 0, 2, 1, 2])
+    got = run(runner, replace(batch, slices=tuple(slices)))
+    assert_equal(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))))
+    for d, token in enumerate(got.token_ids.tolist()):
+        assert token in slices[int(batch.draw_slice[d])].ids  # type: ignore[index]
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_draws_are_the_reference_sampler_s_over_the_slice(
+    runner: CpuRunner, slices: list[HeadSlice], seed: int
+) -> None:
+    batch = batch_of(6, seed, [0, 1, 2, 0, 1, 2])
+    got = run(runner, replace(batch, slices=tuple(slices)))
+    scored = replace(
+        batch,
+        draw_slice=None,
+        score_rows=batch.draw_rows,
+        score_targets=np.full(6, 3, np.int32),
+        score_top=np.full(6, V, np.int32),
+    )
+    # Adding a constant to a row changes no draw: logprobs stand in for logits where the penalties
+    # do not look at their sign.
+    full = all_logprobs(run(runner, scored), V)
+    for d in range(6):
+        params = batch.params[int(batch.draw_params[d])]
+        if params.sampling.repetition_penalty != 1.0:
+            continue
+        logits = np.full(V, -np.inf, np.float32)
+        ids = slices[int(batch.draw_slice[d])].ids  # type: ignore[index]
+        logits[ids] = full[d][ids]
+        assert got.token_ids[d] == sampling.draw(logits, params, int(batch.draw_positions[d]), [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neighbours_change_nothing(runner: CpuRunner, slices: list[HeadSlice], seed: int) -> None:
+    """Rows with a full head, with other slices and with other tables in one batch, or alone."""
+    chosen = [0, -1, 2, 1, -1, 0, 2, -1]
+    batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
+    together = run(runner, batch)
+    for d in range(8):
+        got = run(runner, alone(batch, d))
+        assert got.token_ids[0] == together.token_ids[d]
+        assert np.array_equal(got.logprobs[0], together.logprobs[d], equal_nan=True)
+        assert got.top[0] == together.top[d]
+
+
+def test_choices_of_one_prompt_share_a_row(runner: CpuRunner, slices: list[HeadSlice]) -> None:
+    pages, builder = Pages(64), BatchBuilder()
+    row = builder.add_rows(pages.sequence(4), [5, 6, 7, 8], 0)[-1]
+    sampling = SamplingParams(temperature=1.5, seed=8)
+    for choice in range(12):
+        builder.draw(row, builder.add_params(draw_params(sampling, choice_id=choice)))
+    batch = replace(builder.build(), draw_slice=np.zeros(12, np.int32))
+    got = run(runner, replace(batch, slices=(slices[0],)))
+    assert_equal(got, run(runner, replace(batch, slices=(uncached(slices[0]),))))
+    assert len(set(got.token_ids.tolist())) > 1
+
+
+def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
+    runner: CpuRunner, slices: list[HeadSlice]
+) -> None:
+    outside = sorted(set(range(3, V)) - set(slices[1].ids.tolist()))[:5]
+    pages, builder = Pages(64), BatchBuilder()
+    plain = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
+    mask = builder.add_mask(outside, V)
+    rows = [builder.add_rows(pages.sequence(3), [5, 6, i + 9], 0)[-1] for i in range(3)]
+    for row in rows:
+        builder.draw(row, plain)
+        builder.draw(row, plain, mask=mask)
+    batch = builder.build()
+    want = run(runner, batch)
+    got = run(runner, replace(batch, draw_slice=np.zeros(6, np.int32), slices=(slices[1],)))
+    assert np.array_equal(got.token_ids[1::2], want.token_ids[1::2])
+    assert np.array_equal(got.logprobs[1::2], want.logprobs[1::2])
+    assert set(got.token_ids[1::2].tolist()) <= set(outside)
+    assert set(got.token_ids[0::2].tolist()) <= set(slices[1].ids.tolist())
+    none = builder.add_mask([], V)
+    builder.draw(rows[0], plain, mask=none)
+    with pytest.raises(DrawError, match="draw 6: no token is left") as caught:
+        run(
+            runner,
+            replace(builder.build(), draw_slice=np.zeros(7, np.int32), slices=(slices[1],)),
+        )
+    assert np.array_equal(caught.value.drawn.token_ids[:6], got.token_ids)
+
+
+def test_verify_is_the_full_head_s_draw(runner: CpuRunner, slices: list[HeadSlice]) -> None:
+    """More rows than one product of `verify` takes; kept at scattered places."""
+    num = VERIFY_ROWS + 5
+    rng = np.random.default_rng(3)
+    places = rng.permutation(3 * num)[:num].astype(np.int32)
+    batches = [batch_of(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(num // 8 + 1)]
+    want_ids, want_logprobs, parts = [], [], []
+    for i, batch in enumerate(batches):
+        here = places[8 * i : 8 * (i + 1)]
+        cut = here.shape[0]
+        batch = replace(
+            batch,
+            draw_rows=batch.draw_rows[:cut],
+            draw_params=batch.draw_params[:cut],
+            draw_parent=batch.draw_parent[:cut],
+            draw_positions=batch.draw_positions[:cut],
+            draw_mask=batch.draw_mask[:cut],
+            draw_slice=batch.draw_slice[:cut],  # type: ignore[index]
+        )
+        full = run(runner, replace(batch, draw_slice=None))
+        want_ids.append(full.token_ids)
+        want_logprobs.append(full.logprobs)
+        kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=here))
+        assert np.isnan(kept.logprobs).all(), "a kept draw gives no logprobs"
+        parts.append(batch)
+    check = verification(parts)
+    got = runner.verify(check, places)
+    assert np.array_equal(got.token_ids, np.concatenate(want_ids))
+    assert np.array_equal(got.logprobs, np.concatenate(want_logprobs), equal_nan=True)
+
+
+def test_a_table_is_dropped_and_its_number_is_free(runner: CpuRunner) -> None:
+    before = runner.slice_bytes
+    runner.load_table(9, ids_of(5, 30))
+    assert runner.slice_bytes > before
+    with pytest.raises(ValueError, match="table 9 is loaded already"):
+        runner.load_table(9, ids_of(6, 30))
+    runner.drop_table(9)
+    runner.drop_table(9)
+    assert runner.slice_bytes == before
+
+
+@pytest.mark.parametrize("num", [1, 15, 16, 17, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL + 5])
+def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
+    """The paper's code fills pads with zeros; a zero wins against negative logits."""
+    width, rows = 32, 5 * PANEL
+    rng = np.random.default_rng(num)
+    weight = -rng.random((rows, width), np.float32) - np.float32(0.5)
+    head = np.zeros((5, width, PANEL), np.float32)
+    pack_panels(weight, head)
+    sliced = SlicedHead(head, 2, np.zeros(8, np.int64))
+    ids = np.sort(rng.choice(rows, num, replace=False)).astype(np.int32)
+    static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
+    sliced.load_table(0, static)
+    places = np.arange(dynamic.shape[0], dtype=np.int32)[::-1].copy()
+    sliced.load_rows(dynamic, places)
+    columns = np.concatenate([np.arange(static.shape[0]), static.shape[0] + places])
+    slice_ = HeadSlice(ids, columns.astype(np.int32), 0, static.shape[0])
+    states = rng.random((1, width), np.float32) + np.float32(0.1)
+    out = np.zeros(padded(num), np.float32)
+    pool = np.zeros(0, np.float32)
+    table = sliced.static_logits(0, states, 1)[0]
+    if dynamic.size:
+        pool = sliced.pool_logits(dynamic.shape[0], states, 1)[0]
+    gather(table, pool, slice_, out)
+    want = np.zeros(1, np.float32)
+    best, best_id = -np.inf, -1
+    for i in ids.tolist():
+        want = np.float32(0)
+        for k in range(width):
+            want = np.float32(
+                np.float64(states[0, k]) * np.float64(weight[i, k]) + np.float64(want)
+            )
+        if want > best:
+            best, best_id = want, i
+    assert (out[:num] < 0).all() and (out[num:] == -np.inf).all()
+    assert ids[argmax(out)] == best_id
+
+
+def test_ties_go_to_the_lowest_id_wherever_its_row_lies() -> None:
+    """The paper's code leaves its ids unsorted. Here every row of the head is the same, so that
+    every id ties: the lowest one wins from T, from the pool, and from the full head."""
+    module = families.build("llama")
+    with torch.no_grad():
+        module.lm_head.weight[:] = module.lm_head.weight[7].clone()
+    runner = cpu_runner(module)
+    try:
+        static = np.array([2, 60, 150], np.int32)
+        runner.load_table(0, static.copy())
+        none = np.empty(0, np.int32)
+        slices = (
+            cached(runner, 0, static, none, none),
+            cached(runner, 0, static, np.array([1, 40], np.int32), np.array([9, 0], np.int32)),
+            cached(runner, 0, static, np.array([100, 198], np.int32), np.array([3, 70], np.int32)),
+        )
+        pages, builder = Pages(64), BatchBuilder()
+        row = builder.add_rows(pages.sequence(4), [5, 6, 7, 8], 0)[-1]
+        for sampling_ in (SamplingParams(temperature=0.0), SamplingParams(top_k=1, seed=3)):
+            for _ in range(4):
+                builder.draw(row, builder.add_params(draw_params(sampling_)))
+        chosen = np.array([0, 1, 2, -1] * 2, np.int32)
+        got = run(runner, replace(builder.build(), draw_slice=chosen, slices=slices))
+        assert got.token_ids.tolist() == [2, 1, 2, 0] * 2
+    finally:
+        runner.close()

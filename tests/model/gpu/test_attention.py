@@ -1,0 +1,259 @@
+"""Both paged attentions against a float64 answer, on the same cases.
+
+Triton's interpreter must be chosen before triton is first imported, and torch may import it, so
+the Triton half runs in a process of its own (test_triton_in_the_interpreter); there this module's
+`triton` cases run, elsewhere they are left out. tests/gpu runs the cases on CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from server.engine import reference_sampler as sampling
+from server.model.gpu import sampler
+from server.model.gpu.runner import TorchRunner
+from tests.model import attention_cases as cases
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).resolve().parents[3]
+
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+KINDS = ["decode", "tree", "chunk", "mixed"]
+TORCH_CASES = [("torch", kind, shape) for shape in cases.SHAPES for kind in KINDS]
+# The interpreter is slow: every shape on the batch that has all kinds of rows, and one on each.
+TRITON_CASES = [
+    ("triton", "tree" if shape == "grouped_by_32" else "mixed", shape) for shape in cases.SHAPES
+] + [("triton", kind, "mqa") for kind in KINDS[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kind", "shape"),
+    [*TORCH_CASES, *(pytest.param(*case, marks=needs_interpreter) for case in TRITON_CASES)],
+)
+def test_every_row_attends_to_exactly_its_keys(implementation: str, kind: str, shape: str) -> None:
+    p = cases.problem(cases.batch_of(kind), cases.SHAPES[shape], torch.float32, CPU)
+    want = cases.expected(p)
+    got = cases.run_triton(p) if implementation == "triton" else cases.run_torch(p)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
+
+
+@needs_interpreter
+def test_triton_in_half_precision() -> None:
+    """float16 for all 16-bit types: the interpreter multiplies the bits of a bfloat16 as integers
+    (triton 3.9, InterpreterBuilder.create_dot). bfloat16 is tests/gpu's."""
+    p = cases.problem(cases.batch_of("tree"), cases.SHAPES["odd_dim"], torch.float16, CPU)
+    want = cases.expected(p)
+    torch.testing.assert_close(cases.run_triton(p).double(), want, rtol=0, atol=5e-3)
+
+
+@needs_interpreter
+def test_triton_without_room_for_splits_is_the_same() -> None:
+    p = cases.problem(cases.batch_of("tree"), cases.SHAPES["odd_dim"], torch.float32, CPU)
+    want = cases.expected(p)
+    torch.testing.assert_close(cases.run_triton(p, num_bytes=0).double(), want, rtol=0, atol=2e-5)
+
+
+@needs_interpreter
+def test_triton_gives_a_row_the_same_bits_whatever_its_neighbours() -> None:
+    """Window edges included: blocks, splits and their order depend on the row alone."""
+    shape = cases.SHAPES["odd_dim"]
+    whole = cases.problem(cases.batch_of("mixed"), shape, torch.float32, CPU)
+    together = cases.run_triton(whole)
+    for rows, batch in cases.rows_alone(whole.batch):
+        p = cases.problem(batch, shape, torch.float32, CPU)
+        p.query.copy_(whole.query[rows])
+        p.key.copy_(whole.key[rows])
+        p.value.copy_(whole.value[rows])
+        assert torch.equal(cases.run_triton(p), together[rows])
+
+
+@needs_interpreter
+def test_triton_gumbel_max_is_the_torch_one() -> None:
+    from server.model.gpu import triton_kernels
+
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn((9, 20_000), generator=generator, dtype=torch.float64)
+    logits[2, 100:] = float("-inf")
+    logits[3] = 1.0  # greedy below: the lowest id
+    logits[4] = float("-inf")
+    words = [sampling.noise_key(5, i, 1000 + i) for i in range(9)]
+    keys = np.ones((9, 3), np.uint32)
+    keys[:, :2] = words
+    keys[3, 2] = 0
+    device_keys = torch.from_numpy(keys.view(np.int32))
+    value, ids = triton_kernels.gumbel_max(logits, device_keys)
+    want_value, want_ids = sampler.gumbel_max(logits, device_keys)
+    keep = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert ids[keep].tolist() == want_ids[keep].tolist() and ids[3] == 0
+    torch.testing.assert_close(value, want_value, rtol=1e-14, atol=0)
+
+
+class CapturedAtOnce:
+    """DecodeGraphs without a GPU: every replay is a call."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.keys: list[tuple[int, int]] = []
+
+    def run(self, key: tuple[int, int], forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.keys.append(key)
+        return forward()
+
+    def forget(self) -> None:
+        raise AssertionError("the inputs moved")
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("family", "bucketed"), [("llama", True), ("gemma3", False)])
+def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
+    """Prompt chunk, tree and decode rows with split keys; decode steps padded to graph buckets."""
+    results = []
+    graphs = CapturedAtOnce(8)
+    for attention in ("torch", "triton"):
+        runner = TorchRunner(
+            families.build(family),
+            name=family,
+            device=CPU,
+            num_blocks=64,
+            max_model_len=families.MAX_LEN,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            attention=attention,
+        )
+        runner._shape = dataclasses.replace(runner._shape, split_size=64, max_splits=4)
+        if attention == "triton" and bucketed:
+            runner._graphs = graphs
+        pages = Pages(64, seed=3)
+        tables = [pages.sequence(120) for _ in range(3)]
+        first = BatchBuilder()
+        for i, (table, length) in enumerate(zip(tables, (70, 5, 20), strict=True)):
+            row = first.add_rows(table, [3 + i + j for j in range(length)], 0)[-1]
+            first.draw(row, first.add_params(draw_params()))
+        nodes = first.add_tree(tables[2], 19, [8, 9, 7], [-1, 0, -1])
+        for node in nodes:
+            first.score(node, 0, families.VOCAB_SIZE)
+        second = BatchBuilder()
+        for i, position in enumerate((70, 5, 20)):
+            row = second.add_rows(tables[i], [0], position, token_from=[i])[0]
+            second.draw(row, second.add_params(draw_params()))
+            second.score(row, 0, families.VOCAB_SIZE)
+        runner.launch(first.build())
+        runner.launch(second.build())
+        drawn = [runner.wait(), runner.wait()]
+        ids = np.concatenate([d.token_ids for d in drawn])
+        logprobs = np.concatenate([all_logprobs(d, families.VOCAB_SIZE) for d in drawn])
+        results.append((ids, logprobs))
+        runner.close()
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
+    assert graphs.keys == ([(4, 2)] if bucketed else [])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the process this one is")
+@needs_triton
+def test_triton_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "triton", str(Path(__file__))],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"{len(TRITON_CASES) + 6} passed" in done.stdout, done.stdout[-400:]
+
+
+# Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch.
+COMPILED = {
+    "decode, bf16": ("_attend_tiles", torch.bfloat16, 64, 16, True, True),
+    "tree, bf16": ("_attend_tiles", torch.bfloat16, 128, 64, True, False),
+    "chunk, bf16, Gemma's head": ("_attend_tiles", torch.bfloat16, 256, 64, False, True),
+    "chunk, fp32, Gemma's head": ("_attend_tiles", torch.float32, 256, 64, False, True),
+    "tree, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False),
+    "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True),
+    "write": ("_write_kv", torch.bfloat16, 64, 16, False, False),
+    "gumbel": ("_gumbel_max", torch.float64, 16, 16, False, False),
+}
+FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [(case, 80) for case in COMPILED] + [(case, 90) for case in COMPILED if "bf16" in case],
+)
+def test_triton_kernels_compile_for_a_gpu(
+    case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to machine code, without a GPU, with the shared memory that they ask for in bounds."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from server.model.gpu import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    name, dtype, head_dim, block_m, split, window = COMPILED[case]
+    constants: dict[str, int | bool] = {
+        "NUM_KV_HEADS": 2,
+        "GROUP_SIZE": 3,
+        "NUM_HEADS": 6,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton_kernels.block_d_of(head_dim),
+        "BLOCK_SIZE": 16,
+        "SPLIT_SIZE": 256,
+        "MAX_SPLITS": 32,
+        "TILE_FIELDS": 8,
+        "HAS_WINDOW": window,
+        "SPLIT": split,
+        "PART": 8192,
+        "BLOCK": 1024,
+    }
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    if name == "_attend_tiles":
+        options |= triton_kernels.tile_options(head_dim, block_m, dtype)
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": options["BLOCK_N"]}
+    kernel = getattr(triton_kernels, name)
+    floats = {"query", "key", "value", "keys", "values", "out", "logits"}
+    partials = {"part_out", "part_max", "part_sum"}
+    arrays = {"slots", "tiles", "block_tables", "prefix_len", "positions", "split_rows"}
+    arrays |= {"path_start", "path_len", "path_slots", "best_id"}
+    if name == "_gumbel_max":
+        floats, arrays = {"logits", "best_value"}, {"keys", "best_id"}
+    kinds = (
+        dict.fromkeys(floats, "*" + FLOATS[dtype])
+        | dict.fromkeys(partials, "*fp32")
+        | dict.fromkeys(arrays, "*i32")
+        | {"scaling": "fp32"}
+        | dict.fromkeys(constants, "constexpr")
+    )
+    source = ASTSource(
+        fn=kernel,
+        signature={n: kinds.get(n, "i32") for n in kernel.arg_names},
+        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
+    )
+    options = {k: v for k, v in options.items() if not k.isupper()}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SMALLEST_SHARED_MEMORY

@@ -1,0 +1,404 @@
+"""TorchRunner as a Runner: draws, tokens taken from the step before, slabs, errors, life cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from server.engine import reference_sampler as sampling
+from server.engine.batch import DrawError
+from server.model.gpu import attention, graphs
+from server.model.gpu.kv_cache import KvCache, bytes_per_block, num_blocks_for
+from server.model.gpu.lm_head import LmHead
+from server.model.gpu.runner import TorchRunner, pad_to_bucket
+from server.model.gpu.transfers import Upload
+from server.types import SamplingParams
+from tests.model import families
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+
+V = families.VOCAB_SIZE
+NUM_BLOCKS = 32
+CPU = torch.device("cpu")
+
+
+def make(family: str = "llama", **options: object) -> TorchRunner:
+    numbers: dict[str, object] = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": families.MAX_LEN,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    }
+    return TorchRunner(
+        families.build(family),
+        name=family,
+        device=CPU,
+        **(numbers | options),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[TorchRunner]:
+    made = make()
+    yield made
+    made.close()
+
+
+def tokens(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, V, num).tolist()
+
+
+def raw_logits(token_ids: list[int]) -> npt.NDArray[np.float32]:
+    """transformers' logits at the last position, float32 [V]."""
+    module = families.build("llama")
+    with torch.no_grad():
+        result: npt.NDArray[np.float32] = module(torch.tensor([token_ids])).logits[0, -1].numpy()
+    return result
+
+
+def test_draws_and_logprobs_are_the_reference_s_on_transformers_logits(
+    runner: TorchRunner,
+) -> None:
+    ids = tokens(30, 1)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(30), ids, 0)[-1]
+    asked = [
+        draw_params(SamplingParams(temperature=0.0, num_logprobs=3)),
+        draw_params(SamplingParams(temperature=1.2, top_p=0.9, seed=9)),
+        draw_params(SamplingParams(temperature=0.7, seed=4, num_logprobs=0), choice_id=1),
+        draw_params(SamplingParams(temperature=0.0, allowed_token_ids=(5, 6, 7))),
+    ]
+    for params in asked:
+        builder.draw(row, builder.add_params(params))
+    runner.launch(builder.build())
+    drawn = runner.wait()
+    logits = raw_logits(ids)
+    want = [sampling.draw(logits, params, 30, []) for params in asked]
+    assert drawn.token_ids.tolist() == want
+    for d in (0, 2):
+        num_top = asked[d].sampling.num_logprobs or 0
+        expected = sampling.token_logprob(logits, want[d], num_top)
+        assert drawn.ranks[d] == expected.rank
+        np.testing.assert_allclose(drawn.logprobs[d], expected.logprob, atol=1e-4)
+        assert [i for i, _ in drawn.top[d]] == [i for i, _ in expected.top]
+    assert np.isnan(drawn.logprobs[[1, 3]]).all() and drawn.ranks[1] == 0 and drawn.top[3] == ()
+    assert drawn.model_s > 0.0
+
+
+def test_one_step_ahead_takes_the_drawn_ids(runner: TorchRunner) -> None:
+    """Two steps in flight: the second's rows carry no token, only where it comes from."""
+    prompts = [tokens(9, 2), tokens(14, 3)]
+    pages = Pages(NUM_BLOCKS, seed=2)
+    tables = [pages.sequence(32) for _ in prompts]
+    first = BatchBuilder()
+    for table, ids in zip(tables, prompts, strict=True):
+        row = first.add_rows(table, ids, 0)[-1]
+        first.draw(row, first.add_params(draw_params()))
+    second = BatchBuilder()
+    for i in (1, 0):  # another order than the draws'
+        row = second.add_rows(tables[i], [0], len(prompts[i]), token_from=[i])[0]
+        second.draw(row, second.add_params(draw_params()))
+    runner.launch(first.build())
+    runner.launch(second.build())
+    got_first, got_second = runner.wait(), runner.wait()
+    for at, i in enumerate((1, 0)):
+        grown = [*prompts[i], int(got_first.token_ids[i])]
+        assert got_second.token_ids[at] == int(np.argmax(raw_logits(grown)))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3])
+def test_slabs_of_the_head_change_nothing(rows_at_once: int) -> None:
+    """Logits of a few rows at a time: the same draws in the same order, the same scores."""
+    ids = tokens(20, 5)
+    builder = BatchBuilder()
+    rows = builder.add_rows(Pages(NUM_BLOCKS).sequence(20), ids, 0)
+    greedy = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
+    noisy = builder.add_params(draw_params(SamplingParams(seed=3)))
+    for row in (19, 4, 11, 4, 0):
+        builder.draw(rows[row], greedy if row % 2 else noisy)
+    for row in range(19, -1, -1):
+        builder.score(rows[row], ids[row], 1 + row % 3)
+    results = []
+    for head_bytes in (1 << 20, rows_at_once * V * 48):
+        made = make(head_bytes=head_bytes)
+        made.launch(builder.build())
+        results.append(made.wait())
+        made.close()
+    whole, parts = results
+    assert parts.token_ids.tolist() == whole.token_ids.tolist()
+    assert parts.ranks.tolist() == whole.ranks.tolist()
+    assert parts.score_ranks.tolist() == whole.score_ranks.tolist()
+    np.testing.assert_allclose(parts.score_logprobs, whole.score_logprobs, atol=1e-5)
+    for got, want in zip(parts.score_top, whole.score_top, strict=True):
+        assert [i for i, _ in got] == [i for i, _ in want]
+
+
+def test_padded_vocabulary_ids_are_never_drawn_nor_listed() -> None:
+    ids = [i % 100 for i in tokens(12, 6)]
+    made = make(num_token_ids=100)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
+    for seed in range(200):
+        params = SamplingParams(temperature=5.0, seed=seed)
+        builder.draw(row, builder.add_params(draw_params(params)))
+    builder.score(row, 0, V)
+    assert made.info.vocab_size == 100
+    made.launch(builder.build())
+    drawn = made.wait()
+    assert drawn.token_ids.max() < 100 and len(set(drawn.token_ids.tolist())) > 20
+    logits = raw_logits(ids)[:100].astype(np.float64)
+    want = logits - np.log(np.exp(logits).sum())  # the softmax, too, knows nothing of padding
+    np.testing.assert_allclose(all_logprobs(drawn, 100)[0], want, atol=1e-4)
+    made.close()
+
+
+def test_a_draw_without_an_answer_fails_alone(runner: TorchRunner) -> None:
+    ids = tokens(5, 7)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(5), ids, 0)[-1]
+    empty = SamplingParams(allowed_token_ids=(5,), logit_bias=((5, -100.0),), num_logprobs=1)
+    builder.draw(row, builder.add_params(draw_params(empty)))
+    builder.draw(row, builder.add_params(draw_params()))
+    runner.launch(builder.build())
+    with pytest.raises(DrawError, match="no token is left") as caught:
+        runner.wait()
+    assert [d for d, _ in caught.value.failed] == [0]
+    want = int(np.argmax(raw_logits(ids)))
+    assert caught.value.drawn.token_ids.tolist() == [-1, want]
+    assert runner.launch(builder.build()) is None  # the runner goes on
+    with pytest.raises(DrawError):
+        runner.wait()
+
+
+def test_nan_logits_are_reported_by_the_draw() -> None:
+    made = make()
+    with torch.no_grad():
+        made._head.weight[17, 3] = float("nan")
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(5), tokens(5, 8), 0)[-1]
+    builder.draw(row, builder.add_params(draw_params()))
+    builder.draw(row, builder.add_params(draw_params(SamplingParams(seed=1))))
+    made.launch(builder.build())
+    with pytest.raises(DrawError, match=r"draw 0: .*NaN.*draw 1: .*NaN"):
+        made.wait()
+    made.close()
+
+
+def test_bfloat16_gives_float32_logits() -> None:
+    """The head's product is not rounded to bfloat16: rounding would make ties."""
+    weight = torch.randn(300, 64).bfloat16()
+    hidden = torch.randn(4, 64).bfloat16()
+    logits = LmHead(weight, None).logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ weight.float().t(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": 1 << 20}, "slot is outside"),
+        ({"token_ids": V}, "outside the vocabulary"),
+        ({"token_ids": -1}, "outside the vocabulary"),
+        ({"token_from": 99}, "previous batch lacks"),
+        ({"positions": families.MAX_LEN}, "outside the model's length"),
+        ({"seq_ids": 1}, "does not exist"),
+        ({"prefix_len": 17}, "longer than its block table"),
+        ({"path_len": 1}, "outside path_slots"),
+    ],
+)
+def test_indices_outside_memory_are_refused(
+    runner: TorchRunner, change: dict[str, int], message: str
+) -> None:
+    builder = BatchBuilder()
+    builder.add_rows(Pages(NUM_BLOCKS).sequence(4), [5], 0)
+    batch = builder.build()
+    for name, value in change.items():
+        getattr(batch, name)[0] = value
+    runner.launch(batch)
+    with pytest.raises(ValueError, match=message):
+        runner.wait()
+
+
+def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
+    ids = tokens(12, 9)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
+    builder.draw(row, builder.add_params(draw_params()))
+    made = make()
+    assert made.warm_up() == 4  # 129 rows at once do not fit 64 batched tokens
+    made.launch(builder.build())
+    with pytest.raises(RuntimeError, match="in flight"):
+        made.warm_up()
+    assert made.wait().token_ids.tolist() == [int(np.argmax(raw_logits(ids)))]
+    made.close()
+
+
+def test_life_cycle() -> None:
+    made = make()
+    with pytest.raises(RuntimeError, match="no step"):
+        made.wait()
+    builder = BatchBuilder()
+    builder.add_rows(Pages(NUM_BLOCKS).sequence(4), [5], 0)
+    batch = builder.build()
+    made.launch(batch)
+    made.launch(batch)
+    with pytest.raises(RuntimeError, match="2 steps"):
+        made.launch(batch)
+    assert made.wait().token_ids.shape == (0,)
+    made.close()
+    made.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        made.launch(batch)
+
+
+def test_what_does_not_fit_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="positions"):
+        make(max_model_len=families.MAX_LEN + 1)
+    with pytest.raises(ValueError, match="power of two"):
+        make(block_size=12)
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        make(cuda_graphs=True)
+
+
+def test_kv_memory_from_bytes() -> None:
+    per_block = bytes_per_block(3, 2, 16, 16, torch.float32)
+    cache = KvCache(
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=16,
+        num_blocks=num_blocks_for(per_block, CPU, num_bytes=10 * per_block + 5),
+        block_size=16,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    assert cache.num_blocks == 9  # and one block for padded rows: never above what was given
+    assert cache.memory.numel() * 4 == 10 * per_block
+    with pytest.raises(ValueError, match="hold no block"):
+        num_blocks_for(per_block, CPU, num_bytes=per_block)
+
+
+def test_moves_read_before_they_write() -> None:
+    cache = KvCache(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=4,
+        num_blocks=4,
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    cache.memory.copy_(torch.arange(20.0)[None, None, :, None, None].expand_as(cache.memory))
+    i32 = lambda *slots: np.asarray(slots, np.int32)  # noqa: E731
+    cache.move_slots(i32(1, 2, 3), i32(2, 3, 1))
+    for layer_id in range(2):
+        keys, values = cache.layer(layer_id)
+        assert keys[:5, 0, 0].tolist() == [0, 3, 1, 2, 4] == values[:5, 0, 3].tolist()
+    cache.copy_blocks(i32(0, 3), i32(3, 2))
+    assert cache.layer(1)[0][8:16, 0, 0].tolist() == [12, 13, 14, 15, 0, 3, 1, 2]
+    for src, dst, message in [
+        (i32(1), i32(1, 2), "1 source"),
+        (i32(1, 2), i32(3, 3), "twice"),
+        (i32(16), i32(1), "outside"),
+        (i32(1), i32(-1), "outside"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cache.move_slots(src, dst)
+
+
+def test_uploads_of_equal_shapes_keep_their_places() -> None:
+    """What CUDA graphs rely on, and that growing is seen."""
+    upload = Upload(CPU, 256)
+    first = upload({"a": np.arange(5, dtype=np.int32), "b": np.ones((2, 3), np.float64)})
+    offsets = {k: t.storage_offset() * t.element_size() for k, t in first.items()}
+    assert offsets == {"a": 0, "b": 32}
+    assert first["a"].tolist() == [0, 1, 2, 3, 4] and first["b"].shape == (2, 3)
+    generation = upload.generation
+    grown = upload({"a": np.arange(500, dtype=np.int32), "b": np.empty((0, 7), np.int64)})
+    assert upload.generation == generation + 1
+    assert grown["a"].tolist() == list(range(500)) and grown["b"].shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "bucket"),
+    [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (17, 24), (64, 64), (65, 96), (97, None)],
+)
+def test_row_buckets(num_rows: int, bucket: int | None) -> None:
+    assert graphs.row_bucket(num_rows, 96) == bucket
+
+
+def tile_shape(group_size: int = 3, max_partials: int = 10_000) -> attention.TileShape:
+    return attention.TileShape(group_size, 256, 8, max_partials)
+
+
+def mixed_batch() -> BatchBuilder:
+    """Two decode rows, a root with its tree, and a chunk of 200 prompt rows."""
+    pages = Pages(200)
+    builder = BatchBuilder()
+    builder.add_rows(pages.sequence(700), [1], 699)
+    builder.add_rows(pages.sequence(100), [1], 99)
+    tree = pages.sequence(400)
+    builder.add_rows(tree, [1], 300)
+    builder.add_tree(tree, 300, [1] * 8, [-1, 0, 1, 2, 3, 4, 5, 6])
+    builder.add_rows(pages.sequence(230), [1] * 200, 30)
+    return builder
+
+
+@pytest.mark.parametrize("max_partials", [10_000, 20, 0])
+def test_tiles_cover_every_row_once(max_partials: int) -> None:
+    batch = mixed_batch().build()
+    plan = attention.plan_tiles(batch, tile_shape(max_partials=max_partials))
+    covered = []
+    parts = {}
+    for group in plan.groups:
+        for tile in group.tiles:
+            start, num = tile[attention.TILE_ROW_START], tile[attention.TILE_NUM_ROWS]
+            rows = np.arange(start, start + num)
+            covered += rows.tolist()
+            assert 0 < num * 3 <= group.block_m
+            assert (batch.seq_ids[rows] == tile[attention.TILE_SEQ_ID]).all()
+            assert tile[attention.TILE_MAX_PREFIX] == batch.prefix_len[rows].max()
+            assert tile[attention.TILE_MIN_POSITION] == batch.positions[rows].min()
+            assert tile[attention.TILE_MAX_PATH] == batch.path_len[rows].max()
+            assert group.num_splits * 256 >= tile[attention.TILE_MAX_PREFIX] or (
+                group.num_splits == 1
+            )
+            if group.num_splits > 1:
+                for i, row in enumerate(rows):
+                    parts[int(tile[attention.TILE_PART_START]) + i] = row
+    assert sorted(covered) == list(range(batch.num_rows))
+    assert [parts[i] for i in range(len(parts))] == plan.split_rows.tolist()
+    assert len(parts) * plan.num_splits <= max(max_partials, 0)
+    if max_partials == 10_000:
+        assert plan.num_splits == 3 and len(parts) == 11  # 700 keys; all but the prompt chunk
+
+
+def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
+    """What a CUDA graph needs; and what is padded does no harm."""
+
+    def padded(num_rows: int) -> tuple[dict[str, npt.NDArray[np.int32]], attention.TilePlan]:
+        pages = Pages(300)
+        builder = BatchBuilder()
+        for i in range(num_rows):
+            builder.add_rows(pages.sequence(700), [1], 600 + i)
+        batch = builder.build()
+        names = (
+            "token_ids token_from positions seq_ids slots prefix_len path_start path_len "
+            "path_slots block_tables"
+        ).split()
+        arrays = {name: getattr(batch, name) for name in names}
+        plan = attention.plan_tiles(batch, tile_shape())
+        return arrays, pad_to_bucket(arrays, plan, (8, 4), trash_slot=4800, max_blocks=64)
+
+    five, plan_of_five = padded(5)
+    six, plan_of_six = padded(6)
+    assert {k: a.shape for k, a in five.items()} == {k: a.shape for k, a in six.items()}
+    assert plan_of_five.groups[0].tiles.shape == plan_of_six.groups[0].tiles.shape
+    assert plan_of_five.num_splits == plan_of_six.num_splits == 4
+    assert five["slots"][5:].tolist() == [4800] * 3
+    assert five["prefix_len"][5:].tolist() == [0] * 3
+    assert plan_of_five.groups[0].tiles[5:].any() == np.False_
+    assert plan_of_five.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]

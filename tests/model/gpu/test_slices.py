@@ -1,0 +1,668 @@
+"""Slices on the torch runner: the full head restricted, whatever lies, runs and is copied beside
+them; `verify` and `exact`; the embedding and the head in CPU memory.
+
+Everything runs on the CPU, where the side stream's work would be done at once. `LateSide` does it
+as late as a GPU might: when somebody waits for it, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from drafters import make_drafter
+from server.engine import reference_sampler as sampling
+from server.engine.batch import Batch, DrawError, HeadSlice, SlicingRunner
+from server.engine.engine import Engine, EngineSettings
+from server.engine.stops import StopTable
+from server.model.build import RunnerSpec, _build_torch_runner
+from server.model.gpu.lm_head import LmHead, StreamedHead, product
+from server.model.gpu.runner import TorchRunner
+from server.model.gpu.sampler import path_tokens
+from server.model.gpu.slices import TorchSlices
+from server.model.gpu.transfers import Fence, HostTable, SideStream
+from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+from tests.engine.scenarios import Collector, Result
+from tests.model import families
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
+from tests.model.cpu_models import cpu_runner
+from tests.model.slice_cases import (
+    alone,
+    batch_of,
+    cached,
+    ids_of,
+    run,
+    uncached,
+    verification,
+)
+from tests.model.tiny_models import save_tiny
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
+
+V = families.VOCAB_SIZE
+CPU = torch.device("cpu")
+PLACES = ["device", "stream", "cpu"]
+
+
+class LateSide(SideStream):
+    """Does its work in order, and only when a fence is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.waiting: list[Callable[[], None]] = []
+        self.num_done = 0
+
+    def run(self, work: Callable[[], None]) -> Fence:
+        self.waiting.append(work)
+        return _LateFence(self, self.num_done + len(self.waiting))
+
+    def do(self, until: int) -> None:
+        while self.waiting and self.num_done < until:
+            self.num_done += 1
+            self.waiting.pop(0)()
+
+
+class _LateFence(Fence):
+    def __init__(self, side: LateSide, number: int) -> None:
+        super().__init__()
+        self._side, self._number = side, number
+
+    def wait(self) -> None:
+        self._side.do(self._number)
+
+
+def make(
+    module: PreTrainedModel, place: str = "device", device: torch.device = CPU, **options: Any
+) -> TorchRunner:
+    """A runner over a module; with the head in CPU memory the module keeps none of its own."""
+    module = module.to(device)  # type: ignore[arg-type]
+    embed: Any = module.get_input_embeddings()
+    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = embed.weight is head.weight
+    tables: dict[str, Any] = {}
+    if place != "device":
+        tables["head"] = head.weight.detach().cpu()
+        head.weight = torch.nn.Parameter(head.weight.to("meta"), requires_grad=False)
+    if place != "device" or not tied:
+        tables["embedding"] = tables["head"] if tied else embed.weight.detach().cpu()
+        embed.weight = torch.nn.Parameter(embed.weight.to("meta"), requires_grad=False)
+    numbers: dict[str, Any] = {
+        "name": "tiny",
+        "num_blocks": 64,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": families.MAX_LEN,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "side": LateSide() if device.type == "cpu" else None,
+        "verify_on_cpu": place == "cpu",
+    }
+    return TorchRunner(module, device=device, **(numbers | tables | options))
+
+
+@pytest.fixture(
+    scope="module", params=["llama-device", "llama-stream", "gemma3-device", "gemma3-cpu"]
+)
+def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+    family, place = str(request.param).split("-")
+    made = make(families.build(family), place, name=family)
+    yield made
+    made.close()
+
+
+def make_slices(runner: SlicingRunner) -> list[HeadSlice]:
+    """Slices over two tables, with dynamic rows that are shared, scattered and far apart."""
+    first, second = ids_of(1, 20), ids_of(2, 70)
+    runner.load_table(0, first.copy())
+    runner.load_table(1, second.copy())
+    extra = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.union1d(first, second))
+    return [
+        cached(runner, 0, first, extra[:3], np.array([5, 0, 66], np.int32)),
+        cached(runner, 0, first, extra[:0], np.empty(0, np.int32)),
+        cached(runner, 1, second, extra[[0, 9, 4]], np.array([5, 200, 3], np.int32)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def slices(runner: TorchRunner) -> list[HeadSlice]:
+    return make_slices(runner)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-4)
+    assert got.ranks.tolist() == want.ranks.tolist()
+    for mine, other in zip(got.top, want.top, strict=True):
+        assert [i for i, _ in mine] == [i for i, _ in other]
+        np.testing.assert_allclose([x for _, x in mine], [x for _, x in other], atol=2e-4)
+
+
+def hf_logits(module: PreTrainedModel, batch: Batch, row: int) -> npt.NDArray[np.float32]:
+    """transformers' own logits at a row of a prompt: float32 [V]."""
+    mine = np.flatnonzero(batch.seq_ids == batch.seq_ids[row])
+    ids = torch.from_numpy(batch.token_ids[mine[mine <= row]].astype(np.int64))
+    with torch.no_grad():
+        found: npt.NDArray[np.float32] = module(ids[None]).logits[0, -1].numpy()
+    return found
+
+
+# -- draws ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_a_slice_is_the_full_head_restricted(
+    runner: TorchRunner, slices: list[HeadSlice], seed: int
+) -> None:
+    """Draws of cached slices are those of the reference sampler on transformers' own logits with
+    -inf outside the slice, and of the same slices when their rows are not cached."""
+    batch = batch_of(7, seed, [0, 1, 2, 0, 2, 1, 2])
+    got = run(runner, replace(batch, slices=tuple(slices)))
+    assert_close(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in slices))))
+    module = families.build(runner.info.name)
+    for d, token in enumerate(got.token_ids.tolist()):
+        ids = slices[int(batch.draw_slice[d])].ids  # type: ignore[index]
+        logits = np.full(V, -np.inf, np.float32)
+        logits[ids] = hf_logits(module, batch, int(batch.draw_rows[d]))[ids]
+        params = batch.params[int(batch.draw_params[d])]
+        position = int(batch.draw_positions[d])
+        assert token == sampling.draw(logits, params, position, path_tokens(batch, d))
+        if params.sampling.num_logprobs is not None:
+            want = sampling.token_logprob(logits, token, params.sampling.num_logprobs)
+            np.testing.assert_allclose(got.logprobs[d], want.logprob, atol=2e-4)
+            assert [i for i, _ in got.top[d]] == [i for i, _ in want.top]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_draws_what_the_cpu_runner_draws(
+    runner: TorchRunner, slices: list[HeadSlice], seed: int
+) -> None:
+    other = cpu_runner(families.build(runner.info.name))
+    theirs = make_slices(other)
+    batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
+    want = run(other, replace(batch, slices=tuple(theirs)))
+    other.close()
+    assert_close(run(runner, replace(batch, slices=tuple(slices))), want)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_neighbours_change_nothing(runner: TorchRunner, slices: list[HeadSlice], seed: int) -> None:
+    """Rows with a full head, other slices, other tables and scores in one batch, or alone."""
+    chosen = [0, -1, 2, 1, -1, 0, 2, -1]
+    batch = replace(batch_of(8, seed, chosen), slices=tuple(slices))
+    together = run(runner, batch)
+    for d in range(8):
+        got = run(runner, alone(batch, d))
+        assert got.token_ids[0] == together.token_ids[d]
+        np.testing.assert_allclose(got.logprobs[0], together.logprobs[d], atol=2e-4)
+        assert [i for i, _ in got.top[0]] == [i for i, _ in together.top[d]]
+
+
+@pytest.mark.parametrize("head_bytes", [1, 30_000])
+def test_slabs_change_nothing(slices: list[HeadSlice], head_bytes: int) -> None:
+    """Draws in any order of rows, several of a row, a few at a time."""
+    pages, builder = Pages(64), BatchBuilder()
+    rows = builder.add_rows(pages.sequence(9), [5, 6, 7, 8, 9, 10, 11, 12, 13], 0)
+    chosen = []
+    for i, row in enumerate([8, 2, 2, 5, 0, 8, 8, 1, 2, 7]):
+        own = SamplingParams(temperature=1.3 if i % 2 else 0.0, seed=i, num_logprobs=i % 3)
+        builder.draw(rows[row], builder.add_params(draw_params(own, choice_id=i)))
+        chosen.append(i % 4 - 1)
+    for row in (8, 3, 2):
+        builder.score(rows[row], 5, 4)
+    batch = replace(builder.build(), draw_slice=np.array(chosen, np.int32))
+    found = []
+    for size in (1 << 29, head_bytes):
+        for place in ("device", "stream"):
+            made = make(families.build("gemma3"), place, head_bytes=size)
+            found.append(run(made, replace(batch, slices=tuple(make_slices(made)))))
+            made.close()
+    for other in found[1:]:
+        assert_close(other, found[0])
+        np.testing.assert_allclose(other.score_logprobs, found[0].score_logprobs, atol=2e-4)
+
+
+def test_a_draft_tree_draws_from_its_slice_with_its_path_s_penalties(
+    runner: TorchRunner, slices: list[HeadSlice]
+) -> None:
+    """A node's draw is that of the same path fed as a prompt; a grammar's mask acts on ids."""
+    slice_ = slices[2]
+    own = SamplingParams(temperature=0.9, seed=2, presence_penalty=1.5, repetition_penalty=1.3)
+    prompt, drafted = [9, 30, 31, 7], slice_.ids[[3, 17, 40]].tolist()
+    allowed = np.unique(np.append(slice_.ids[::2], [5, 11])).tolist()
+    pages, builder = Pages(64), BatchBuilder()
+    table = pages.sequence(12)
+    root = builder.add_rows(table, prompt, 0)[-1]
+    nodes = builder.add_tree(table, 3, drafted, [-1, 0, 1])
+    params = builder.add_params(draw_params(own, counts={9: (0, 1), 30: (0, 1), 7: (0, 1)}))
+    mask = builder.add_mask(allowed, V)
+    parent = builder.draw(root, params, mask=mask)
+    for node in nodes:
+        parent = builder.draw(node, params, parent, mask=mask)
+    batch = replace(builder.build(), draw_slice=np.zeros(4, np.int32), slices=(slice_,))
+    got = run(runner, batch)
+    module = families.build(runner.info.name)
+    for d in range(4):
+        ids = torch.tensor([prompt + drafted[:d]])
+        logits = np.full(V, -np.inf, np.float32)
+        with torch.no_grad():
+            logits[slice_.ids] = module(ids).logits[0, -1].numpy()[slice_.ids]
+        want = sampling.draw(logits, batch.params[0], 4 + d, drafted[:d], batch.masks[0])
+        assert got.token_ids[d] == want
+
+
+def test_where_nothing_of_the_slice_is_allowed_the_full_head_draws(
+    runner: TorchRunner, slices: list[HeadSlice]
+) -> None:
+    outside = sorted(set(range(3, V)) - set(slices[1].ids.tolist()))[:5]
+    pages, builder = Pages(64), BatchBuilder()
+    plain = builder.add_params(draw_params(SamplingParams(temperature=0.0, num_logprobs=2)))
+    mask = builder.add_mask(outside, V)
+    rows = [builder.add_rows(pages.sequence(3), [5, 6, i + 9], 0)[-1] for i in range(3)]
+    for row in rows:
+        builder.draw(row, plain)
+        builder.draw(row, plain, mask=mask)
+    batch = builder.build()
+    want = run(runner, batch)
+    got = run(runner, replace(batch, draw_slice=np.zeros(6, np.int32), slices=(slices[1],)))
+    assert np.array_equal(got.token_ids[1::2], want.token_ids[1::2])
+    np.testing.assert_allclose(got.logprobs[1::2], want.logprobs[1::2], atol=2e-4)
+    assert set(got.token_ids[1::2].tolist()) <= set(outside)
+    assert set(got.token_ids[0::2].tolist()) <= set(slices[1].ids.tolist())
+    builder.draw(rows[0], plain, mask=builder.add_mask([], V))
+    banned = tuple((int(i), -100.0) for i in slices[1].ids)
+    all_banned = builder.add_params(draw_params(SamplingParams(temperature=0.0, logit_bias=banned)))
+    builder.draw(rows[0], all_banned)
+    with pytest.raises(DrawError, match="draw 6: no token is left") as caught:
+        run(
+            runner,
+            replace(builder.build(), draw_slice=np.zeros(8, np.int32), slices=(slices[1],)),
+        )
+    assert [d for d, _ in caught.value.failed] == [6]
+    assert np.array_equal(caught.value.drawn.token_ids[:6], got.token_ids)
+    assert caught.value.drawn.token_ids[7] not in slices[1].ids
+
+
+def test_verify_is_the_full_head_s_draw(runner: TorchRunner, slices: list[HeadSlice]) -> None:
+    """Kept at scattered places, by several steps; a kept draw gives no logprobs."""
+    places = np.random.default_rng(3).permutation(40)[:16].astype(np.int32)
+    parts = [batch_of(8, seed, [0, 1, 2, 0, 1, 2, 0, 1]) for seed in range(2)]
+    want = []
+    for i, batch in enumerate(parts):
+        want.append(run(runner, replace(batch, draw_slice=None)))
+        keep = places[8 * i : 8 * i + 8]
+        kept = run(runner, replace(batch, slices=tuple(slices), draw_keep=keep))
+        assert np.isnan(kept.logprobs).all() and not kept.ranks.any()
+    check = verification(parts)
+    got = runner.verify(check, places)
+    assert np.array_equal(got.token_ids, np.concatenate([w.token_ids for w in want]))
+    np.testing.assert_allclose(got.logprobs, np.concatenate([w.logprobs for w in want]), atol=2e-4)
+    assert got.head_s > 0.0
+    runner.launch(replace(parts[0], draw_slice=None))
+    with pytest.raises(RuntimeError, match="in flight"):
+        runner.verify(check, places)
+    runner.wait()
+    with pytest.raises(ValueError, match="never kept"):
+        runner.verify(check, places + 1000)
+
+
+# -- the cache -----------------------------------------------------------------------------------
+
+
+def test_rows_are_replaced_while_sequences_run() -> None:
+    """More slices than slots, longer ones and shorter in a slot that had the other kind, rows taken
+    over by other ids, a pool that grows: always the full head restricted."""
+    runner = make(families.build("llama"), "stream")
+    rng = np.random.default_rng(0)
+    tables = [ids_of(i, 10 + 60 * i) for i in range(3)]
+    for i, ids in enumerate(tables):
+        runner.load_table(i, ids)
+    for step in range(12):
+        given = []
+        for i in range(6):
+            table = int(rng.integers(3))
+            free = np.setdiff1d(np.arange(3, V, dtype=np.int32), tables[table])
+            dynamic = rng.choice(free, int(rng.integers(0, 9)), replace=False).astype(np.int32)
+            places = (np.arange(dynamic.shape[0]) + 9 * i + 40 * (step // 3)).astype(np.int32)
+            given.append(cached(runner, table, tables[table], dynamic, places))
+        batch = batch_of(6, step, list(range(6)))
+        got = run(runner, replace(batch, slices=tuple(given)))
+        assert_close(got, run(runner, replace(batch, slices=tuple(uncached(s) for s in given))))
+    before = runner.slice_bytes
+    runner.drop_table(2)
+    runner.drop_table(2)
+    assert runner.slice_bytes == before - 192 * runner.head_row_bytes  # 130 rows, rounded up
+    with pytest.raises(ValueError, match="table 1 is loaded already"):
+        runner.load_table(1, tables[1])
+    runner.close()
+
+
+def test_a_step_that_fails_leaves_no_slice_half_placed(
+    runner: TorchRunner, slices: list[HeadSlice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same slices are drawn from when the step is done again."""
+    fresh = [replace(s) for s in slices]
+    batch = replace(batch_of(6, 1, [0, 1, 2, 0, 1, 2]), slices=tuple(fresh))
+    upload = runner._upload
+    left = [1]
+
+    def fail_once(arrays: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+        return upload(arrays)
+
+    monkeypatch.setattr(runner, "_upload", fail_once)
+    with pytest.raises(MemoryError):
+        run(runner, batch)
+    assert_close(run(runner, batch), run(runner, replace(batch, slices=tuple(slices))))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": 7}, "table 7 is not loaded"),
+        ({"columns": np.array([90_000], np.int32)}, "past the cached rows"),
+        ({"ids": np.array([V], np.int32)}, "outside the vocabulary"),
+    ],
+)
+def test_a_slice_over_rows_that_are_not_there_is_refused(
+    runner: TorchRunner, slices: list[HeadSlice], change: dict[str, Any], message: str
+) -> None:
+    wrong = replace(slices[0], **change)
+    batch = batch_of(2, 1, [0, 1])
+    with pytest.raises(ValueError, match=message):
+        run(runner, replace(batch, slices=(slices[1], wrong)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("num", [1, 16, 63, 64, 65, 190])
+def test_pads_never_win_when_every_logit_is_negative(
+    num: int, streamed: bool, dtype: torch.dtype
+) -> None:
+    """The paper's code fills pads with zeros; a zero wins against negative logits. With a bias."""
+    rng = np.random.default_rng(num)
+    weight = torch.from_numpy(-rng.random((300, 32), np.float32) - np.float32(0.5)).to(dtype)
+    bias = torch.from_numpy(-rng.random(300, np.float32))
+    side = LateSide()
+    head: Any = LmHead(weight, bias)
+    if streamed:
+        head = StreamedHead(HostTable(weight, CPU), bias, None, side)
+    sliced = TorchSlices(head, CPU, side)
+    ids = np.sort(rng.choice(300, num, replace=False)).astype(np.int32)
+    static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
+    sliced.load_table(0, static)
+    places = np.arange(dynamic.shape[0], dtype=np.int32)[::-1].copy()
+    sliced.load_rows(dynamic, places)
+    slice_ = HeadSlice(
+        ids,
+        np.concatenate([np.arange(static.shape[0]), static.shape[0] + places]).astype(np.int32),
+        0,
+        static.shape[0],
+    )
+    [placed], new = sliced.place([slice_])
+    sliced.write(new, {k: torch.from_numpy(a) for k, a in sliced.arrays(new).items()})
+    states = torch.from_numpy(rng.random((2, 32), np.float32) + np.float32(0.1)).to(dtype)
+    source = sliced.logits(states, 0, placed.pool_width)
+    rows = torch.tensor([1, 0], dtype=torch.int32)
+    slot, count = rows * 0 + placed.slot, rows * 0 + num
+    logits, named = sliced.cut(source, rows, slot, count, num + 24)
+    want = (states.float() @ weight.float().t() + bias)[[1, 0]][:, ids.tolist()]
+    torch.testing.assert_close(logits[:, :num], want)
+    assert (logits[:, :num] < 0).all() and (logits[:, num:] == -torch.inf).all()
+    assert named[0, :num].tolist() == ids.tolist()
+
+
+# -- the full head and the embedding in CPU memory -----------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 100, 150, 1000])
+def test_a_streamed_head_is_the_head(dtype: torch.dtype, chunk_rows: int) -> None:
+    generator = torch.Generator().manual_seed(chunk_rows)
+    weight = torch.randn(160, 24, generator=generator).to(dtype)
+    bias = torch.randn(160, generator=generator)
+    hidden = torch.randn(5, 24, generator=generator).to(dtype)
+    side = LateSide()
+    head = StreamedHead(
+        HostTable(weight, CPU), bias, 150, side, chunk_bytes=chunk_rows * 24 * dtype.itemsize
+    )
+    want = (product(hidden, weight) + bias)[:, :150]
+    for _ in range(2):  # the buffers are used again
+        torch.testing.assert_close(head.logits(hidden), want)
+    assert side.num_done == 2 * -(-150 // min(chunk_rows, 150)) and not side.waiting
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_embeddings_gathered_in_cpu_memory(family: str) -> None:
+    """Logits are transformers' own, Gemma's scale included; a row that takes the id drawn by the
+    step before waits for it."""
+    module = families.build(family)
+    made = make(families.build(family), "stream")
+    ids = np.random.default_rng(5).integers(3, V, 21).tolist()
+    table = Pages(64).sequence(40)
+    first, second = BatchBuilder(), BatchBuilder()
+    rows = first.add_rows(table, ids, 0)
+    first.draw(rows[-1], first.add_params(draw_params()))
+    first.score(rows[-1], ids[0], V)
+    row = second.add_rows(table, [0], 21, token_from=[0])[0]
+    second.draw(row, second.add_params(draw_params(SamplingParams(temperature=0.0))))
+    made.launch(first.build())
+    made.launch(second.build())
+    got = made.wait()
+    with torch.no_grad():
+        logits = module(torch.tensor([ids])).logits[0, -1]
+        top = dict(got.score_top[0])
+        want = torch.log_softmax(logits, 0)
+        found = torch.tensor([top[i] for i in range(V)])
+        torch.testing.assert_close(found, want, atol=2e-4, rtol=0)
+        token = int(got.token_ids[0])
+        after = int(module(torch.tensor([[*ids, token]])).logits[0, -1].argmax())
+    assert made.wait().token_ids.tolist() == [after]
+    made.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("family", "tied"), [("gemma3", True), ("llama-scaled", False)])
+def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: Any) -> None:
+    """What a server on CUDA builds, on the CPU: no second copy of a table, and rows that pad the
+    vocabulary are neither drawn from nor copied."""
+    module = save_tiny(tmp_path, family, vocab_size=144)
+    spec = RunnerSpec("tiny", str(tmp_path), device="cpu", dtype="float32", max_num_seqs=4,
+                      max_num_batched_tokens=64, kv_bytes=1 << 20, full_head=place)  # fmt: skip
+    runner = _build_torch_runner(spec)
+    assert isinstance(runner, TorchRunner) and runner.info.vocab_size == 128
+    embed: Any = runner._body.get_input_embeddings()
+    on_device = {t.data_ptr() for t in (embed.weight, runner._head.weight) if not t.is_meta}
+    assert len(on_device) == 1  # beside the body: the head where it is, or its CPU memory
+    assert (runner._embedding is None) == (tied and place == "device")
+    assert (runner._head.is_streamed, runner._cpu_head is not None) == (
+        place != "device",
+        place == "cpu",
+    )
+    ids = [5, 9, 40, 8, 77]
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(8).sequence(5), ids, 0)[-1]
+    for seed in range(60):
+        own = SamplingParams(temperature=6.0, seed=seed)
+        builder.draw(row, builder.add_params(draw_params(own, choice_id=seed)))
+    drawn = run(runner, builder.build())
+    with torch.no_grad():
+        logits = module(torch.tensor([ids])).logits[0, -1].numpy()
+    for d, params in enumerate(builder.params):
+        assert drawn.token_ids[d] == sampling.draw(logits[:128], params, 5, [])
+    runner.close()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    module = families.build("llama")
+    with pytest.raises(ValueError, match="verify_on_cpu needs a head"):
+        make(module, "device", verify_on_cpu=True)
+    embed: Any = families.build("llama").get_input_embeddings()
+    with pytest.raises(ValueError, match="the embedding is torch"):
+        make(families.build("llama"), "device", embedding=embed.weight.detach().double())
+    with pytest.raises(ValueError, match="matrix in CPU memory"):
+        HostTable(torch.zeros(3), CPU)
+
+
+# -- a real engine -------------------------------------------------------------------------------
+
+
+def _profile(seed: int, num: int) -> VocabProfile:
+    ids = sorted({2, *Random(seed).sample(range(3, V), num)})
+    fill = np.setdiff1d(np.arange(3, V, dtype=np.int32), np.asarray(ids))
+    made = VocabSlice.make(ids, RequiredIds.of(V, eos_ids=[2]))
+    return VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
+
+
+PROFILES = {"small": _profile(1, 40), "large": _profile(2, 150)}
+
+
+def _requests(seed: int) -> list[Request]:
+    rng = Random(seed)
+    samplings = [
+        SamplingParams(temperature=0.0, num_logprobs=2),
+        SamplingParams(temperature=0.7, top_p=0.9),
+        SamplingParams(temperature=1.3, top_k=20, min_p=0.02),
+        SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.4),
+        SamplingParams(temperature=0.9, min_tokens=6, stop_token_ids=(9, 14, 77)),
+        SamplingParams(temperature=0.9, stop=(b"<5", b"7><1")),
+    ]
+    requests = []
+    for i, own in enumerate(samplings):
+        prompt = ([rng.randrange(3, V) for _ in range(5)] * 4)[: rng.randint(3, 18)]
+        own = replace(own, max_tokens=rng.randint(8, 20), seed=rng.randrange(1 << 40))
+        requests.append(Request(f"r{i}", "task", "tiny", tuple(prompt), own,
+                                num_choices=2 if i == 3 else 1))  # fmt: skip
+    return requests
+
+
+def _serve(
+    runner: TorchRunner,
+    requests: list[Request],
+    *,
+    num_blocks: int = 48,
+    max_num_seqs: int = 8,
+    slice_rows: int = 4096,
+    abort_after: dict[str, int] | None = None,
+) -> tuple[dict[tuple[str, int], Result], Engine]:
+    runner.info = replace(runner.info, num_blocks=num_blocks)
+    engine = Engine(
+        runner,
+        {"suffix": make_drafter("suffix")},
+        EngineSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=64,
+            prefill_rows=16,
+            slice_rows=slice_rows,
+        ),
+        stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
+        profiles=PROFILES.__getitem__,
+    )
+    collector = Collector()
+    for request in requests:
+        engine.submit(request)
+    step = 0
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.check()
+        step += 1
+        for request_id, after in (abort_after or {}).items():
+            if after == step:
+                engine.abort(request_id)
+    collector.take(engine.take_deltas())
+    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
+    assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
+    for table in range(8):  # the runner lives on
+        runner.drop_table(table)
+    return collector.results, engine
+
+
+def _asked(requests: list[Request], rng: Random, modes: tuple[str, ...]) -> list[Request]:
+    return [
+        replace(
+            request,
+            vocabulary=VocabularyParams(
+                rng.choice(modes),  # type: ignore[arg-type]
+                rng.choice(("small", "large")),
+                rng.choice((0, 1, 3, 7)),
+            ),
+            speculation=rng.choice((SpeculationParams(), SpeculationParams("suffix", 6))),
+        )
+        for request in requests
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "place"), [("llama", "stream"), ("gemma3", "device"), ("gemma3", "cpu")]
+)
+def test_exact_is_full(family: str, place: str) -> None:
+    """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
+    for all (preemption) and too few rows for all slices."""
+    want, _ = _serve(make(families.build(family)), _requests(0), max_num_seqs=1)
+    runner = make(families.build(family), place)
+    rng = Random(7)
+    missed = preempted = 0
+    for blocks, seats, rows, modes in (
+        (48, 8, 4096, ("exact",)),
+        (4, 4, 4096, ("exact", "full", "slice")),
+        (48, 8, 8, ("exact", "full")),
+    ):
+        asked = _asked(_requests(0), rng, modes)
+        got, engine = _serve(runner, asked, num_blocks=blocks, max_num_seqs=seats, slice_rows=rows)
+        preempted += engine.stats().num_preemptions
+        exact = {r.request_id for r in asked if r.vocabulary.mode != "slice"}
+        assert set(got) == set(want)
+        for (request_id, choice), result in got.items():
+            missed += sum(v.num_missed for v in result.vocabulary)
+            if request_id in exact:
+                full = want[request_id, choice]
+                assert result.ids == full.ids
+                assert (result.finish_reason, result.stop_reason) == (
+                    full.finish_reason,
+                    full.stop_reason,
+                )
+                np.testing.assert_allclose(
+                    [x.logprob for x in result.logprobs],
+                    [x.logprob for x in full.logprobs],
+                    atol=2e-4,
+                )
+    runner.close()
+    assert missed > 10 and preempted > 0
+
+
+def test_a_slice_s_text_does_not_depend_on_neighbours_that_come_and_go() -> None:
+    """Alone, or among others that are aborted, preempted and miss: the same ids, in the slice."""
+    runner = make(families.build("gemma3"), "stream")
+    requests = _asked(_requests(1), Random(1), ("slice",))
+    alone = {}
+    for request in requests:
+        alone |= _serve(runner, [request])[0]
+    others = [
+        replace(r, request_id=f"other-{r.request_id}")
+        for r in _asked(_requests(2), Random(2), ("exact",))
+    ]
+    for blocks in (48, 7):
+        aborted = {"other-r0": 2, "other-r2": 4, "other-r5": 6}
+        got, _ = _serve(runner, others[:3] + requests + others[3:], num_blocks=blocks,
+                        max_num_seqs=6, abort_after=aborted)  # fmt: skip
+        for key, result in alone.items():
+            assert got[key].ids == result.ids
+            assert got[key].finish_reason == result.finish_reason
+            request = next(r for r in requests if r.request_id == key[0])
+            profile = PROFILES[str(request.vocabulary.profile)]
+            own = {
+                *profile.slice.ids.tolist(),
+                *request.prompt_ids,
+                *request.sampling.stop_token_ids,
+            }
+            assert set(result.ids) <= own
+    runner.close()
