@@ -44,7 +44,9 @@ client sent (`echoed` cuts it) and nothing about the machine.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 MAX_ECHO = 200
 """Most characters of a client's input that a message may repeat."""
@@ -70,8 +72,29 @@ def echoed(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+class FieldKey:
+    """A field that routes call by different names, by its key: that of /v1/completions.
+
+    In the text of an error it becomes a mark, which `TailorError.named` replaces by a route's name.
+    A client's text holds no mark: `echoed` escapes control characters.
+    """
+
+    __slots__ = ("_mark", "key")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._mark = f"\x1a{key}\x1a"
+
+    def __str__(self) -> str:
+        return self._mark
+
+
+_MARK = re.compile("\x1a([a-z_.]+)\x1a")
+
+
 class TailorError(Exception):
-    """The root. `message` is for people; the rest is for programs."""
+    """The root. `message` is for people; the rest is for programs. Both may hold FieldKeys; where
+    no route says otherwise, a field's name is its key."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -85,11 +108,28 @@ class TailorError(Exception):
         retry_after_s: float | None = None,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _MARK.sub(r"\1", message)
+        super().__init__(self.message)
+        self.param = None if param is None else _MARK.sub(r"\1", param)
         self.retry_after_s = retry_after_s
         self.headers = headers
+        self._marked = (message, param)
+
+    def named(self, names: Mapping[str, str]) -> Self:
+        """The same error with a route's names of the fields, by their keys."""
+        message, param = self._marked
+        if (self.message, self.param) == (message, param):
+            return self
+
+        def name(match: re.Match[str]) -> str:
+            return names.get(match[1], match[1])
+
+        return type(self)(
+            _MARK.sub(name, message),
+            param=None if param is None else _MARK.sub(name, param),
+            retry_after_s=self.retry_after_s,
+            headers=self.headers,
+        )
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""

@@ -8,7 +8,6 @@ how long an answer may be, it may fill the context.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +49,8 @@ TEMPLATE_KWARGS: Mapping[str, type] = {
 }
 """What chat_template_kwargs may set, where the model's template reads it."""
 
-# Fields of completions by their names in a chat, for the errors that intake raises.
 _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
-_NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+"""A chat's names of fields, by their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,10 @@ class ChatIntake:
                 grammar=grammar,
             )
         except RequestError as error:
-            raise _renamed(error, body) from None
+            names = dict(_NAMES)
+            if body.max_completion_tokens is None and body.max_tokens is not None:
+                del names["max_tokens"]
+            raise error.named(names) from None
         return ChatOrder(
             order=order,
             table=talker.table if tools.callable else model.table,
@@ -291,20 +292,3 @@ def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict
                 param="reasoning_effort",
             )
     return variables
-
-
-def _renamed(error: RequestError, body: ChatBody) -> RequestError:
-    """The same error with a chat's names of the fields."""
-    names = _NAMES
-    if body.max_completion_tokens is None and body.max_tokens is not None:
-        names = {**_NAMES, "max_tokens": "max_tokens"}
-    message = _NAME.sub(lambda match: names[match[0]], error.message)
-    param = error.param if error.param is None else names.get(error.param, error.param)
-    if (message, param) == (error.message, error.param):
-        return error
-    return type(error)(
-        message,
-        param=param,
-        retry_after_s=error.retry_after_s,
-        headers=error.headers,
-    )

@@ -36,6 +36,7 @@ from server.config import CORPUS_DRAFTERS, DEFAULT_TASK, LimitsConfig, TaskConfi
 from server.errors import (
     ConstraintUnsatisfiableError,
     ContextLengthExceededError,
+    FieldKey,
     InvalidRequestError,
     LimitExceededError,
     ModelNotFoundError,
@@ -55,6 +56,10 @@ PREDICTING_DRAFTER = "auto"
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread: 4,096 characters take about a millisecond."""
+
+PROMPT = FieldKey("prompt")
+MAX_TOKENS = FieldKey("max_tokens")
+LOGPROBS = FieldKey("logprobs")
 
 _ID = re.compile(r"[0-9]{1,10}")
 _MASK64 = (1 << 64) - 1
@@ -220,7 +225,7 @@ class Intake:
         most = min(self._limits.max_prompts, task.limits.max_prompts or self._limits.max_prompts)
         if len(prompts) > most:
             raise LimitExceededError(
-                f"prompt: {len(prompts)} prompts; at most {most} are allowed.", param="prompt"
+                f"{PROMPT}: {len(prompts)} prompts; at most {most} are allowed.", param=str(PROMPT)
             )
         sampling = self._sampling(body, task, model, num_choices, best_of, echo, default_max_tokens)
         if grammar is None:
@@ -235,7 +240,7 @@ class Intake:
         marks = body.context or task.speculation.context
         requests, texts = [], []
         for i, prompt in enumerate(prompts):
-            where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            where = str(PROMPT) if len(prompts) == 1 else f"{PROMPT}[{i}]"
             ids = await self._prompt_ids(body, prompt, model, room, where)
             max_tokens = self._max_tokens(body, task, sampling, len(ids), room, where)
             span = None
@@ -271,9 +276,9 @@ class Intake:
         total = sum(best_of * (len(r.prompt_ids) + r.sampling.max_tokens) for r in requests)
         if total > self._limits.max_request_tokens:
             raise LimitExceededError(
-                f"The request could take {total} tokens (prompts x best_of x (prompt + max_tokens))"
+                f"The request could take {total} tokens (prompts x best_of x (prompt + {MAX_TOKENS}))"
                 f"; the limit is {self._limits.max_request_tokens}.",
-                param="max_tokens",
+                param=str(MAX_TOKENS),
             )
         options = body.stream_options
         return CompletionOrder(
@@ -354,7 +359,7 @@ class Intake:
         most = task.limits.max_logprobs if task.limits.max_logprobs is not None else 20
         if body.logprobs is not None and body.logprobs > most:
             raise LimitExceededError(
-                f"logprobs: at most {most}; got {body.logprobs}.", param="logprobs"
+                f"{LOGPROBS}: at most {most}; got {body.logprobs}.", param=str(LOGPROBS)
             )
 
     def _sampling(
@@ -394,7 +399,9 @@ class Intake:
         if num_logprobs is None and best_of > num_choices:
             num_logprobs = 0
         if body.max_tokens == 0 and not echo:
-            raise InvalidRequestError("max_tokens may be 0 only with echo.", param="max_tokens")
+            raise InvalidRequestError(
+                f"{MAX_TOKENS} may be 0 only with echo.", param=str(MAX_TOKENS)
+            )
         return SamplingParams(
             temperature=float(pick("temperature", 1.0)),
             top_p=top_p,
@@ -518,7 +525,7 @@ class Intake:
             ids = await self.encode(model, prompt, add_special=body.add_special_tokens is not False)
             if not ids:
                 raise InvalidRequestError(
-                    f"{at}: the prompt has no tokens; it cannot be empty.", param="prompt"
+                    f"{at}: the prompt has no tokens; it cannot be empty.", param=str(PROMPT)
                 )
         else:
             ids = prompt
@@ -527,7 +534,7 @@ class Intake:
                     raise InvalidRequestError(
                         f"{at}: token id {echoed(token_id)} is not below the vocabulary size, "
                         f"{model.vocab_size}.",
-                        param="prompt",
+                        param=str(PROMPT),
                     )
         return tuple(ids)
 
@@ -544,15 +551,15 @@ class Intake:
         if most_prompt is not None and num_prompt > most_prompt:
             raise ContextLengthExceededError(
                 f"{at}: {num_prompt} tokens; the task {task.name} allows {most_prompt}.",
-                param="prompt",
+                param=str(PROMPT),
             )
         limits = [v for v in (task.limits.max_tokens, self._limits.max_tokens) if v is not None]
         max_tokens = sampling.max_tokens
         if body.max_tokens is not None:
             if limits and max_tokens > min(limits):
                 raise LimitExceededError(
-                    f"max_tokens: at most {min(limits)}; got {echoed(max_tokens)}.",
-                    param="max_tokens",
+                    f"{MAX_TOKENS}: at most {min(limits)}; got {echoed(max_tokens)}.",
+                    param=str(MAX_TOKENS),
                 )
             if num_prompt + max_tokens > room:
                 raise _too_long(at, str(num_prompt), max_tokens, room)
@@ -562,7 +569,7 @@ class Intake:
             max_tokens = min([max_tokens, room - num_prompt, *limits])
         if sampling.min_tokens > max_tokens:
             raise InvalidRequestError(
-                f"min_tokens ({sampling.min_tokens}) is above max_tokens ({max_tokens}).",
+                f"min_tokens ({sampling.min_tokens}) is above {MAX_TOKENS} ({max_tokens}).",
                 param="min_tokens",
             )
         return max_tokens
@@ -625,13 +632,14 @@ def _refuse_unsupported(body: CompletionBody) -> None:
 
 
 def _too_long(at: str, num_prompt: str, max_tokens: int | None, room: int) -> Exception:
-    extra = "" if not max_tokens else f" and {max_tokens} for the completion (max_tokens)"
+    extra = "" if not max_tokens else f" and {max_tokens} for the completion ({MAX_TOKENS})"
     return ContextLengthExceededError(
         f"{at}: the model's context holds {room} tokens, but the request has {num_prompt} in the "
         f"prompt{extra}. Prompts are never truncated.",
-        param="max_tokens" if max_tokens and num_prompt.isdigit() and int(num_prompt) < room
-        else "prompt",
-    )  # fmt: skip
+        param=str(
+            MAX_TOKENS if max_tokens and num_prompt.isdigit() and int(num_prompt) < room else PROMPT
+        ),
+    )
 
 
 def _vocabulary_of(body: CompletionBody, task: TaskConfig) -> VocabularyParams:
@@ -664,36 +672,36 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if not isinstance(prompt, list):
         raise InvalidRequestError(
-            "prompt: must be a string, a list of strings, a list of token ids or a list of lists "
+            f"{PROMPT}: must be a string, a list of strings, a list of token ids or a list of lists "
             f"of token ids; got {echoed(prompt)}.",
-            param="prompt",
+            param=str(PROMPT),
         )
     if not prompt:
-        raise InvalidRequestError("prompt: the list is empty.", param="prompt")
+        raise InvalidRequestError(f"{PROMPT}: the list is empty.", param=str(PROMPT))
     first = prompt[0]
     if isinstance(first, int):
-        return [_ids_of(prompt, "prompt")]
+        return [_ids_of(prompt, str(PROMPT))]
     kind = str if isinstance(first, str) else list
     prompts: list[str | list[int]] = []
     for i, item in enumerate(prompt):
         if not isinstance(item, kind):
             raise InvalidRequestError(
-                f"prompt[{i}]: all items must have one type (strings, token ids or lists of token "
+                f"{PROMPT}[{i}]: all items must have one type (strings, token ids or lists of token "
                 f"ids); got {echoed(item)}.",
-                param="prompt",
+                param=str(PROMPT),
             )
-        prompts.append(item if isinstance(item, str) else _ids_of(item, f"prompt[{i}]"))
+        prompts.append(item if isinstance(item, str) else _ids_of(item, f"{PROMPT}[{i}]"))
     return prompts
 
 
 def _ids_of(items: Any, at: str) -> list[int]:
     if not items:
-        raise InvalidRequestError(f"{at}: the list of token ids is empty.", param="prompt")
+        raise InvalidRequestError(f"{at}: the list of token ids is empty.", param=str(PROMPT))
     for i, item in enumerate(items):
         if type(item) is not int or item < 0:
             raise InvalidRequestError(
                 f"{at}[{i}]: a token id is an integer of 0 or more; got {echoed(item)}.",
-                param="prompt",
+                param=str(PROMPT),
             )
     ids: list[int] = items
     return ids

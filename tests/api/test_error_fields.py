@@ -1,0 +1,77 @@
+"""Errors name fields as the route calls them, and change no other word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from server.config import SpeculationConfig, TaskConfig
+from server.errors import FieldKey, LimitExceededError
+from tests.api.chat_models import CONTEXT, TABLE, encode, served
+from tests.api.live import LiveServer
+from tests.api.test_errors import check
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+DRAFTERS = ("off", "auto", "prompt", "suffix")
+TASKS = {
+    name: TaskConfig(name=name, model="chatml", speculation=SpeculationConfig(drafter="suffix"))
+    for name in ("prompt", "logprobs-x")
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    engine = ScriptedEngine(
+        saying(encode(" dog")), model="chatml", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
+    )
+    models = {"chatml": served("chatml")}
+    with LiveServer([engine], models=models, tasks=TASKS, drafters=DRAFTERS) as live:
+        yield live
+
+
+def refused(server: LiveServer, code: str, param: str, **body: object) -> str:
+    """The message of a chat that is refused."""
+    body = {"model": "chatml", "messages": [{"role": "user", "content": "a b"}], **body}
+    return check(server.post("/v1/chat/completions", **body), 400, code, param)
+
+
+def test_a_drafter_called_like_a_field_keeps_its_name(server: LiveServer) -> None:
+    field = {"drafter": "nope"}
+    told = refused(server, "invalid_value", "speculation.drafter", speculation=field)
+    assert told.endswith("choose from off, auto, prompt, suffix.")
+    response = server.post(model="chatml", speculation=field)
+    assert check(response, 400, "invalid_value", "speculation.drafter") == told
+
+
+def test_a_task_called_like_a_field_keeps_its_name(server: LiveServer) -> None:
+    told = refused(
+        server, "invalid_value", "vocabulary.mode", model="prompt", vocabulary={"mode": "slice"}
+    )
+    assert "the task prompt allows" in told
+
+
+def test_a_chats_limits_have_a_chats_names(server: LiveServer) -> None:
+    told = refused(
+        server, "context_length_exceeded", "max_completion_tokens", max_completion_tokens=10_000
+    )
+    assert "messages: " in told and "(max_completion_tokens)" in told
+    told = refused(server, "context_length_exceeded", "max_tokens", max_tokens=10_000)
+    assert "(max_tokens)" in told
+    told = refused(server, "context_length_exceeded", "messages",
+                   messages=[{"role": "user", "content": "a b c " * 4000}])  # fmt: skip
+    assert "in the prompt" in told  # a word, not a field
+
+
+def test_a_field_is_named_by_each_route_alone() -> None:
+    limit, text = FieldKey("max_tokens"), FieldKey("prompt")
+    error = LimitExceededError(f"{text}[3]: above {limit} of the task prompt.", param=f"{text}[3]")
+    assert error.message == "prompt[3]: above max_tokens of the task prompt."
+    assert error.param == "prompt[3]"
+    named = error.named({"prompt": "input", "max_tokens": "max_output_tokens"})
+    assert type(named) is LimitExceededError
+    assert named.message == "input[3]: above max_output_tokens of the task prompt."
+    assert named.param == "input[3]"
+    assert error.named({}).message == error.message
+    plain = LimitExceededError("the task prompt", param="prompt", retry_after_s=2.0)
+    assert plain.named({"prompt": "input"}) is plain
