@@ -1,0 +1,91 @@
+"""ServerConfig and TaskConfig: what configs/server.yaml and configs/tasks/*.yaml may say.
+
+Every section is a frozen pydantic model that refuses unknown keys and wrong types (a quoted "8" is
+no number, `true` is no 1, nan is nothing). An error is one line a problem, in the form
+`FILE:LINE: KEY: what is wrong`, so that an editor can jump to it; all problems of a file are told
+at once. Files are read as YAML 1.2's core schema: `off` is a string and not False, `010` is ten,
+there are no tags, no anchors and no dates, a repeated key is an error, and size and depth are
+bounded.
+
+Importing this module imports neither torch nor fastapi.
+"""
+
+from server.config.server import (
+    CorsConfig,
+    DashboardConfig,
+    EngineConfig,
+    KeyConfig,
+    LimitsConfig,
+    ListenConfig,
+    LogConfig,
+    MetricsConfig,
+    ModelConfig,
+    RestartConfig,
+    ServerConfig,
+    TracingConfig,
+    load_server_config,
+    with_overrides,
+)
+from server.config.task import (
+    CORPUS_DRAFTERS,
+    DEFAULT_TASK,
+    ContextMarks,
+    GrammysOptions,
+    MixOptions,
+    SamplingDefaults,
+    SpeculationConfig,
+    TaskConfig,
+    TaskLimits,
+    TrieOptions,
+    VocabularyConfig,
+    load_task,
+    load_tasks,
+    task_version,
+)
+from server.config.values import (
+    MemorySize,
+    parse_device_list,
+    parse_memory,
+)
+from server.config.yaml_file import (
+    Document,
+    parse_yaml,
+    read_yaml,
+)
+
+__all__ = [
+    "CORPUS_DRAFTERS",
+    "DEFAULT_TASK",
+    "ContextMarks",
+    "CorsConfig",
+    "DashboardConfig",
+    "Document",
+    "EngineConfig",
+    "GrammysOptions",
+    "KeyConfig",
+    "LimitsConfig",
+    "ListenConfig",
+    "LogConfig",
+    "MemorySize",
+    "MetricsConfig",
+    "MixOptions",
+    "ModelConfig",
+    "RestartConfig",
+    "SamplingDefaults",
+    "ServerConfig",
+    "SpeculationConfig",
+    "TaskConfig",
+    "TaskLimits",
+    "TracingConfig",
+    "TrieOptions",
+    "VocabularyConfig",
+    "load_server_config",
+    "load_task",
+    "load_tasks",
+    "parse_device_list",
+    "parse_memory",
+    "parse_yaml",
+    "read_yaml",
+    "task_version",
+    "with_overrides",
+]

@@ -1,0 +1,398 @@
+"""ServerConfig: what configs/server.yaml may say, and what the command line puts over it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+
+from server.config.section import Section, from_folder, validate
+from server.config.values import Memory, MemorySize, check_device, check_name
+from server.config.yaml_file import read_yaml
+from server.errors import ConfigError
+
+__all__ = [
+    "CorsConfig",
+    "DashboardConfig",
+    "EngineConfig",
+    "KeyConfig",
+    "LimitsConfig",
+    "ListenConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "RestartConfig",
+    "ServerConfig",
+    "TracingConfig",
+    "load_server_config",
+    "with_overrides",
+]
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,95})?")
+
+
+class ListenConfig(Section):
+    """Where the API listens."""
+
+    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to bind")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one")
+
+
+class ModelConfig(Section):
+    """One model, with the devices it runs on: one engine process a device."""
+
+    name: str = Field(description="what the `model` field of a request calls it")
+    path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="a built-in name, a folder, a GGUF file or a Hugging Face id",
+    )
+    adapter: str | None = Field(
+        None, max_length=4096, description="folder of a PEFT LoRA that is merged at load"
+    )
+    devices: tuple[str, ...] = Field(
+        ("cpu",),
+        min_length=1,
+        max_length=64,
+        description="cpu, cuda or cuda:N, repeats allowed",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
+        None, description="overrides engine.dtype"
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, le=1 << 24, description="overrides engine.max_model_len"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not _MODEL_NAME.fullmatch(value):  # "org/name", as Hugging Face writes it, is allowed
+            raise ValueError("a model's name has letters, digits and . _ : - and at most one /")
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _devices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_device(device) for device in value)
+
+
+class KeyConfig(Section):
+    """One API key. `id` names it in metrics and scopes; exactly one of key, env and file is set."""
+
+    id: str = Field(description="a name for the key; never the key")
+    key: SecretStr | None = Field(None, description="the key itself")
+    env: str | None = Field(None, min_length=1, description="environment variable that holds it")
+    file: str | None = Field(None, min_length=1, description="file whose first line holds it")
+    admin: bool = Field(False, description="whether it may call the admin routes, /v1/tasks/...")
+    tasks: tuple[str, ...] | None = Field(
+        None,
+        max_length=10_000,
+        description="names that it may put into `model`; default all tasks and models",
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, le=1 << 31, description="more get 429; a minute's worth may come at once"
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 40,
+        description="prompt tokens and max_tokens of its requests; what is not generated is "
+        "given back",
+    )
+    max_concurrent_requests: int | None = Field(
+        None, ge=1, le=1 << 20, description="requests that it may have open at once; more get 429"
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _id(cls, value: str) -> str:
+        return check_name(value)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> KeyConfig:
+        if sum(source is not None for source in (self.key, self.env, self.file)) != 1:
+            raise ValueError("set exactly one of key, env and file")
+        return self
+
+    def secret(self) -> str:
+        """The key. Raises ConfigError when its source is missing, empty or not printable ASCII."""
+        if self.key is not None:
+            value = self.key.get_secret_value()
+        elif self.env is not None:
+            value = os.environ.get(self.env, "")
+        else:
+            assert self.file is not None
+            try:
+                value = Path(self.file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+            except OSError as error:
+                raise ConfigError(f"key {self.id}: {self.file}: {error.strerror}") from None
+        if not value:
+            raise ConfigError(f"key {self.id}: {self.env or self.file or 'key'} is empty")
+        if not value.isascii() or not value.isprintable() or " " in value:
+            raise ConfigError(f"key {self.id}: a key is printable ASCII without spaces")
+        return value
+
+
+class MetricsConfig(Section):
+    """GET /metrics."""
+
+    require_key: bool = Field(
+        False, description="whether /metrics needs an API key when there are any"
+    )
+    vllm_aliases: bool = Field(
+        False, description="whether /metrics tells the figures under vLLM's names too"
+    )
+
+
+class DashboardConfig(Section):
+    """GET /dashboard, the built-in page. Its data need an API key when there are any."""
+
+    enabled: bool = Field(True, description="whether the page is served")
+
+
+class CorsConfig(Section):
+    """Cross-origin requests; off while the list is empty."""
+
+    allow_origins: tuple[str, ...] = Field(
+        (), max_length=100, description='origins that may call from a browser; ["*"] is all'
+    )
+
+
+class LimitsConfig(Section):
+    """What one request, and all of them, may take. Task limits can only be tighter."""
+
+    max_body_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="larger bodies get 413")
+    max_prompts: int = Field(256, ge=1, le=65536, description="prompts in one request")
+    max_choices: int = Field(128, ge=1, le=1024, description="n and best_of")
+    max_tokens: int | None = Field(
+        None, ge=1, description="most tokens a choice may generate; default the model's context"
+    )
+    max_request_tokens: int = Field(
+        1 << 20, ge=1, description="prompts x choices x (prompt and max_tokens) of one request"
+    )
+    max_queued_requests: int = Field(
+        1024, ge=1, le=1 << 20, description="requests waiting for an engine; then 429"
+    )
+    max_queued_tokens: int = Field(
+        1 << 21, ge=1, description="prompt tokens waiting for an engine; then 429"
+    )
+    max_upload_bytes: int = Field(
+        64 << 20, ge=1024, le=1 << 30, description="body of a corpus upload; larger ones get 413"
+    )
+    body_timeout_s: float = Field(
+        30.0, gt=0, le=3600, description="seconds a body may take to arrive; then 408"
+    )
+    max_header_bytes: int = Field(
+        65536, ge=1024, le=1 << 24, description="request line and headers; more get 431"
+    )
+    header_timeout_s: float = Field(
+        15.0, gt=0, le=3600, description="seconds the headers may take to arrive; then 408"
+    )
+    send_timeout_s: float = Field(
+        60.0, gt=0, le=86400, description="seconds a client may leave its answer unread"
+    )
+    queue_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may wait for its first step; then 503"
+    )
+    total_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may take in all; then 504"
+    )
+    sse_keep_alive_s: float = Field(
+        15.0, ge=0, le=3600, description="seconds of silence before a stream sends a comment; 0 off"
+    )
+    drain_s: float = Field(
+        30.0, ge=0, le=86400, description="seconds that SIGTERM waits for open requests"
+    )
+
+
+class EngineConfig(Section):
+    """How an engine runs a model."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on cpu, the model's own on cuda"
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one step")
+    max_num_batched_tokens: int = Field(
+        512, ge=16, le=1 << 20, description="rows in one step: prompt chunks, last tokens, drafts"
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="KV slots in a block")
+    kv_cache_memory: Memory = Field(
+        MemorySize(fraction=0.3),
+        description="memory of the KV cache: a fraction of what is free after loading, or an "
+        'amount such as "2GiB"',
+    )
+    prefix_cache: bool = Field(True, description="whether prompts share KV blocks by content")
+    structured_outputs: bool = Field(
+        True,
+        description="whether requests may bring a grammar; reading the tokenizer for it takes 0.3 "
+        "to 4 seconds at start",
+    )
+    slice_cache_rows: int = Field(
+        4096, ge=0, le=1 << 20, description="LM-head rows of prompts kept beside the profiles' own"
+    )
+    full_head: Literal["device", "stream", "cpu"] = Field(
+        "device",
+        description="where the full LM head lies on cuda; stream: in CPU memory, copied through "
+        "the device whenever it is needed; cpu: the same, and `exact` verifies on the CPU",
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
+    )
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
+
+    @model_validator(mode="after")
+    def _rows_for_all(self) -> EngineConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+        return self
+
+
+class LogConfig(Section):
+    """Log lines on stderr. They hold no prompts and no outputs."""
+
+    format: Literal["console", "json"] = Field(
+        "console", description="lines for people, or a JSON object a line"
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="info has a line a request"
+    )
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces; off without an endpoint. Needs the extra `tracing`."""
+
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        max_length=2048,
+        description="OTLP/HTTP collector, such as http://127.0.0.1:4318; its own path is kept",
+    )
+    service_name: str = Field(
+        "tailor", min_length=1, max_length=255, description="service.name of the spans"
+    )
+    sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share of requests traced; a caller's own decision wins"
+    )
+
+
+class RestartConfig(Section):
+    """What happens when an engine dies."""
+
+    max_restarts: int = Field(
+        5, ge=0, le=1000, description="restarts within window_s before an engine is given up"
+    )
+    window_s: float = Field(600.0, gt=0, le=86400, description="seconds that max_restarts covers")
+    first_delay_s: float = Field(
+        0.5, ge=0, le=3600, description="seconds before the first restart; doubles each time"
+    )
+    max_delay_s: float = Field(30.0, ge=0, le=3600, description="longest wait before a restart")
+
+
+class ServerConfig(Section):
+    """configs/server.yaml, and the defaults of everything that the command line can set."""
+
+    listen: ListenConfig = Field(default_factory=ListenConfig)
+    models: tuple[ModelConfig, ...] = Field(
+        (ModelConfig(name="smollm2-135m-instruct", path="smollm2-135m-instruct"),),
+        min_length=1,
+        max_length=64,
+        description="the models served on this port; the first one is the default",
+    )
+    tasks: str | None = Field(
+        None,
+        max_length=4096,
+        description="folder of task files; default configs/tasks",
+    )
+    keys: tuple[KeyConfig, ...] = Field(
+        (), max_length=10_000, description="API keys; without any, every client may call"
+    )
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    dashboard: DashboardConfig = Field(default_factory=DashboardConfig)
+    cors: CorsConfig = Field(default_factory=CorsConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    restart: RestartConfig = Field(default_factory=RestartConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
+
+    @model_validator(mode="after")
+    def _unique(self) -> ServerConfig:
+        for what, names in (
+            ("models", [model.name for model in self.models]),
+            ("keys", [key.id for key in self.keys]),
+        ):
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(f"{what}: {sorted(twice)[0]!r} is there twice")
+        return self
+
+
+def load_server_config(path: Path) -> ServerConfig:
+    """Read configs/server.yaml. Relative paths in it count from its own folder.
+
+    Raises ConfigError with one line a problem.
+    """
+    config = validate(ServerConfig, read_yaml(path))
+    base = path.resolve().parent
+    return config.model_copy(
+        update={
+            "tasks": None if config.tasks is None else from_folder(base, config.tasks),
+            "models": tuple(
+                model.model_copy(
+                    update={
+                        "path": _model_path(base, model.path),
+                        "adapter": None
+                        if model.adapter is None
+                        else from_folder(base, model.adapter),
+                    }
+                )
+                for model in config.models
+            ),
+            "keys": tuple(
+                key
+                if key.file is None
+                else key.model_copy(update={"file": from_folder(base, key.file)})
+                for key in config.keys
+            ),
+        }
+    )
+
+
+def _model_path(base: Path, value: str) -> str:
+    """A model's path counts from the file's folder; a built-in name or a hub id stays as it is."""
+    if value.startswith((".", "~", "/")) or value.endswith(".gguf") or (base / value).exists():
+        return from_folder(base, value)
+    return value
+
+
+def with_overrides(config: ServerConfig, section: str, values: Mapping[str, Any]) -> ServerConfig:
+    """`config` with some keys of one section replaced, checked again. Nones are left out.
+
+    Raises ConfigError that names the command-line option (`max_num_seqs` is --max-num-seqs).
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    if not given:
+        return config
+    old = getattr(config, section)
+    try:
+        new = type(old).model_validate({**dict(old), **given})
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False, include_context=False):
+            option = "--" + str(problem["loc"][0] if problem["loc"] else section).replace("_", "-")
+            lines.append(f"{option}: {problem['msg'].removeprefix('Value error, ')}")
+        raise ConfigError("\n".join(lines)) from None
+    return config.model_copy(update={section: new})

@@ -1,0 +1,381 @@
+"""TaskConfig: what a file of configs/tasks may say."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from server.config.section import Section, from_folder, validate
+from server.config.values import StopString, TokenId, check_name
+from server.config.yaml_file import Document, Path_, read_yaml
+from server.errors import ConfigError
+
+__all__ = [
+    "CORPUS_DRAFTERS",
+    "DEFAULT_TASK",
+    "ContextMarks",
+    "GrammysOptions",
+    "MixOptions",
+    "SamplingDefaults",
+    "SpeculationConfig",
+    "TaskConfig",
+    "TaskLimits",
+    "TrieOptions",
+    "VocabularyConfig",
+    "load_task",
+    "load_tasks",
+    "task_version",
+]
+
+CORPUS_DRAFTERS = ("auto", "mix")
+"""The drafters that draft from a corpus, and so from what a task has learned."""
+
+DEFAULT_TASK = "completion"
+"""The task of a request whose `model` names a model and not a task."""
+
+MAX_TASK_FILES = 10_000
+
+
+class SamplingDefaults(Section):
+    """What a request gets for a field that it leaves out. None: OpenAI's (and vLLM's) default."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=1 << 31, description="0 is off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    stop: tuple[StopString, ...] = Field(
+        (), max_length=4, description="stop strings of requests that bring none"
+    )
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=256)
+    ignore_eos: bool | None = Field(None)
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SamplingDefaults:
+        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ValueError("min_tokens is above max_tokens")
+        return self
+
+
+class TaskLimits(Section):
+    """What a request of this task may ask for at most; more is a 400. None: the server's limit."""
+
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_prompts: int | None = Field(None, ge=1, le=65536)
+    max_choices: int | None = Field(None, ge=1, le=1024)
+    max_logprobs: int | None = Field(None, ge=0, le=20)
+    max_draft_tokens: int | None = Field(
+        None, ge=0, le=256, description="cap of a request's own speculation.max_draft_tokens"
+    )
+    queue_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may wait for its first step; then 503"
+    )
+    total_timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="seconds a request may take in all; then 504"
+    )
+
+
+class TrieOptions(Section):
+    """N-Gram-Trie's parameters (EMNLP 2025). None: the drafter's default, in parentheses."""
+
+    n: int | None = Field(None, ge=2, le=64, description="window length in tokens (13)")
+    prefix_length: int | None = Field(
+        None, ge=1, le=63, description="L_p: most generated tokens that are matched (3)"
+    )
+    num_draft: int | None = Field(None, ge=1, le=256, description="nodes kept of a sub-tree (32)")
+
+    @model_validator(mode="after")
+    def _prefix_fits(self) -> TrieOptions:
+        if (self.prefix_length or 3) >= (self.n or 13):
+            raise ValueError("prefix_length must be below n")
+        return self
+
+
+class MixOptions(Section):
+    """TASC-spec's parameters (arXiv 2602.24174). None: the drafter's default, in parentheses."""
+
+    n_max: int | None = Field(None, ge=1, le=16, description="longest n-gram (5)")
+    horizon: int | None = Field(None, ge=1, le=64, description="tokens drafted ahead (10)")
+    weight: float | None = Field(
+        None, ge=0, le=1, alias="lambda", description="lambda: share of the corpus (0.75)"
+    )
+
+
+class GrammysOptions(Section):
+    """N-Grammys' parameters (arXiv 2411.03786). None: the drafter's default, in parentheses."""
+
+    table: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="the model's bigrams, a file of `tailor corpus bigrams`",
+    )
+    strategy: Literal["bigram", "mixed"] | None = Field(
+        None, description="the table alone, or behind the request's own text (mixed)"
+    )
+
+    @model_validator(mode="after")
+    def _bigram_has_a_table(self) -> GrammysOptions:
+        if self.strategy == "bigram" and self.table is None:
+            raise ValueError("strategy bigram needs a table")
+        return self
+
+
+class ContextMarks(Section):
+    """Where the task's context lies in a prompt: after the first `after`, before the next `before`.
+
+    Strings of the prompt's text; a prompt without them is a context as a whole.
+    """
+
+    after: str | None = Field(None, min_length=1, max_length=1000)
+    before: str | None = Field(None, min_length=1, max_length=1000)
+
+
+class SpeculationConfig(Section):
+    """How the task drafts. It changes speed only, never the text."""
+
+    drafter: str = Field("auto", description="a registered drafter; off drafts nothing")
+    max_draft_tokens: int = Field(16, ge=0, le=256, description="most tree nodes in a step")
+    allowed_drafters: tuple[str, ...] | None = Field(
+        None, description="drafters that a request may choose; default all"
+    )
+    corpus: str | None = Field(
+        None, min_length=1, max_length=4096, description="the task's corpus file"
+    )
+    allowed_corpora: tuple[str, ...] = Field(
+        (),
+        max_length=1000,
+        description="tasks whose corpus a request may draft from instead of the task's own",
+    )
+    learn: bool = Field(
+        False, description="whether drafts also come from the outputs of finished requests"
+    )
+    learn_max_tokens: int = Field(
+        200_000,
+        ge=1000,
+        le=5_000_000,
+        description="learned tokens that are held per API key and cache_salt; older ones fade out",
+    )
+    context: ContextMarks | None = Field(None)
+    trie: TrieOptions = Field(default_factory=TrieOptions)
+    mix: MixOptions = Field(default_factory=MixOptions)
+    grammys: GrammysOptions = Field(default_factory=GrammysOptions)
+
+    @model_validator(mode="after")
+    def _drafter_allowed(self) -> SpeculationConfig:
+        if self.allowed_drafters is not None and self.drafter not in self.allowed_drafters:
+            raise ValueError("allowed_drafters does not hold the task's own drafter")
+        return self
+
+    @model_validator(mode="after")
+    def _learning_drafter(self) -> SpeculationConfig:
+        if self.learn and self.drafter not in CORPUS_DRAFTERS:
+            raise ValueError(
+                f"learn needs a drafter with a corpus ({' or '.join(CORPUS_DRAFTERS)}), "
+                f"not {self.drafter}"
+            )
+        return self
+
+    def options(self) -> tuple[tuple[str, float | int | str | bool], ...]:
+        """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""
+        pairs = [
+            (f"{section}.{key}", value)
+            for section, options in (
+                ("grammys", self.grammys),
+                ("mix", self.mix),
+                ("trie", self.trie),
+            )
+            for key, value in options.model_dump(by_alias=True, exclude_none=True).items()
+        ]
+        return tuple(sorted(pairs))
+
+
+VocabularyModeName = Literal["full", "slice", "exact"]
+
+
+class VocabularyConfig(Section):
+    """What part of the LM head the task computes. Only `slice` may change the text."""
+
+    mode: VocabularyModeName = Field(
+        "full",
+        description="slice: draw only from the profile's ids and the request's own; exact: propose "
+        "from them, verify with the full head, the text of full",
+    )
+    profile: str | None = Field(
+        None, min_length=1, max_length=4096, description="a file of `tailor vocab profile`"
+    )
+    verify_every: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="tokens that exact verifies at once; default adapted to the measured misses",
+    )
+    allowed_modes: tuple[VocabularyModeName, ...] | None = Field(
+        None,
+        description="modes that a request may choose; default the task's own, full and, with a "
+        "profile, exact",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> VocabularyConfig:
+        if self.mode != "full" and self.profile is None:
+            raise ValueError(f"mode {self.mode} needs a profile; see tailor vocab profile")
+        if self.allowed_modes is not None:
+            if self.mode not in self.allowed_modes:
+                raise ValueError("allowed_modes does not hold the task's own mode")
+            if self.profile is None and set(self.allowed_modes) != {"full"}:
+                raise ValueError("allowed_modes other than full need a profile")
+        if self.profile is not None and self.modes == ("full",):
+            raise ValueError("profile means nothing where only full is allowed; take it out")
+        if self.verify_every is not None and "exact" not in self.modes:
+            raise ValueError("verify_every means nothing where exact is not allowed; take it out")
+        return self
+
+    @property
+    def modes(self) -> tuple[VocabularyModeName, ...]:
+        """The modes that a request may choose."""
+        if self.allowed_modes is not None:
+            return tuple(dict.fromkeys(self.allowed_modes))
+        if self.profile is None:
+            return ("full",)
+        return ("full", "exact") if self.mode != "slice" else ("full", "slice", "exact")
+
+
+class TaskConfig(Section):
+    """One file of configs/tasks: a named way to call a model. The `model` field names it."""
+
+    name: str = Field("", description="default the file's name without .yaml")
+    description: str = Field("", max_length=2000)
+    model: str | None = Field(
+        None, max_length=128, description="name of a model of server.yaml; default the first"
+    )
+    sampling: SamplingDefaults = Field(default_factory=SamplingDefaults)
+    limits: TaskLimits = Field(default_factory=TaskLimits)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    vocabulary: VocabularyConfig = Field(default_factory=VocabularyConfig)
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return check_name(value)
+
+    @model_validator(mode="after")
+    def _within_limits(self) -> TaskConfig:
+        asked, most = self.sampling.max_tokens, self.limits.max_tokens
+        if asked is not None and most is not None and asked > most:
+            raise ValueError("sampling.max_tokens is above limits.max_tokens")
+        most = self.limits.max_draft_tokens
+        if most is not None and self.speculation.max_draft_tokens > most:
+            raise ValueError("speculation.max_draft_tokens is above limits.max_draft_tokens")
+        return self
+
+
+def load_task(path: Path) -> TaskConfig:
+    """Read one task file. Paths in it count from the file's folder. Raises ConfigError."""
+    document = read_yaml(path)
+    if document.data is None:
+        document = Document(document.source, {}, document.lines)
+    if isinstance(document.data, dict):
+        document.data.setdefault("name", path.stem)
+    task = validate(TaskConfig, document)
+    base = path.resolve().parent
+    update: dict[str, object] = {}
+    if task.speculation.corpus is not None:
+        update["corpus"] = from_folder(base, task.speculation.corpus)
+    grammys = task.speculation.grammys
+    if grammys.table is not None:
+        table = from_folder(base, grammys.table)
+        update["grammys"] = grammys.model_copy(update={"table": table})
+    if update:
+        task = task.model_copy(update={"speculation": task.speculation.model_copy(update=update)})
+    if task.vocabulary.profile is not None:
+        profile = from_folder(base, task.vocabulary.profile)
+        task = task.model_copy(
+            update={"vocabulary": task.vocabulary.model_copy(update={"profile": profile})}
+        )
+    return task
+
+
+def load_tasks(
+    folder: Path, models: tuple[str, ...] = (), drafters: tuple[str, ...] = ()
+) -> dict[str, TaskConfig]:
+    """All *.yaml and *.yml files of a folder, by task name, in the order of their file names.
+
+    models: names of the server's models; a task may name one of them, and may not be called like
+        one. drafters: names that a task may choose from. Empty leaves that unchecked.
+    The default task is added when the folder has none. Raises ConfigError with all problems of all
+    files.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix in (".yaml", ".yml") and not file.name.startswith(".")
+    )
+    if len(files) > MAX_TASK_FILES:
+        raise ConfigError(f"{folder}: more than {MAX_TASK_FILES} task files")
+    tasks: dict[str, TaskConfig] = {}
+    sources: dict[str, Path] = {}
+    problems: list[str] = []
+    for file in files:
+        try:
+            task = load_task(file)
+            document = read_yaml(file)
+            if task.name in tasks:
+                raise ConfigError(
+                    document.error(("name",), f"{task.name!r} is also in {sources[task.name]}")
+                )
+            if task.name in models:
+                raise ConfigError(document.error(("name",), f"{task.name!r} is a model's name"))
+            if models and task.model is not None and task.model not in models:
+                raise ConfigError(
+                    document.error(
+                        ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
+                    )
+                )
+            corpus = task.speculation.corpus
+            if corpus is not None and not Path(corpus).is_file():
+                raise ConfigError(document.error(("speculation", "corpus"), f"no file {corpus}"))
+            table = task.speculation.grammys.table
+            if table is not None and not Path(table).is_file():
+                at = ("speculation", "grammys", "table")
+                raise ConfigError(document.error(at, f"no file {table}"))
+            if drafters:
+                _check_drafters(task, document, drafters)
+        except ConfigError as error:
+            problems.append(error.message)
+            continue
+        tasks[task.name], sources[task.name] = task, file
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if DEFAULT_TASK not in tasks:
+        tasks[DEFAULT_TASK] = TaskConfig(
+            name=DEFAULT_TASK, description="Plain text completion with OpenAI's defaults"
+        )
+    return tasks
+
+
+def _check_drafters(task: TaskConfig, document: Document, drafters: tuple[str, ...]) -> None:
+    chosen: list[tuple[Path_, str]] = [(("speculation", "drafter"), task.speculation.drafter)]
+    for i, name in enumerate(task.speculation.allowed_drafters or ()):
+        chosen.append((("speculation", "allowed_drafters", i), name))
+    for path, name in chosen:
+        if name not in drafters:
+            raise ConfigError(
+                document.error(path, f"no drafter {name!r}; there are: {', '.join(drafters)}")
+            )
+
+
+def task_version(task: TaskConfig) -> str:
+    """Twelve hex digits that change whenever a task's settings do."""
+    return hashlib.sha256(task.model_dump_json().encode()).hexdigest()[:12]

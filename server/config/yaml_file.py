@@ -1,0 +1,163 @@
+"""YAML with line numbers: 1.2's core schema, bounded in size and depth.
+
+`off` is a string and not False, `010` is ten, there are no tags, no anchors and no dates, and a
+repeated key is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from server.errors import ConfigError
+
+__all__ = ["Document", "Path_", "parse_yaml", "read_yaml"]
+
+MAX_FILE_BYTES = 1 << 20
+MAX_DEPTH = 32
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A YAML file: plain values, and the line (from 1) of every key path in it."""
+
+    source: str
+    data: Any
+    lines: Mapping[Path_, int]
+
+    def line(self, path: Path_) -> int:
+        """The line of `path`, or of the nearest thing around it that the file has."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+    def error(self, path: Path_, message: str) -> str:
+        """One line that tells where and what."""
+        where = f"{self.source}:{self.line(path)}"
+        key = dotted(path)
+        return f"{where}: {key}: {message}" if key else f"{where}: {message}"
+
+
+def dotted(path: Path_) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """YAML 1.2's core schema, without tags, anchors, aliases, merge keys and bottomless nesting."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way to start from none)
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(None, None, "anchors and aliases are not read", _mark(event))
+        if getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(None, None, "tags are not read", _mark(event))
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(None, None, "nested too deeply", _mark(event))
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _mark(event: Any) -> yaml.Mark:
+    mark: yaml.Mark = event.start_mark
+    return mark
+
+
+for _tag, _regex, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]{1,30}", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _CoreLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_regex})$"), _first
+    )
+
+
+def read_yaml(path: Path) -> Document:
+    """Read one file. Raises ConfigError for what is not plain YAML of at most 1 MiB."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> Document:
+    """Parse YAML text; `source` is what error messages call it."""
+    lines: dict[Path_, int] = {}
+    try:
+        loader = _CoreLoader(text)
+        node = loader.get_single_node()
+        data = None if node is None else _plain(node, (), lines, source)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(
+            f"{source}:{mark.line + 1 if mark else 1}: {error.problem or error.context}"
+        ) from None
+    except yaml.YAMLError as error:
+        reason = getattr(error, "reason", None) or "not YAML"
+        raise ConfigError(f"{source}:1: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}:1: nested too deeply") from None
+    return Document(source, data, lines)
+
+
+def _plain(node: yaml.Node, path: Path_, lines: dict[Path_, int], source: str) -> Any:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        return tuple(_plain(item, (*path, i), lines, source) for i, item in enumerate(node.value))
+    if isinstance(node, yaml.MappingNode):
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{source}:{line}: a key must be a plain word")
+            key = str(key_node.value)
+            if key in values:
+                first = lines[(*path, key)]
+                raise ConfigError(
+                    f"{source}:{line}: {dotted((*path, key))}: is there twice (first in line "
+                    f"{first})"
+                )
+            lines[(*path, key)] = line
+            values[key] = _plain(value_node, (*path, key), lines, source)
+        return values
+    text, kind = str(node.value), node.tag.rsplit(":", 1)[-1]
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text)
+    if kind == "float":
+        return float(text.replace(".inf", "inf").replace(".nan", "nan").replace(".NaN", "nan"))
+    return text
