@@ -191,7 +191,7 @@ def test_no_module_is_called_utils() -> None:
         ("vocab_store", ("torch", "transformers", "server", "fastapi")),
         ("server.engine", ("torch", "transformers", "fastapi")),
         ("server.api", ("torch", "transformers", "server.engine")),
-        ("server.wiring.server", ("torch", "transformers", "fastapi")),
+        ("server.wiring", ("torch", "transformers", "fastapi")),
         ("server.commands.cli", ("torch", "transformers", "fastapi", "numpy")),
     ],
 )

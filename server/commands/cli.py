@@ -633,7 +633,8 @@ def _own_engine(args: argparse.Namespace, bar: _Bar, drafters: tuple[str, ...]) 
     from dataclasses import replace
 
     from server.config import EngineConfig, ModelConfig, ServerConfig, parse_device_list
-    from server.wiring.server import build_engine, plan_server
+    from server.wiring.engine import build_engine
+    from server.wiring.server import plan_server
 
     try:
         devices = parse_device_list(args.device)
@@ -794,7 +795,7 @@ def _tune_task(args: argparse.Namespace) -> int:
     from server.commands.tune import TuneSettings, tune
     from server.config import TaskConfig
     from server.engine.probe import measure_head
-    from server.wiring.server import make_task_drafter
+    from server.wiring.drafter import make_task_drafter
 
     output = args.output or DEFAULT_TASKS / f"{args.name}.yaml"
     if output.suffix not in (".yaml", ".yml"):

@@ -23,7 +23,7 @@ from server.engine.host import start_thread
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskMemory
 from server.errors import ConfigError
-from server.wiring.server import make_task_drafter
+from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import BuildOrder, TaskSet, build_upload
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served, wait_until
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info

@@ -19,7 +19,7 @@ from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine, EngineSettings
 from server.engine.forecast import Forecast
 from server.errors import ConfigError
-from server.wiring.server import make_task_drafter
+from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info

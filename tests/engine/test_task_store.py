@@ -18,7 +18,7 @@ from drafters.learned import LearnedOutputs
 from server.engine.engine import Engine, EngineSettings
 from server.engine.task_store import TaskMemory
 from server.types import Delta, Request, SamplingParams, SpeculationParams
-from server.wiring.server import make_task_drafter
+from server.wiring.drafter import make_task_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 64

@@ -12,7 +12,9 @@ from server import token_bytes
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig, VocabularyConfig
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, VocabularyParams
-from server.wiring.server import ProfileFiles, build_engine, plan_server
+from server.wiring.engine import build_engine
+from server.wiring.profiles import ProfileFiles
+from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
 from vocab_store.errors import MissingIdsError, ProfileFileError
 from vocab_store.profile import Example, ProfileSettings, VocabProfile, build_profile

@@ -1,0 +1,244 @@
+"""From an EngineOrder to an Engine that is ready: model, drafters, costs, warm-up.
+
+`build_engine` runs inside the engine's own process; only there is torch imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drafters import DRAFTER_NAMES
+from server.config import EngineConfig
+from server.errors import ModelError
+from server.wiring.drafter import WARM_UP, make_task_drafter
+from server.wiring.profiles import ProfileFiles
+
+if TYPE_CHECKING:
+    from server.engine.engine import Engine
+    from server.logs import LogFormat
+    from server.model.build import RunnerSpec
+    from server.types import VocabularyMode
+
+__all__ = ["EngineOrder", "build_engine"]
+
+log = logging.getLogger("tailor.server")
+
+_TARGET_STEP_S = {"cpu": 0.15, "cuda": 0.05}
+"""Seconds a step may take while some sequences decode and others prefill: their prompt chunks
+are cut to it by the measured cost of rows, so that a long prompt does not make the others wait.
+Where decoding alone takes long, EngineSettings.prefill_ratio lets them take longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """All that an engine process needs, as plain values that can be pickled.
+
+    name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: to be
+    compiled before the engine is ready, so that no request waits for it. vocabularies: (mode,
+    profile) of those tasks that cut the LM head, to be copied before the engine is ready.
+    namespace: tells servers of other tasks apart in what is kept of tasks. learns: whether a task
+    learns.
+    """
+
+    name: str
+    model: str
+    folder: str
+    adapter: str | None
+    device: str
+    dtype: str
+    max_model_len: int | None
+    table: str
+    engine: EngineConfig
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    drafters: tuple[str, ...]
+    namespace: str = ""
+    learns: bool = False
+    log_format: LogFormat = "console"
+    log_level: str = "info"
+    vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
+
+
+def _runner_spec(order: EngineOrder) -> RunnerSpec:
+    from server.model.build import RunnerSpec
+
+    engine = order.engine
+    return RunnerSpec(
+        name=order.model,
+        folder=order.folder,
+        adapter=order.adapter,
+        device=order.device,
+        dtype=order.dtype,
+        max_model_len=order.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        block_size=engine.block_size,
+        kv_bytes=engine.kv_cache_memory.num_bytes,
+        kv_fraction=engine.kv_cache_memory.fraction or 0.0,
+        threads=engine.threads,
+        full_head=engine.full_head,
+    )
+
+
+def build_engine(order: EngineOrder) -> Engine:
+    """Load the model and make its Engine. Called inside the engine's own process.
+
+    Raises ModelError and its kin for a model that cannot be served, ValueError for numbers that
+    do not fit the device.
+    """
+    from server import logs
+
+    logs.configure(order.log_format, order.log_level, engine=order.name)
+    from server import token_bytes
+    from server.engine.engine import Engine, EngineSettings
+    from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
+    from server.engine.probe import load_or_measure
+    from server.engine.stops import StopTable
+    from server.engine.task_store import TaskMemory
+    from server.model.build import build_runner
+
+    table = token_bytes.open_table(order.table)
+    runner = build_runner(_runner_spec(order))
+    settings = EngineSettings(
+        max_num_seqs=order.engine.max_num_seqs,
+        max_num_batched_tokens=order.engine.max_num_batched_tokens,
+        prefill_rows=max(16, order.engine.max_num_batched_tokens // 2),
+        max_waiting_requests=order.max_waiting_requests,
+        max_waiting_tokens=order.max_waiting_tokens,
+        prefix_cache=order.engine.prefix_cache,
+        slice_rows=order.engine.slice_cache_rows,
+        target_step_s=_TARGET_STEP_S[order.device.partition(":")[0]],
+    )
+    fingerprint = table.fingerprint.hex()
+    memory = TaskMemory(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
+    drafters = {
+        name: functools.partial(
+            make_task_drafter,
+            name,
+            fingerprint,
+            runner.info.eos_token_ids,
+            model=runner.info.fingerprint,
+            memory=memory,
+        )
+        for name in DRAFTER_NAMES
+        if name != "off"
+    }
+    stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
+    cost_file = _cost_file(order, runner.info.fingerprint)
+    if not cost_file.exists():
+        log.info("the first start of this model here: compiling and measuring, about a minute")
+    cost = load_or_measure(runner, cost_file)
+    grammars = None
+    if order.engine.structured_outputs:
+        grammars = GrammarCompiler(
+            functools.partial(
+                load_grammar_tokenizer,
+                Path(order.folder) / "tokenizer.json",
+                runner.info.vocab_size,
+                runner.info.eos_token_ids,
+            ),
+            runner.info.vocab_size,
+        )
+        grammars.load()
+    profiles = ProfileFiles(table, runner.info.eos_token_ids)
+    engine = Engine(
+        runner,
+        drafters,
+        settings,
+        stop_table=stops,
+        cost=cost,
+        grammars=grammars,
+        profiles=profiles,
+        memory=memory,
+    )
+    _warm_up(engine, order.drafters, order.vocabularies)
+    if order.learns:
+        _warm_up_learning()
+    return engine
+
+
+def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:
+    """Where an engine keeps calibration and learned outputs: by tasks, engine and model."""
+    import hashlib
+
+    from server.model.catalog import cache_dir
+
+    key = hashlib.sha256(f"{order.name}|{fingerprint}".encode()).hexdigest()[:24]
+    return cache_dir() / "tasks" / order.namespace / "engines" / key
+
+
+def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
+    """Where the cost of a step is kept: by device, model with dtype, and threads."""
+    import hashlib
+
+    from server.model.catalog import cache_dir
+
+    threads = order.engine.threads or len(os.sched_getaffinity(0))
+    key = f"{order.device}|{_device_name(order.device)}|{fingerprint}|{threads}"
+    return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    import platform
+
+    return f"{platform.node()} {platform.processor() or platform.machine()}"
+
+
+def _warm_up(
+    engine: Engine,
+    drafters: Sequence[str],
+    vocabularies: Sequence[tuple[VocabularyMode, str]] = (),
+) -> None:
+    """Run a short request with each drafter and each profile, so that what is compiled or copied
+    on first use is there before the engine says it is ready. Nothing of it stays in the prefix
+    cache. From numba's cache all drafters take half a second; without it, once, a quarter of a
+    minute."""
+    from drafters import make_drafter
+    from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+
+    for name in drafters:
+        warm_up = None if name == "off" else getattr(make_drafter(name), "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+    usual = [i for i in range(3, 64) if i not in engine.info.eos_token_ids][:3]
+    runs = [(name, VocabularyParams()) for name in dict.fromkeys(("off", *drafters))]
+    runs += [("off", VocabularyParams(mode, profile)) for mode, profile in vocabularies]
+    for i, (name, vocabulary) in enumerate(runs):
+        engine.submit(
+            Request(
+                request_id=f"warm-up-{i}",
+                task=WARM_UP,
+                model=engine.info.name,
+                prompt_ids=tuple(usual * 4),
+                sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                speculation=SpeculationParams(name, 0 if name == "off" else 4),
+                vocabulary=vocabulary,
+            )
+        )
+        deltas = engine.take_deltas()
+        while engine.has_work:
+            deltas += engine.step()
+        for delta in deltas:
+            if delta.finish_reason == "error":
+                raise ModelError(f"{engine.info.name} cannot be run: {delta.error}")
+    engine.pool.drop_cache()
+
+
+def _warm_up_learning() -> None:
+    """Compile what builds layers of learned outputs: later it would hold up a step."""
+    import numpy as np
+
+    from drafters.learned import build_layer
+
+    example = np.arange(12, dtype=np.int32) % 5
+    build_layer([(example, example), (example, example)], base=None, fingerprint="")

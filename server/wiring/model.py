@@ -1,0 +1,72 @@
+"""What the API needs of a model: its tokenizer, its sizes, its name; never its weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.config import ModelConfig
+from server.errors import ModelError
+
+if TYPE_CHECKING:
+    from server.api.intake import ServedModel
+
+__all__ = ["served_model", "table_file"]
+
+log = logging.getLogger("tailor.server")
+
+
+def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) -> ServedModel:
+    """What the API needs of a model: its tokenizer, its sizes, its name. Reads no weights.
+
+    The id -> bytes table is written into the cache folder beside the converted models, once per
+    tokenizer, so that the engines can map it. Raises ModelError.
+    """
+    from tokenizers import Tokenizer
+
+    from server import token_bytes
+    from server.api.chat_template import load_chat_template
+    from server.api.intake import ServedModel
+    from server.model.supported import check_raw
+
+    config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
+    try:
+        raw = json.loads(config_file.read_text(encoding="utf-8"))
+        check_raw(raw)
+        vocab_size, limit = int(raw["vocab_size"]), int(raw["max_position_embeddings"])
+        created = int(config_file.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
+    table = token_bytes.load_or_build(tokenizer, table_file(folder), vocab_size)
+    # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    vocab_size = min(vocab_size, max(known.values(), default=-1) + 1)
+    try:
+        chat = load_chat_template(folder, tokenizer)
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot chat: %s", model.name, str(error)[:200])
+        chat = None
+    return ServedModel(
+        name=model.name,
+        tokenizer=tokenizer,
+        table=table,
+        vocab_size=vocab_size,
+        max_model_len=min(limit, max_model_len or limit),
+        created=created,
+        fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
+        chat=chat,
+    )
+
+
+def table_file(folder: Path) -> Path:
+    from server.model.catalog import cache_dir, sha256_of
+
+    tables = cache_dir() / "tokens"
+    tables.mkdir(parents=True, exist_ok=True)
+    return tables / f"{sha256_of(folder / 'tokenizer.json')[:24]}.bin"
