@@ -2,6 +2,7 @@
 
 VocabStoreError (ValueError)
 |-- EmbeddingFileError    a safetensors file or tensor cannot serve as an embedding table
+|-- EnrichmentFileError   an enrichment file is damaged or of another tokenizer
 |-- MissingIdsError       a vocabulary map lacks ids that must always be inside
 |-- ProfileFileError      a profile file is damaged, of another version or of another tokenizer
 `-- SliceCapacityError    the slices of running sequences do not fit in the slice cache
@@ -18,6 +19,10 @@ class VocabStoreError(ValueError):
 
 class EmbeddingFileError(VocabStoreError):
     """A safetensors file, or the tensor in it, cannot serve as an embedding table."""
+
+
+class EnrichmentFileError(VocabStoreError):
+    """An enrichment file is damaged, of another format version, or made for another tokenizer."""
 
 
 class MissingIdsError(VocabStoreError):

@@ -1,0 +1,208 @@
+"""Enrichments: exact to expand, fewest ids, and the tokens of Algorithm 1 written plainly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vocab_store.enrich import EnrichSettings, enrich
+from vocab_store.enrichment import Enrichment
+from vocab_store.entropy import measure, ngrams
+from vocab_store.errors import EnrichmentFileError
+
+V = 6
+TEXTS = st.lists(st.lists(st.integers(0, V - 1), max_size=9).map(tuple), min_size=1, max_size=12)
+
+
+def piece(token_id: int) -> bytes:
+    """Distinct strings, of which none is a prefix of another unless a test says so."""
+    return bytes([97 + token_id, 48])
+
+
+def naive(
+    outputs: Sequence[tuple[int, ...]], settings: EnrichSettings, barriers: frozenset[int]
+) -> list[tuple[int, ...]]:
+    """Algorithm 1 with everything counted anew for every token."""
+    texts = [list(output) for output in outputs]
+    found: list[tuple[int, ...]] = []
+    used: set[tuple[int, ...]] = set()
+
+    def flat(symbol: int) -> tuple[int, ...]:
+        return (symbol,) if symbol < V else found[symbol - V]
+
+    def string(symbol: int) -> bytes:
+        return b"".join(map(piece, flat(symbol)))
+
+    while len(found) < settings.budget:
+        counts: Counter[tuple[int, ...]] = Counter()
+        for text in texts:
+            for n in range(2, settings.n_max + 1):
+                for at in range(len(text) - n + 1):
+                    gram = tuple(text[at : at + n])
+                    if not barriers & set(gram):
+                        counts[gram] += 1
+        left = [g for g in counts if g not in used]
+        if not left:
+            break
+        gram = min(left, key=lambda g: (-counts[g] * (len(g) - 1), -len(g), g))
+        if counts[gram] < settings.min_count:
+            break
+        used.add(gram)
+        symbols = [s for text in texts for s in text]
+        last = string(gram[-1])
+        clash = sum(string(s).startswith(last) and string(s) != last for s in symbols)
+        if clash / len(symbols) >= settings.alpha:
+            continue
+        whole = tuple(i for s in gram for i in flat(s))
+        if whole not in found:
+            found.append(whole)
+        symbol = V + found.index(whole)
+        for text in texts:
+            at = 0
+            while at <= len(text) - len(gram):
+                if tuple(text[at : at + len(gram)]) == gram:
+                    text[at : at + len(gram)] = [symbol]
+                at += 1
+    return found
+
+
+@given(
+    outputs=TEXTS,
+    budget=st.integers(1, 6),
+    n_max=st.integers(2, 4),
+    alpha=st.sampled_from([0.05, 0.3, 2.0]),
+    barriers=st.sampled_from([frozenset[int](), frozenset({0})]),
+)
+def test_the_tokens_are_those_of_the_plain_algorithm(
+    outputs: list[tuple[int, ...]],
+    budget: int,
+    n_max: int,
+    alpha: float,
+    barriers: frozenset[int],
+) -> None:
+    settings = EnrichSettings(budget, n_max, alpha)
+    expected = naive(outputs, settings, barriers)
+    if not expected:
+        with pytest.raises(ValueError, match="no n-gram"):
+            enrich(
+                outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings,
+                barriers=barriers,
+            )  # fmt: skip
+        return
+    found = enrich(
+        outputs, piece, tokenizer="t", base_vocab_size=V, settings=settings, barriers=barriers
+    )
+    assert list(found.parts) == expected
+    assert found.ids == tuple(range(V, V + len(expected)))
+    assert not any(barriers & set(parts) for parts in found.parts)
+
+
+@given(
+    parts=st.lists(
+        st.lists(st.integers(0, 3), min_size=2, max_size=5).map(tuple), max_size=8, unique=True
+    ),
+    text=st.lists(st.integers(0, 3), max_size=9),
+)
+def test_segmenting_is_exact_and_takes_the_fewest_ids(
+    parts: list[tuple[int, ...]], text: list[int]
+) -> None:
+    enrichment = Enrichment("t", 4, tuple(range(4, 4 + len(parts))), tuple(parts))
+    short = enrichment.segment(text)
+    assert enrichment.expand(short) == text
+    # Every way to cut the text in pieces that exist; the fewest pieces, longest first.
+    ways = []
+    for cuts in product((False, True), repeat=max(0, len(text) - 1)):
+        pieces, start = [], 0
+        for at, is_cut in enumerate(cuts, 1):
+            if is_cut:
+                pieces.append(tuple(text[start:at]))
+                start = at
+        if text:
+            pieces.append(tuple(text[start:]))
+        if all(len(p) == 1 or p in parts for p in pieces):
+            ways.append(pieces)
+    best = min(ways, key=lambda pieces: (len(pieces), [-len(p) for p in pieces]))
+    assert [len(enrichment.parts_of(i)) for i in short] == [len(p) for p in best]
+
+
+def test_reserved_rows_are_given_out_first() -> None:
+    outputs = [(0, 1, 2, 3)] * 3 + [(2, 3)] * 4
+    found = enrich(
+        outputs, piece, tokenizer="t", base_vocab_size=10, reserved_ids=(7, 9),
+        settings=EnrichSettings(5, 2, 2.0),
+    )  # fmt: skip
+    assert found.ids[:2] == (7, 9)
+    assert found.ids[2:] == tuple(range(10, 10 + len(found) - 2))
+    assert found.vocab_size == 10 + len(found) - 2
+    assert found.expand(found.segment([0, 1, 2, 3])) == [0, 1, 2, 3]
+
+
+def test_a_token_whose_last_part_begins_another_is_rejected() -> None:
+    strings = {0: b"in", 1: b" the", 2: b" therapy"}
+    outputs = [(0, 1), (0, 1), (0, 2)]
+
+    def of(alpha: float) -> tuple[tuple[int, ...], ...]:
+        return enrich(
+            outputs, strings.__getitem__, tokenizer="t", base_vocab_size=3,
+            settings=EnrichSettings(4, 2, alpha, min_count=1),
+        ).parts  # fmt: skip
+
+    # " the" begins one of the six tokens of the outputs: PCS is 1/6.
+    assert of(0.2) == ((0, 1), (0, 2))
+    assert of(0.16) == ((0, 2),)
+
+
+def test_a_file_comes_back_and_damage_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "task.enrichment.json"
+    enrichment = Enrichment("abc", 5, (5, 6), ((0, 1), (1, 2, 3)), {"budget": 2})
+    enrichment.save(file)
+    assert Enrichment.load(file, tokenizer="abc") == enrichment
+    with pytest.raises(EnrichmentFileError, match="another tokenizer"):
+        Enrichment.load(file, tokenizer="other")
+    body = json.loads(file.read_text())
+    for change, message in (
+        ({"parts": [[0, 1], [1, 2]]}, "hash"),
+        ({"parts": [[0, 1], [1, 9]]}, "no id of the base"),
+        ({"ids": [5, 7]}, "without a gap"),
+        ({"version": 9}, "version 9"),
+        ({"kind": "x"}, "no enrichment"),
+    ):
+        file.write_text(json.dumps(body | change))
+        with pytest.raises(EnrichmentFileError, match=message):
+            Enrichment.load(file)
+    file.write_text("{")
+    with pytest.raises(EnrichmentFileError, match="no enrichment"):
+        Enrichment.load(file)
+
+
+def test_the_hash_is_of_the_tokens_and_their_tokenizer_alone() -> None:
+    one = Enrichment("abc", 5, (5,), ((0, 1),), {"budget": 1})
+    assert one.hash == Enrichment("abc", 5, (5,), ((0, 1),)).hash
+    others = [
+        Enrichment("abd", 5, (5,), ((0, 1),)),
+        Enrichment("abc", 6, (6,), ((0, 1),)),
+        Enrichment("abc", 5, (5,), ((1, 0),)),
+    ]
+    assert len({one.hash, *(other.hash for other in others)}) == 4
+
+
+def test_entropies_of_known_distributions() -> None:
+    uniform = measure(ngrams([[0, 1, 2, 3]] * 5, 1), vocab_size=16)
+    assert uniform.h1 == pytest.approx(math.log(4))
+    assert uniform.h2 == pytest.approx(math.log(4))
+    assert uniform.normalised_h1 == pytest.approx(0.5)
+    assert (uniform.num, uniform.num_distinct, uniform.k80) == (20, 4, 4)
+    skewed = measure(Counter({("a",): 8, ("b",): 1, ("c",): 1}))
+    assert skewed.h2 == pytest.approx(-math.log(0.64 + 0.01 + 0.01))
+    assert skewed.k80 == 1
+    assert skewed.h2 < skewed.h1
+    assert measure(Counter()).k80 == 0
+    assert ngrams([[1, 2, 3], [1, 2]], 2) == Counter({(1, 2): 2, (2, 3): 1})

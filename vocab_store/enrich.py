@@ -1,0 +1,222 @@
+"""Algorithm 1 of TASC-ft (arXiv 2602.24174): which output n-grams become tokens of their own.
+
+    V_0 = base vocabulary. Until the budget M is spent: collect all token n-grams, n <= n_max, of
+    the task's outputs E under the current vocabulary; score f_merge = freq x (n - 1); take the
+    best that was not tried; add it if its Prefix Collision Score is below alpha.
+
+PCS(t^n) is the probability, over E, that the string of the n-gram's last constituent is a proper
+prefix of another token's string: with a tokenizer that matches strings, the new token would cut
+such a token in two ("in|the" against "in|therapy"). Ids cannot be cut, but text that people write
+by hand can be read both ways, and the score costs nothing in length, so it stays.
+
+E are outputs *as they stand behind their prompts* (leading space, merges): mined bare, the same
+tokens shorten an output half as much. The counts are kept up to date as tokens are merged, so the
+work is that of the changed outputs and not of all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from vocab_store.enrichment import Enrichment
+
+__all__ = ["EnrichSettings", "enrich"]
+
+Gram = tuple[int, ...]
+Progress = Callable[[int, int], None]
+"""(tokens found, budget), called after each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnrichSettings:
+    """budget: M, the most tokens. n_max: longest n-gram of *current* tokens, 2 or more. alpha: the
+    prefix collision score that a token must stay below; above 1 switches the test off. min_count:
+    an n-gram seen fewer times never becomes a token."""
+
+    budget: int = 500
+    n_max: int = 4
+    alpha: float = 0.02
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError("budget must be at least 1")
+        if self.n_max < 2:
+            raise ValueError("n_max must be at least 2")
+        if self.alpha <= 0:
+            raise ValueError("alpha must be above 0")
+        if self.min_count < 1:
+            raise ValueError("min_count must be at least 1")
+
+
+class _Outputs:
+    """The outputs under the current vocabulary, and the counts of their n-grams.
+
+    Equal outputs are one entry with a weight. `symbols` are base ids, or base_vocab_size + k for
+    the k-th new token. barriers: ids that no token may hold (EOS and specials).
+    """
+
+    def __init__(
+        self, outputs: Iterable[Sequence[int]], n_max: int, barriers: Collection[int]
+    ) -> None:
+        unique = Counter(tuple(int(i) for i in output) for output in outputs)
+        self.texts: list[list[int]] = [list(text) for text in unique]
+        self.weights = list(unique.values())
+        self.counts: Counter[Gram] = Counter()
+        self.unigrams: Counter[int] = Counter()
+        self.num_tokens = 0
+        self.heap: list[tuple[int, int, Gram]] = []  # (-f_merge, -length, n-gram), lazily stale
+        self._where: defaultdict[Gram, set[int]] = defaultdict(set)
+        self._n_max = n_max
+        self._barriers = frozenset(barriers)
+        for place in range(len(self.texts)):
+            self._count(place, 1)
+        for gram in self.counts:
+            self._push(gram)
+
+    def _grams(self, text: Sequence[int]) -> Counter[Gram]:
+        found: Counter[Gram] = Counter()
+        for n in range(2, self._n_max + 1):
+            for at in range(len(text) - n + 1):
+                gram = tuple(text[at : at + n])
+                if self._barriers.isdisjoint(gram):
+                    found[gram] += 1
+        return found
+
+    def _count(self, place: int, sign: int) -> set[Gram]:
+        text, weight = self.texts[place], self.weights[place] * sign
+        grams = self._grams(text)
+        for gram, times in grams.items():
+            self.counts[gram] += times * weight
+            if sign > 0:
+                self._where[gram].add(place)
+            else:
+                self._where[gram].discard(place)
+        for symbol in text:
+            self.unigrams[symbol] += weight
+        self.num_tokens += weight * len(text)
+        return set(grams)
+
+    def _push(self, gram: Gram) -> None:
+        score = self.counts[gram] * (len(gram) - 1)
+        heapq.heappush(self.heap, (-score, -len(gram), gram))
+
+    def pop(self) -> tuple[Gram, int] | None:
+        """The n-gram of the highest f_merge and its count; None when there is none left."""
+        while self.heap:
+            negative, _, gram = heapq.heappop(self.heap)
+            count = self.counts[gram]
+            if count > 0 and -negative == count * (len(gram) - 1):
+                return gram, count
+        return None
+
+    def merge(self, gram: Gram, symbol: int) -> None:
+        """Replace `gram` by `symbol` everywhere, from the left."""
+        changed: set[Gram] = set()
+        for place in sorted(self._where[gram]):
+            changed |= self._count(place, -1)
+            self.texts[place] = _replaced(self.texts[place], gram, symbol)
+            changed |= self._count(place, 1)
+        for other in sorted(changed):
+            if self.counts[other] > 0:
+                self._push(other)
+            else:
+                del self.counts[other]
+                self._where.pop(other, None)
+
+
+def _replaced(text: Sequence[int], gram: Gram, symbol: int) -> list[int]:
+    out: list[int] = []
+    at, n = 0, len(gram)
+    while at < len(text):
+        if tuple(text[at : at + n]) == gram:
+            out.append(symbol)
+            at += n
+        else:
+            out.append(text[at])
+            at += 1
+    return out
+
+
+def _collision_score(outputs: _Outputs, last: int, strings: Callable[[int], bytes]) -> float:
+    """PCS: the share of E's tokens that begin with the last constituent's string and go on."""
+    string = strings(last)
+    colliding = 0
+    for symbol, times in outputs.unigrams.items():
+        if times > 0 and symbol != last:
+            other = strings(symbol)
+            if len(other) > len(string) and other.startswith(string):
+                colliding += times
+    return colliding / max(1, outputs.num_tokens)
+
+
+def enrich(
+    outputs: Iterable[Sequence[int]],
+    piece: Callable[[int], bytes],
+    *,
+    tokenizer: str,
+    base_vocab_size: int,
+    settings: EnrichSettings | None = None,
+    barriers: Collection[int] = (),
+    reserved_ids: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> Enrichment:
+    """The tokens that Algorithm 1 finds in `outputs`.
+
+    outputs: base ids of each output, behind its prompt, EOS included. piece: the bytes of a base
+    id. barriers: ids that are never part of a token (EOS and special ids). reserved_ids: ids of
+    rows that the model has and never uses; they are given out first, in this order. progress: see
+    Progress. Equal f_merge: the longer n-gram, then the smaller ids. Raises ValueError for outputs
+    without a single n-gram that occurs min_count times.
+    """
+    settings = settings or EnrichSettings()
+    state = _Outputs(outputs, settings.n_max, barriers)
+    num_before = state.num_tokens
+    parts: list[Gram] = []
+    symbol_of: dict[Gram, int] = {}
+    strings: dict[int, bytes] = {}
+
+    def expanded(symbol: int) -> Gram:
+        return (symbol,) if symbol < base_vocab_size else parts[symbol - base_vocab_size]
+
+    def string(symbol: int) -> bytes:
+        known = strings.get(symbol)
+        if known is None:
+            known = strings[symbol] = b"".join(piece(i) for i in expanded(symbol))
+        return known
+
+    num_rejected = 0
+    tried: set[Gram] = set()
+    while len(parts) < settings.budget and (found := state.pop()) is not None:
+        gram, count = found
+        if count < settings.min_count:
+            break
+        if gram in tried:
+            continue
+        tried.add(gram)
+        if _collision_score(state, gram[-1], string) >= settings.alpha:
+            num_rejected += 1
+            continue
+        flat = tuple(i for symbol in gram for i in expanded(symbol))
+        symbol = symbol_of.get(flat)
+        if symbol is None:  # the same base ids, put together in another way, are one token
+            symbol = symbol_of[flat] = base_vocab_size + len(parts)
+            parts.append(flat)
+        state.merge(gram, symbol)
+        if progress is not None:
+            progress(len(parts), settings.budget)
+    if not parts:
+        raise ValueError(f"no n-gram occurs {settings.min_count} times and may become a token")
+    num_reserved = min(len(reserved_ids), len(parts))
+    ids = [*reserved_ids[:num_reserved]]
+    ids += range(base_vocab_size, base_vocab_size + len(parts) - num_reserved)
+    made = asdict(settings) | {
+        "outputs": sum(state.weights),
+        "base_ids_per_output": num_before / sum(state.weights),
+        "ids_per_output": state.num_tokens / sum(state.weights),
+        "rejected": num_rejected,
+    }
+    return Enrichment(tokenizer, base_vocab_size, tuple(ids), tuple(parts), made)
