@@ -276,8 +276,9 @@ class Intake:
         total = sum(best_of * (len(r.prompt_ids) + r.sampling.max_tokens) for r in requests)
         if total > self._limits.max_request_tokens:
             raise LimitExceededError(
-                f"The request could take {total} tokens (prompts x best_of x (prompt + {MAX_TOKENS}))"
-                f"; the limit is {self._limits.max_request_tokens}.",
+                f"The request could take {total} tokens "
+                f"(prompts x best_of x (prompt + {MAX_TOKENS})); "
+                f"the limit is {self._limits.max_request_tokens}.",
                 param=str(MAX_TOKENS),
             )
         options = body.stream_options
@@ -672,8 +673,8 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if not isinstance(prompt, list):
         raise InvalidRequestError(
-            f"{PROMPT}: must be a string, a list of strings, a list of token ids or a list of lists "
-            f"of token ids; got {echoed(prompt)}.",
+            f"{PROMPT}: must be a string, a list of strings, a list of token ids or a list of "
+            f"lists of token ids; got {echoed(prompt)}.",
             param=str(PROMPT),
         )
     if not prompt:
@@ -686,8 +687,8 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
     for i, item in enumerate(prompt):
         if not isinstance(item, kind):
             raise InvalidRequestError(
-                f"{PROMPT}[{i}]: all items must have one type (strings, token ids or lists of token "
-                f"ids); got {echoed(item)}.",
+                f"{PROMPT}[{i}]: all items must have one type (strings, token ids or lists "
+                f"of token ids); got {echoed(item)}.",
                 param=str(PROMPT),
             )
         prompts.append(item if isinstance(item, str) else _ids_of(item, f"{PROMPT}[{i}]"))
