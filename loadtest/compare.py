@@ -264,8 +264,7 @@ async def measure(
                                 break
                         if round_id >= 0 and least is not None:
                             runs.append(least)
-    shares = {name: round(idle_cpu_s[name] / idle_wall_s[name], 4) for name in idle_cpu_s}
-    return shares
+    return {name: round(idle_cpu_s[name] / idle_wall_s[name], 4) for name in idle_cpu_s}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import time
 from dataclasses import dataclass
@@ -75,10 +76,8 @@ class Refusal:
 def refusal_of(response: httpx.Response) -> Refusal:
     """The refusal in a response that was read and is not a success."""
     error: Any = None
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         error = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        pass
     if not isinstance(error, dict):
         error = {"message": f"{response.status_code} {response.reason_phrase}".strip()}
     final = response.headers.get("x-should-retry") == "false"  # as OpenAI's clients read it

@@ -167,10 +167,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     embedding = head = None
     if spec.full_head != "device":
         head = folder.weights.get(HEAD).to(dtype)
-    if shape.tied:
-        embedding = head
-    else:
-        embedding = folder.weights.get(EMBEDDING).to(dtype)
+    embedding = head if shape.tied else folder.weights.get(EMBEDDING).to(dtype)
     elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
     module = cast("PreTrainedModel", build_module(folder, dtype, device, skip=elsewhere))
     num_blocks = num_blocks_for(

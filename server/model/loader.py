@@ -192,7 +192,7 @@ class WeightReader:
         self._where: dict[str, tuple[int, str]] = {}
         for file in files:
             reader = _open_safetensors(file)
-            for stored in reader.keys():
+            for stored in reader.keys():  # noqa: SIM118 (no mapping)
                 if stored.endswith(".rotary_emb.inv_freq"):  # old checkpoints; recomputed
                     continue
                 name = stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"

@@ -86,7 +86,7 @@ LITERALS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("field", (*INTEGERS, *NUMBERS))
+@pytest.mark.parametrize("field", [*INTEGERS, *NUMBERS])
 def test_no_number_breaks_it(server: LiveServer, field: str) -> None:
     outer, _, inner = field.partition(".")
     with httpx.Client() as client:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -142,10 +142,8 @@ def test_sampling_follows_the_caller(collector: Collector) -> None:
     with traced(collector, engine, sample_ratio=0.0) as live:
         for parent in ("", "nonsense\x00", PARENT[:-1] + "0", "00-" + "0" * 32 + "-1-01"):
             headers = {"traceparent": parent.encode("latin-1")}
-            try:
+            with suppress(httpx.LocalProtocolError):
                 httpx.get(live.url + "/v1/models", headers=headers)
-            except httpx.LocalProtocolError:
-                pass
         httpx.get(live.url + "/v1/models", headers={"traceparent": PARENT})
     assert [s.trace_id.hex() for s in collector.spans] == [PARENT.split("-")[1]]
 

@@ -98,6 +98,6 @@ def test_as_a_command_into_a_pipe(
 )
 def test_a_broken_stream_is_an_error(data: bytes, told: str) -> None:
     with answering(lambda i, body: (200, {}, data)) as (url, _):
+        quiet = Console(file=io.StringIO())
         with pytest.raises(CallFailedError, match=told):
-            quiet = Console(file=io.StringIO())
             complete(Endpoint(url), {"model": "m", "prompt": "p"}, out=quiet, note=quiet)

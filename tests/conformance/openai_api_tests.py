@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             env={**os.environ, "TEST_API_BASE_URL": base_url},
         )  # fmt: skip
         suites = ElementTree.parse(results).getroot().iter("testsuite")
-        counts = {key: 0 for key in ("tests", "failures", "errors", "skipped")}
+        counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
         for suite in suites:
             for key in counts:
                 counts[key] += int(suite.get(key, "0"))

@@ -43,7 +43,7 @@ def test_every_copy_has_its_source_and_the_server_is_not_root(
             for source in rest.split()[:-1]:
                 assert (REPOSITORY / source).exists(), source
                 assert not prove.ignored(source, rules()), source
-    last = {name: rest for name, rest in found}  # the last of each kind is what counts
+    last = dict(found)  # the last of each kind is what counts
     user = last["USER"].split(":")
     assert user[0].isdigit() and int(user[0]) > 0
     assert "RUN" not in names[names.index("USER") :]

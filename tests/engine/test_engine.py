@@ -599,7 +599,7 @@ def test_a_runner_that_always_fails_is_broken() -> None:
     engine, _ = _engine(runner={"fail": fail}, max_failures=4)
     for i in range(8):
         engine.submit(_request(f"r{i}"))
-    with pytest.raises(RunnerBrokenError, match="the device is gone"):
+    with pytest.raises(RunnerBrokenError, match="the device is gone"):  # noqa: PT012 (which step?)
         for _ in range(20):
             engine.step()
     engine.fail_all("gone")

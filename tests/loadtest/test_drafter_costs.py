@@ -52,7 +52,7 @@ def test_figures_beside_their_bounds(tmp_path: Path, capsys: pytest.CaptureFixtu
         built = figures[key]
         assert size <= built["tokens"] < size + 100
         # A Python with numpy and numba in it; the whole machine is not what is measured.
-        assert 0.03 < built["peak_gib"] < 2 and 0 < built["cpu_s"]
+        assert 0.03 < built["peak_gib"] < 2 and built["cpu_s"] > 0
     assert set(figures["beta"]) == {"propose_us", "propose_p90_us", "extend_us"}
     assert figures["propose_us"] > 0 and figures["trie_build_ms"] > 0
     assert figures["machine"]["commit"]

@@ -117,7 +117,7 @@ def test_compare_repeats_a_stream_that_others_disturbed(
     assert len(server.bodies) == 4  # three tries, none quiet; then a quiet first one
     assert len({body["cache_salt"] for body in server.bodies}) == 4
     assert row["num_runs"] == 2
-    assert 10 < row["worst_foreign_cores"]  # the least disturbed of the three is kept, and told
+    assert row["worst_foreign_cores"] > 10  # the least disturbed of the three is kept, and told
 
 
 def test_compare_keeps_what_it_has_when_interrupted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_config(family: str, **changes: Any) -> Any:
     """A small config of a family."""
     name, extra = FAMILIES[family]
-    config = getattr(transformers, name)(**{**_SIZES, **extra, **changes})
-    return config
+    return getattr(transformers, name)(**{**_SIZES, **extra, **changes})
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:

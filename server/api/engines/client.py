@@ -316,7 +316,7 @@ class _Slot:
         try:
             loop.call_soon_threadsafe(self._client.on_death, self, generation, reason, final)
         except RuntimeError:
-            pass
+            return
 
 
 def _write(handle: EngineHandle, outbox: queue.SimpleQueue[channel.Message | None]) -> None:

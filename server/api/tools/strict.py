@@ -145,10 +145,7 @@ class _Walk:
         if not all(name in value for name in schema.get("required", ())):
             return False
         others = schema.get("additionalProperties", True)
-        return all(
-            self.matches(properties[name] if name in properties else others, item)
-            for name, item in value.items()
-        )
+        return all(self.matches(properties.get(name, others), item) for name, item in value.items())
 
 
 def _is_number(value: Any) -> bool:

@@ -111,9 +111,9 @@ def has_choice(batch: Batch, draw_id: int, ids: Array) -> bool:
     if params.num_generated + _path_len(batch, draw_id) < s.min_tokens:
         banned = params.banned_until
     mask_id = int(batch.draw_mask[draw_id])
-    if mask_id < 0 and s.allowed_token_ids is None:
-        if len(excluded) + banned.shape[0] < ids.shape[0]:
-            return True
+    is_free = mask_id < 0 and s.allowed_token_ids is None
+    if is_free and len(excluded) + banned.shape[0] < ids.shape[0]:
+        return True
     left = np.ones(ids.shape[0], bool)
     for gone in (excluded, banned):
         left[columns_of(ids, np.asarray(gone, np.int64))[0]] = False
