@@ -556,9 +556,6 @@ def _serve_options(serve: argparse.ArgumentParser) -> None:
     )
 
 
-# --- commands -------------------------------------------------------------------------------------
-
-
 def _version(_: argparse.Namespace) -> int:
     print(__version__)
     return 0

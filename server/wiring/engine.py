@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +20,13 @@ from server.wiring.drafter import WARM_UP, make_task_drafter
 from server.wiring.profiles import ProfileFiles
 
 if TYPE_CHECKING:
-    from server.engine.engine import Engine
+    from drafters.base import Drafter
+    from server.engine.engine import Engine, EngineSettings
+    from server.engine.grammar import GrammarCompiler
+    from server.engine.task_store import TaskMemory
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
-    from server.types import VocabularyMode
+    from server.types import ModelInfo, SpeculationParams, VocabularyMode
 
 __all__ = ["EngineOrder", "build_engine"]
 
@@ -96,8 +99,7 @@ def build_engine(order: EngineOrder) -> Engine:
 
     logs.configure(order.log_format, order.log_level, engine=order.name)
     from server import token_bytes
-    from server.engine.engine import Engine, EngineSettings
-    from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
+    from server.engine.engine import Engine
     from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
     from server.engine.task_store import TaskMemory
@@ -105,7 +107,32 @@ def build_engine(order: EngineOrder) -> Engine:
 
     table = token_bytes.open_table(order.table)
     runner = build_runner(_runner_spec(order))
-    settings = EngineSettings(
+    fingerprint = table.fingerprint.hex()
+    memory = TaskMemory(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
+    stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
+    cost_file = _cost_file(order, runner.info.fingerprint)
+    if not cost_file.exists():
+        log.info("the first start of this model here: compiling and measuring, about a minute")
+    engine = Engine(
+        runner,
+        _drafter_makers(runner.info, fingerprint, memory),
+        _engine_settings(order),
+        stop_table=stops,
+        cost=load_or_measure(runner, cost_file),
+        grammars=_grammars(order, runner.info),
+        profiles=ProfileFiles(table, runner.info.eos_token_ids),
+        memory=memory,
+    )
+    _warm_up(engine, order.drafters, order.vocabularies)
+    if order.learns:
+        _warm_up_learning()
+    return engine
+
+
+def _engine_settings(order: EngineOrder) -> EngineSettings:
+    from server.engine.engine import EngineSettings
+
+    return EngineSettings(
         max_num_seqs=order.engine.max_num_seqs,
         max_num_batched_tokens=order.engine.max_num_batched_tokens,
         prefill_rows=max(16, order.engine.max_num_batched_tokens // 2),
@@ -115,52 +142,43 @@ def build_engine(order: EngineOrder) -> Engine:
         slice_rows=order.engine.slice_cache_rows,
         target_step_s=_TARGET_STEP_S[order.device.partition(":")[0]],
     )
-    fingerprint = table.fingerprint.hex()
-    memory = TaskMemory(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
-    drafters = {
+
+
+def _drafter_makers(
+    info: ModelInfo, fingerprint: str, memory: TaskMemory
+) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
+    """(task, speculation) -> Drafter, by the drafter's name. fingerprint: of the tokenizer."""
+    return {
         name: functools.partial(
             make_task_drafter,
             name,
             fingerprint,
-            runner.info.eos_token_ids,
-            model=runner.info.fingerprint,
+            info.eos_token_ids,
+            model=info.fingerprint,
             memory=memory,
         )
         for name in DRAFTER_NAMES
         if name != "off"
     }
-    stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
-    cost_file = _cost_file(order, runner.info.fingerprint)
-    if not cost_file.exists():
-        log.info("the first start of this model here: compiling and measuring, about a minute")
-    cost = load_or_measure(runner, cost_file)
-    grammars = None
-    if order.engine.structured_outputs:
-        grammars = GrammarCompiler(
-            functools.partial(
-                load_grammar_tokenizer,
-                Path(order.folder) / "tokenizer.json",
-                runner.info.vocab_size,
-                runner.info.eos_token_ids,
-            ),
-            runner.info.vocab_size,
-        )
-        grammars.load()
-    profiles = ProfileFiles(table, runner.info.eos_token_ids)
-    engine = Engine(
-        runner,
-        drafters,
-        settings,
-        stop_table=stops,
-        cost=cost,
-        grammars=grammars,
-        profiles=profiles,
-        memory=memory,
+
+
+def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
+    """What compiles grammars, its tokenizer read; None where they are switched off."""
+    from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
+
+    if not order.engine.structured_outputs:
+        return None
+    grammars = GrammarCompiler(
+        functools.partial(
+            load_grammar_tokenizer,
+            Path(order.folder) / "tokenizer.json",
+            info.vocab_size,
+            info.eos_token_ids,
+        ),
+        info.vocab_size,
     )
-    _warm_up(engine, order.drafters, order.vocabularies)
-    if order.learns:
-        _warm_up_learning()
-    return engine
+    grammars.load()
+    return grammars
 
 
 def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters import DRAFTER_NAMES
-from server.config import ServerConfig, TaskConfig
+from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
 from server.wiring.engine import EngineOrder, build_engine
 from server.wiring.model import served_model, table_file
@@ -27,7 +27,9 @@ from server.wiring.profiles import ProfileFiles
 from server.wiring.task_set import TaskSet
 
 if TYPE_CHECKING:
+    from server.api.engines.client import EngineClient
     from server.api.intake import ServedModel
+    from server.metrics.series import Metrics
 
 __all__ = ["ServerPlan", "listen", "plan_server", "run_server"]
 
@@ -60,53 +62,19 @@ def plan_server(
 
     models: dict[str, ServedModel] = {}
     orders: list[EngineOrder] = []
-    engine = config.engine
-    num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
-    if engine.threads is None and num_on_cpu > 1:  # they share the cores
-        threads = max(1, len(os.sched_getaffinity(0)) // num_on_cpu)
-        engine = engine.model_copy(update={"threads": threads})
+    engine = _shared_threads(config)
     for model in config.models:
         folder = folders[model.name]
         max_model_len = model.max_model_len or config.engine.max_model_len
         models[model.name] = served_model(model, folder, max_model_len)
-        own = [t for t in tasks.values() if (t.model or config.models[0].name) == model.name]
+        own = _tasks_of(model, config, tasks)
         _check_profiles(own, folder, models[model.name])
-        for i, device in enumerate(model.devices):
-            orders.append(
-                EngineOrder(
-                    name=f"{model.name}/{i}",
-                    model=model.name,
-                    folder=str(folder),
-                    adapter=model.adapter,
-                    device=device,
-                    dtype=model.dtype or config.engine.dtype,
-                    max_model_len=max_model_len,
-                    table=str(table_file(folder)),
-                    engine=engine,
-                    max_waiting_requests=config.limits.max_queued_requests,
-                    max_waiting_tokens=config.limits.max_queued_tokens,
-                    drafters=DRAFTER_NAMES,
-                    namespace=_namespace(config),
-                    learns=any(task.speculation.learn for task in tasks.values()),
-                    vocabularies=tuple(
-                        dict.fromkeys(
-                            (mode, t.vocabulary.profile)
-                            for t in own
-                            for mode in (t.vocabulary.mode, "exact")
-                            if t.vocabulary.profile is not None
-                            and mode != "full"
-                            and mode in t.vocabulary.modes
-                        )
-                    ),
-                    log_format=config.log.format,
-                    log_level=config.log.level,
-                )
-            )
+        orders += _orders(config, model, engine, folder, own, tasks)
 
     def load() -> Mapping[str, TaskConfig]:
         fresh = tasks if reload_tasks is None else reload_tasks()
         for model in config.models:
-            own = [t for t in fresh.values() if (t.model or config.models[0].name) == model.name]
+            own = _tasks_of(model, config, fresh)
             _check_profiles(own, folders[model.name], models[model.name])
         return fresh
 
@@ -119,6 +87,62 @@ def plan_server(
         learned=kept / "engines",
     )
     return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set)
+
+
+def _shared_threads(config: ServerConfig) -> EngineConfig:
+    """The engines' settings; engines on the CPU share its cores where nothing else is said."""
+    num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
+    if config.engine.threads is not None or num_on_cpu < 2:
+        return config.engine
+    threads = max(1, len(os.sched_getaffinity(0)) // num_on_cpu)
+    return config.engine.model_copy(update={"threads": threads})
+
+
+def _tasks_of(
+    model: ModelConfig, config: ServerConfig, tasks: Mapping[str, TaskConfig]
+) -> list[TaskConfig]:
+    """The tasks that run on a model; those that name none run on the first."""
+    first = config.models[0].name
+    return [task for task in tasks.values() if (task.model or first) == model.name]
+
+
+def _orders(
+    config: ServerConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    folder: Path,
+    own: Sequence[TaskConfig],
+    tasks: Mapping[str, TaskConfig],
+) -> list[EngineOrder]:
+    """One model's engines, one a device. own: the tasks that run on it."""
+    vocabularies = dict.fromkeys(
+        (mode, task.vocabulary.profile)
+        for task in own
+        for mode in (task.vocabulary.mode, "exact")
+        if task.vocabulary.profile is not None and mode != "full" and mode in task.vocabulary.modes
+    )
+    return [
+        EngineOrder(
+            name=f"{model.name}/{i}",
+            model=model.name,
+            folder=str(folder),
+            adapter=model.adapter,
+            device=device,
+            dtype=model.dtype or config.engine.dtype,
+            max_model_len=model.max_model_len or config.engine.max_model_len,
+            table=str(table_file(folder)),
+            engine=engine,
+            max_waiting_requests=config.limits.max_queued_requests,
+            max_waiting_tokens=config.limits.max_queued_tokens,
+            drafters=DRAFTER_NAMES,
+            namespace=_namespace(config),
+            learns=any(task.speculation.learn for task in tasks.values()),
+            vocabularies=tuple(vocabularies),
+            log_format=config.log.format,
+            log_level=config.log.level,
+        )
+        for i, device in enumerate(model.devices)
+    ]
 
 
 def _namespace(config: ServerConfig) -> str:
@@ -188,8 +212,6 @@ def run_server(
     on_ready: called once with the port, on the event loop, when every model has an engine.
     """
     from server.api.app import create_app, run_loop, serve
-    from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
-    from server.engine.host import start_process
     from server.metrics.series import Metrics
     from server.tracing import open_tracer
 
@@ -201,37 +223,12 @@ def run_server(
             service_name=config.tracing.service_name,
             sample_ratio=config.tracing.sample_ratio,
         )
-
     for order in plan.orders:
         log.info("loading %s on %s", order.model, order.device)
 
     async def main() -> int:
         metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
-        client = EngineClient(
-            [
-                EngineSpec(
-                    order.name,
-                    order.model,
-                    order.device,
-                    functools.partial(
-                        start_process,
-                        functools.partial(build_engine, order),
-                        name=order.name,
-                        device=order.device,
-                    ),
-                )
-                for order in plan.orders
-            ],
-            metrics=metrics,
-            restart=RestartPolicy(
-                max_restarts=config.restart.max_restarts,
-                window_s=config.restart.window_s,
-                first_delay_s=config.restart.first_delay_s,
-                max_delay_s=config.restart.max_delay_s,
-            ),
-            max_queued_requests=config.limits.max_queued_requests,
-            max_queued_tokens=config.limits.max_queued_tokens,
-        )
+        client = _engine_client(plan, metrics)
         app = create_app(
             config,
             tasks=plan.tasks,
@@ -259,3 +256,36 @@ def run_server(
         finally:
             if traces is not None:
                 traces.close()
+
+
+def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
+    """The client of every engine of a plan; each engine is a process of its own."""
+    from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
+    from server.engine.host import start_process
+
+    config = plan.config
+    return EngineClient(
+        [
+            EngineSpec(
+                order.name,
+                order.model,
+                order.device,
+                functools.partial(
+                    start_process,
+                    functools.partial(build_engine, order),
+                    name=order.name,
+                    device=order.device,
+                ),
+            )
+            for order in plan.orders
+        ],
+        metrics=metrics,
+        restart=RestartPolicy(
+            max_restarts=config.restart.max_restarts,
+            window_s=config.restart.window_s,
+            first_delay_s=config.restart.first_delay_s,
+            max_delay_s=config.restart.max_delay_s,
+        ),
+        max_queued_requests=config.limits.max_queued_requests,
+        max_queued_tokens=config.limits.max_queued_tokens,
+    )
