@@ -180,9 +180,9 @@ class DraftRecord:
     prior of 1, never above 1. After `patience` drafts in a row without one accepted token the
     sequence is not asked for `pause` steps, doubling up to a bound; then one small probe is.
 
-    A sequence whose proposals promise less than asking for them costs (`weigh`) rests as well, for
-    steps that double up to LAST_REST. With one stream asking costs thousandths of a token and
-    nobody rests; with 32 it would cost a twentieth of the step, and the budget takes few nodes.
+    A sequence whose proposals promise less than asking for them costs (`record_value`) rests as
+    well, for steps that double up to LAST_REST. With one stream asking costs thousandths of a token
+    and nobody rests; with 32 it would cost a twentieth of the step, and the budget takes few nodes.
     """
 
     __slots__ = ("_accepted", "_left", "_misses", "_pause", "_predicted", "_rest", "_value")
@@ -211,11 +211,6 @@ class DraftRecord:
         """0..1."""
         return min(1.0, (self._accepted + self.PRIOR) / (self._predicted + self.PRIOR))
 
-    @property
-    def cooling(self) -> bool:
-        """Whether the sequence sits out now."""
-        return self._left > 0
-
     def allowance(self) -> int:
         """Called once a step before proposing: most nodes it may ask for, 0 while cooling."""
         if self._left > 0:
@@ -236,7 +231,7 @@ class DraftRecord:
             self._pause = min(max(2 * self._pause, self.FIRST_PAUSE), self.LAST_PAUSE)
             self._left = self._pause
 
-    def weigh(self, value: float, price: float) -> None:
+    def record_value(self, value: float, price: float) -> None:
         """A proposal was made: the tokens that what was taken of it promises, less those that its
         rows cost; and the tokens that could have been made in the time that asking took."""
         self._value += self.VALUE_REFRESH * (value - self._value)
@@ -246,7 +241,7 @@ class DraftRecord:
         self._rest = min(max(2 * self._rest, 2), self.LAST_REST)
         self._left = max(self._left, self._rest)
 
-    def forgive(self) -> None:
+    def decay(self) -> None:
         """A proposal was not taken: old evidence fades, so that it is probed again some time."""
         self._predicted *= self.DECAY
         self._accepted *= self.DECAY

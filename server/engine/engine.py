@@ -33,16 +33,16 @@ from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, Int32, R
 from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import Built, Span, build_batch
-from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry, check_tree
+from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry
 from server.engine.exact_control import WindowControl
 from server.engine.grammar import (
     FORCED,
     GrammarCompiler,
     GrammarState,
     GrammarTemplate,
-    constrain,
     fill_masks,
 )
+from server.engine.planner import Ask, DraftPlanner, StepShape
 from server.engine.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.slices import ProfileSource, SliceBook
@@ -188,6 +188,7 @@ class Engine:
             prefill_rows=settings.prefill_rows,
         )
         self.budget = DraftBudget(cost)
+        self.planner = DraftPlanner(self.budget, self.info.vocab_size)
         self.slices = SliceBook(
             runner,
             profiles,
@@ -483,81 +484,42 @@ class Engine:
         return plan
 
     def _propose(self, plan: Plan) -> tuple[list[CheckedTree | None], float]:
-        """A tree or None per item; what is chosen has its blocks."""
-        items = plan.items
-        trees: list[CheckedTree | None] = [None] * len(items)
-        asked: list[tuple[int, int, int]] = []  # item, most nodes, most depth
-        allowances: list[int] = []  # most nodes of the drafter's own
-        num_draws = 0
-        total_len = 0
+        """A tree or None per item, and the seconds it took; what is chosen has its blocks."""
+        trees: list[CheckedTree | None] = [None] * len(plan.items)
         self._most_drafts = 0
-        for i, item in enumerate(items):
-            if not item.draws:
-                continue
-            num_draws += 1
-            total_len += item.start + item.num_rows
-            sequence = item.sequence
-            sequence.no_draft_reason = reason = self._no_draft_reason(sequence)
-            if reason:
-                continue
-            allowed = sequence.draft_record.allowance()
-            if allowed == 0 and sequence.grammar is None:
-                sequence.no_draft_reason = "cooldown"
-                continue
-            depth = sequence.rules.max_output - sequence.num_output - 1
-            nodes = sequence.request.speculation.max_draft_tokens
-            if sequence.grammar is None:
-                nodes = min(allowed, nodes)
-            asked.append((i, nodes, depth))
-            allowances.append(allowed)
-        if not asked or self._suspects:
+        drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
+        places: list[int] = []
+        asks: list[Ask] = []
+        for i, item in drawing:
+            item.sequence.no_draft_reason = reason = self._no_draft_reason(item.sequence)
+            if not reason:
+                places.append(i)
+                asks.append(_ask(item.sequence))
+        if not asks or self._suspects:
             return trees, 0.0
         began = time.perf_counter()
-        mean_len = total_len / num_draws
-        fit = min(
-            self.settings.max_draft_rows,
-            self.settings.max_num_batched_tokens - plan.num_rows,
-            sum(nodes for _, nodes, _ in asked),
+        shape = StepShape(
+            len(drawing),
+            plan.num_rows,
+            sum(item.start + item.num_rows for _, item in drawing) / len(drawing),
         )
-        most = self.budget.ceiling(num_draws, plan.num_rows, mean_len, fit)
-        self._most_drafts = max(0, most)
-        if most <= 0:
-            for i, _, _ in asked:
-                items[i].sequence.no_draft_reason = "budget"
-            return trees, time.perf_counter() - began
-        price = self.budget.price(num_draws, mean_len)
-        resting = {i: allowed == 0 for (i, _, _), allowed in zip(asked, allowances, strict=True)}
-        asking = time.thread_time()
-        proposed: list[tuple[int, CheckedTree]] = []
-        for (i, nodes, depth), allowed in zip(asked, allowances, strict=True):
-            sequence = items[i].sequence
-            sequence.no_draft_reason = "budget"
-            if sequence.grammar is None:
-                tree = self._ask(sequence, min(nodes, most), depth)
-            else:
-                tree = self._ask_constrained(sequence, allowed, min(nodes, most), depth)
+        settings = self.settings
+        room = min(settings.max_draft_rows, settings.max_num_batched_tokens - plan.num_rows)
+        drafts = self.planner.plan(asks, shape, room)
+        self._most_drafts = drafts.ceiling
+        for at, error in drafts.errors:
+            self._disable_drafts(plan.items[places[at]].sequence, error)
+        for i, tree, reason in zip(places, drafts.trees, drafts.reasons, strict=True):
+            sequence = plan.items[i].sequence
+            sequence.no_draft_reason = reason
             if tree is None:
-                sequence.no_draft_reason = "no_match" if allowed else "cooldown"
-                if allowed:
-                    sequence.draft_record.weigh(0.0, price)
+                continue
+            num = self.scheduler.reserve_drafts(sequence, len(tree.token_ids))
+            if num:
+                trees[i] = tree.keep(num)
             else:
-                proposed.append((i, tree))
-        self.budget.observe_asking(time.thread_time() - asking, len(asked))
-        if proposed:
-            survivals = [t.chances(items[i].sequence.draft_record.trust) for i, t in proposed]
-            shape = num_draws, plan.num_rows, mean_len
-            kept = self.budget.choose(survivals, *shape, fit)
-            values = self.budget.values(survivals, kept, *shape)
-            for (i, tree), num, value in zip(proposed, kept, values, strict=True):
-                sequence = items[i].sequence
-                if not resting[i]:
-                    sequence.draft_record.weigh(value, price)
-                num = self.scheduler.reserve_drafts(sequence, num) if num else 0
-                if num:
-                    trees[i] = tree.keep(num)
-                    sequence.no_draft_reason = ""
-                else:
-                    sequence.draft_record.forgive()
+                sequence.draft_record.decay()
+                sequence.no_draft_reason = "budget"
         return trees, time.perf_counter() - began
 
     def _masks(self, plan: Plan, trees: list[CheckedTree | None]) -> list[UInt32 | None] | None:
@@ -924,53 +886,6 @@ class Engine:
             return "length"
         return ""
 
-    def _ask_constrained(
-        self, sequence: Sequence, allowed: int, nodes: int, depth: int
-    ) -> CheckedTree | None:
-        """What the grammar forces, then up to `allowed` nodes of the drafter's that it permits."""
-        state, session = sequence.grammar, sequence.session
-        assert state is not None and session is not None
-        forced = state.forced()[: min(nodes, depth)]
-        proposed: CheckedTree | None = None
-        left = min(allowed, nodes - len(forced))
-        if left > 0 and len(forced) < depth:
-            try:
-                if forced:  # the drafter is asked how the text goes on after them
-                    mark = session.checkpoint()
-                    session.extend(forced)
-                    proposed = self._ask(sequence, left, depth - len(forced))
-                    if sequence.session is not None:
-                        session.rollback(mark)
-                else:
-                    proposed = self._ask(sequence, left, depth)
-            except Exception as error:
-                self._disable_drafts(sequence, error)
-                return None
-        return constrain(
-            state,
-            forced,
-            proposed,
-            max_nodes=nodes,
-            max_depth=depth,
-            source=len(sequence.sources) - 1,
-        )
-
-    def _ask(self, sequence: Sequence, nodes: int, depth: int) -> CheckedTree | None:
-        session = sequence.session
-        assert session is not None
-        try:
-            tree = session.propose(nodes, depth)
-            if len(tree) == 0:
-                return None
-            checked = check_tree(tree, self.info.vocab_size, depth).keep(nodes)
-            head = sequence.head
-            if head is None or not head.proposes:
-                return checked
-            return checked.within(lambda ids: head.slice.positions(ids) >= 0)
-        except Exception as error:
-            self._disable_drafts(sequence, error)
-            return None
-
     def _teach(
         self,
         sequence: Sequence,
@@ -1261,6 +1176,25 @@ class Engine:
             )
         if self._num_failures >= self.settings.max_failures:
             raise RunnerBrokenError(text) from error
+
+
+def _ask(sequence: Sequence) -> Ask:
+    """For a sequence with a session that may draft at all."""
+    session, head = sequence.session, sequence.head
+    assert session is not None
+    allowed = None
+    if head is not None and head.proposes:
+        slice_ = head.slice
+        allowed = lambda ids: slice_.positions(ids) >= 0  # noqa: E731
+    return Ask(
+        session,
+        sequence.draft_record,
+        sequence.request.speculation.max_draft_tokens,
+        sequence.rules.max_output - sequence.num_output - 1,
+        sequence.grammar,
+        len(sequence.sources) - 1,
+        allowed,
+    )
 
 
 def _logprob_of(drawn: Drawn, d: int) -> TokenLogprob:

@@ -1,11 +1,10 @@
 """What a drafter is expected to be worth on this machine: recorded outputs, replayed in steps.
 
 `forecast` runs recordings through a drafter as Engine.step would, but asks a CostTable instead of
-a model how long each step takes: the same budget (DraftBudget.choose), the same trust and
-cool-down of each sequence (DraftRecord), prompts in chunks, the first tree in the step that ends
-the prompt. What the drafter itself costs is measured while it runs, in CPU seconds of the thread,
-so that a busy machine does not make drafts look dear. The plain decode of the same
-recordings in the same seats, whose steps have no drafts, is the yardstick:
+a model how long each step takes: the same planner (planner.py), prompts in chunks, the first tree
+in the step that ends the prompt. What the drafter itself costs is measured while it runs, in CPU
+seconds of the thread, so that a busy machine does not make drafts look dear. The plain decode of
+the same recordings in the same seats, whose steps have no drafts, is the yardstick:
 
     speedup = seconds without drafts / seconds with them
 
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from drafters.base import Drafter, DraftSession
 from drafters.replay import Recording, follow
 from server.engine.budget import CostTable, DraftBudget, DraftRecord
-from server.engine.drafting import CheckedTree, check_tree
+from server.engine.drafting import CheckedTree
+from server.engine.planner import Ask, DraftPlanner, StepShape
 
 __all__ = ["Forecast", "forecast"]
 
@@ -98,13 +98,9 @@ def forecast(
     usable = [r for r in recordings if len(r.prompt_ids) and len(r.output_ids)]
     if not usable:
         raise ValueError("a forecast needs at least one recording with a prompt and an output")
-    budget = DraftBudget(cost)
-    plain = (
-        _Load(usable, None, budget, 0, num_streams, vocab_size, max_rows)
-        if drafter is not None
-        else None
-    )
-    load = _Load(usable, drafter, budget, max_draft_tokens, num_streams, vocab_size, max_rows)
+    planner = DraftPlanner(DraftBudget(cost), vocab_size)
+    plain = _Load(usable, None, planner, 0, num_streams, max_rows) if drafter is not None else None
+    load = _Load(usable, drafter, planner, max_draft_tokens, num_streams, max_rows)
     load.run()
     if plain is not None:
         plain.run()
@@ -137,10 +133,9 @@ class _Load:
         self,
         recordings: Sequence[Recording],
         drafter: Drafter | None,
-        budget: DraftBudget,
+        planner: DraftPlanner,
         max_draft_tokens: int,
         num_streams: int,
-        vocab_size: int,
         max_rows: int,
     ) -> None:
         self.seconds = 0.0
@@ -148,10 +143,9 @@ class _Load:
         self.num_rows = 0
         self._recordings = recordings
         self._drafter = drafter if max_draft_tokens > 0 else None
-        self._budget = budget
+        self._planner = planner
         self._max_draft_tokens = max_draft_tokens
         self._num_streams = num_streams
-        self._vocab_size = vocab_size
         self._max_rows = max(max_rows, num_streams)
 
     def run(self) -> None:
@@ -176,7 +170,7 @@ class _Load:
                     seat.session.close()
 
     def _step(self, seats: list[_Seat]) -> None:
-        cost = self._budget.cost
+        cost = self._planner.budget.cost
         assert cost is not None
         num_rows, keys = 0, 0.0
         drawing: list[_Seat] = []
@@ -215,44 +209,19 @@ class _Load:
         self.seconds += cost.cost(num_rows, keys) + spent_s
 
     def _propose(self, drawing: list[_Seat], num_rows: int) -> list[CheckedTree | None]:
-        trees: list[CheckedTree | None] = [None] * len(drawing)
         if self._drafter is None or not drawing:
-            return trees
-        asked: list[tuple[int, int]] = []
-        for i, seat in enumerate(drawing):
-            nodes = min(seat.record.allowance(), self._max_draft_tokens)
-            if nodes:
-                asked.append((i, nodes))
-        fit = min(self._max_rows - num_rows, sum(nodes for _, nodes in asked))
+            return [None] * len(drawing)
+        asks: list[Ask] = []
+        for seat in drawing:
+            assert seat.session is not None
+            nodes = self._max_draft_tokens
+            asks.append(Ask(seat.session, seat.record, nodes, nodes))
         mean_len = sum(seat.length for seat in drawing) / len(drawing)
-        most = self._budget.ceiling(len(drawing), num_rows, mean_len, fit)
-        proposed: list[tuple[int, CheckedTree]] = []
-        price = self._budget.price(len(drawing), mean_len)
-        if most > 0 and asked:
-            began = time.thread_time()
-            for i, nodes in asked:
-                session = drawing[i].session
-                assert session is not None
-                nodes = min(nodes, most)
-                found = session.propose(nodes, nodes)
-                if len(found):
-                    proposed.append((i, check_tree(found, self._vocab_size, nodes).keep(nodes)))
-                else:
-                    drawing[i].record.weigh(0.0, price)
-            self._budget.observe_asking(time.thread_time() - began, len(asked))
-        if not proposed:
-            return trees
-        survivals = [tree.survival * drawing[i].record.trust for i, tree in proposed]
-        shape = len(drawing), num_rows, mean_len
-        kept = self._budget.choose(survivals, *shape, fit)
-        values = self._budget.values(survivals, kept, *shape)
-        for (i, tree), num, value in zip(proposed, kept, values, strict=True):
-            drawing[i].record.weigh(value, price)
-            if num:
-                trees[i] = tree.keep(num)
-            else:
-                drawing[i].record.forgive()
-        return trees
+        shape = StepShape(len(drawing), num_rows, mean_len)
+        plan = self._planner.plan(asks, shape, self._max_rows - num_rows)
+        if plan.errors:
+            raise plan.errors[0][1]
+        return plan.trees
 
     def _accept(self, seat: _Seat, tree: CheckedTree | None) -> None:
         output = seat.recording.output_ids

@@ -8,8 +8,12 @@ import pytest
 
 from drafters.replay import Recording
 from server.engine.budget import CostTable, row_grid
+from server.engine.engine import Engine, EngineSettings
 from server.engine.forecast import forecast
+from server.types import Request, SamplingParams, SpeculationParams
+from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_drafters import FakeDrafter, liar_drafter, oracle_drafter, random_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 PROMPTS = [[3, 5, 7, i] for i in range(4)]
 OUTPUTS = [[(7 * i + j) % 13 + 2 for j in range(21)] + [1] for i in range(4)]
@@ -103,3 +107,74 @@ def test_what_the_drafter_costs_is_counted() -> None:
     quick = forecast(oracle_drafter(TEXTS), RECORDINGS[:1], _cost(1e-4, 1e-6))
     found = forecast(FakeDrafter(slow), RECORDINGS[:1], _cost(1e-4, 1e-6))
     assert found.seconds > quick.seconds and found.seconds > 0.002
+
+
+class _FixedCost(CostTable):
+    """A table that no real step refreshes: an engine over a fake runner then plans by the same
+    figures as a forecast does."""
+
+    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
+        pass
+
+
+def _nodes_of_an_engine(
+    drafter: FakeDrafter, recordings: list[Recording], model: FakeModel, cost: CostTable, seats: int
+) -> list[tuple[int, int]]:
+    """(rows, draft rows) of every step of an engine that serves the recordings' prompts."""
+    info = fake_info(
+        vocab_size=model.vocab_size, num_blocks=400, max_num_seqs=seats, max_num_batched_tokens=512
+    )
+    steps: list[tuple[int, int]] = []
+    runner = FakeRunner(
+        model, info, fail=lambda batch: steps.append((batch.num_rows, batch.num_draft_rows))
+    )
+    settings = EngineSettings(
+        max_num_seqs=seats, max_num_batched_tokens=512, prefill_rows=512, prefix_cache=False
+    )
+    engine = Engine(runner, {"fake": drafter}, settings, cost=cost)
+    for i, recording in enumerate(recordings):
+        engine.submit(
+            Request(f"r{i}", "task", "fake", tuple(recording.prompt_ids),
+                    SamplingParams(temperature=0.0, max_tokens=64),
+                    SpeculationParams("fake", 5))
+        )  # fmt: skip
+    ids: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            ids.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert [ids[f"r{i}"] for i in range(len(recordings))] == [r.output_ids for r in recordings]
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["oracle", "liar", "random"])
+@pytest.mark.parametrize("seats", [1, 3])
+def test_the_engine_drafts_what_the_forecast_says(kind: str, seats: int) -> None:
+    """The same recordings, drafter and table: the same rows and nodes in every step. Misses make
+    choices sit out in both, and rows are dear enough that the budget leaves nodes out."""
+    model = FakeModel(9, seed=5, alphabet=3)
+    recordings: list[Recording] = []
+    for i in range(60):
+        prompt = [2 + (i * 7 + j) % 7 for j in range(4 + i % 5)]
+        request = Request(
+            "r", "task", "fake", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=64)
+        )
+        out = one_token_loop(
+            model, request, 0, eos=(1,), max_model_len=128, token_bytes=[b""] * model.vocab_size
+        )
+        if out.finish_reason == "stop" and len(out.ids) > 3:
+            recordings.append(Recording(prompt, out.ids))
+    recordings = recordings[:10]
+    assert len(recordings) == 10
+    texts = [[*r.prompt_ids, *r.output_ids] for r in recordings]
+    made = {
+        "oracle": lambda: oracle_drafter(texts),
+        "liar": lambda: liar_drafter(3, texts, model.vocab_size),
+        "random": lambda: random_drafter(3, model.vocab_size, 3),
+    }[kind]
+    rows = row_grid(512)
+    cost = _FixedCost(rows, [100.0 + 9.0 * (r - 1) + 0.01 * r * r for r in rows])
+    steps = _nodes_of_an_engine(made(), recordings, model, cost, seats)
+    found = forecast(made(), recordings, cost, max_draft_tokens=5, num_streams=seats, vocab_size=9)
+    assert found.num_rows == sum(nodes for _, nodes in steps) > 10
+    # Every step's rows are in the price: the drafter's own time is nothing beside it.
+    assert found.seconds == pytest.approx(sum(cost.cost(rows) for rows, _ in steps), rel=1e-5)

@@ -1,0 +1,222 @@
+"""DraftPlanner: the draft policy. It says which choices draft how much in a step.
+
+The step loop and the forecast of `tailor tasks tune` call the same planner, so what is forecast is
+what is served. In order, for the choices that draw and have a draft session (an `Ask` each):
+
+1. allowance   a choice whose drafts keep missing or keep costing too much sits out (DraftRecord)
+2. ceiling     the most nodes that could pay if all of them were accepted; none: nobody is asked
+3. asking      each session proposes a tree; a grammar forces and forbids, a slice of the LM head
+               forbids; what a drafter says is checked, and an error is handed back
+4. choice      of all trees together the nodes that make the most tokens a second (DraftBudget)
+5. credit      what was taken is weighed against what asking cost, for the next allowance
+
+The planner knows no engine, no sequence and no block: the caller gives blocks to what was chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.base import DraftSession
+from server.engine.budget import DraftBudget, DraftRecord
+from server.engine.drafting import CheckedTree, check_tree
+from server.engine.grammar import GrammarState, constrain
+
+__all__ = ["Ask", "DraftPlan", "DraftPlanner", "StepShape"]
+
+Allowed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
+"""Token ids -> whether each may be drafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """A step without its drafts: choices that draw, rows, and mean keys that a draw attends to."""
+
+    num_draws: int
+    num_rows: int
+    mean_len: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A choice that draws in this step and may draft.
+
+    max_nodes: most nodes its request allows. max_depth: most nodes on a path, at least 1.
+    grammar: at the root; it is moved about and put back. forced_source: the index of the source
+    that forced tokens are counted under. allowed: of its LM-head slice, or None for every id.
+    """
+
+    session: DraftSession
+    record: DraftRecord
+    max_nodes: int
+    max_depth: int
+    grammar: GrammarState | None = None
+    forced_source: int = 0
+    allowed: Allowed | None = None
+
+
+@dataclass(slots=True)
+class DraftPlan:
+    """What the planner decided, in the order of the asks.
+
+    trees: what to verify, or None. reasons: "" or why there is no tree, in the words of
+    StepCounts.no_draft_reason. errors: (index of the ask, what its session raised). ceiling: the
+    most nodes that could pay.
+    """
+
+    trees: list[CheckedTree | None]
+    reasons: list[str]
+    errors: list[tuple[int, Exception]] = field(default_factory=list)
+    ceiling: int = 0
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An ask that is heard in this step. own_nodes: of the drafter; 0 while it sits out, and then
+    only what its grammar forces is drafted."""
+
+    index: int
+    ask: Ask
+    own_nodes: int
+    max_nodes: int
+
+
+class DraftPlanner:
+    """One per engine, or per forecast. Writes the asks' records and the budget's figures."""
+
+    def __init__(self, budget: DraftBudget, vocab_size: int) -> None:
+        """vocab_size: what the ids of trees are checked against."""
+        self.budget = budget
+        self._vocab_size = vocab_size
+
+    def plan(self, asks: Sequence[Ask], shape: StepShape, room: int) -> DraftPlan:
+        """The trees of a step. room: most nodes, over all asks. Called once a step.
+
+        Raises nothing that a session raises: see DraftPlan.errors.
+        """
+        plan = DraftPlan([None] * len(asks), ["cooldown"] * len(asks))
+        turns = _turns(asks)
+        if not turns:
+            return plan
+        room = min(room, sum(turn.max_nodes for turn in turns))
+        plan.ceiling = max(
+            0, self.budget.ceiling(shape.num_draws, shape.num_rows, shape.mean_len, room)
+        )
+        for turn in turns:
+            plan.reasons[turn.index] = "budget"
+        if plan.ceiling == 0:
+            return plan
+        price = self.budget.price(shape.num_draws, shape.mean_len)
+        proposed = self._ask_all(turns, plan)
+        for turn in turns:
+            if turn.index not in proposed:
+                plan.reasons[turn.index] = "no_match" if turn.own_nodes else "cooldown"
+                if turn.own_nodes:
+                    turn.ask.record.record_value(0.0, price)
+        heard = [turn for turn in turns if turn.index in proposed]
+        self._choose(heard, proposed, plan, shape, room, price)
+        return plan
+
+    def _choose(
+        self,
+        turns: Sequence[_Turn],
+        proposed: dict[int, CheckedTree],
+        plan: DraftPlan,
+        shape: StepShape,
+        room: int,
+        price: float,
+    ) -> None:
+        """Take the nodes of all trees that pay together, and credit who proposed them."""
+        if not turns:
+            return
+        at = shape.num_draws, shape.num_rows, shape.mean_len
+        chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in turns]
+        taken = self.budget.choose(chances, *at, room)
+        values = self.budget.values(chances, taken, *at)
+        for turn, num, value in zip(turns, taken, values, strict=True):
+            if turn.own_nodes:
+                turn.ask.record.record_value(value, price)
+            if num:
+                plan.trees[turn.index] = proposed[turn.index].keep(num)
+                plan.reasons[turn.index] = ""
+            else:
+                turn.ask.record.decay()
+
+    # -- asking -----------------------------------------------------------------------------
+
+    def _ask_all(self, turns: Sequence[_Turn], plan: DraftPlan) -> dict[int, CheckedTree]:
+        """The trees that were proposed, by the index of their ask. The time is the thread's CPU
+        time, so that a busy machine does not make drafts look dear."""
+        proposed: dict[int, CheckedTree] = {}
+        began = time.thread_time()
+        for turn in turns:
+            nodes = min(turn.max_nodes, plan.ceiling)
+            if turn.ask.grammar is None:
+                tree = self._propose(turn, nodes, turn.ask.max_depth, plan)
+            else:
+                tree = self._propose_constrained(turn, turn.ask.grammar, nodes, plan)
+            if tree is not None:
+                proposed[turn.index] = tree
+        self.budget.observe_asking(time.thread_time() - began, len(turns))
+        return proposed
+
+    def _propose(self, turn: _Turn, nodes: int, depth: int, plan: DraftPlan) -> CheckedTree | None:
+        """What the session proposes, checked; None for nothing, and for an error."""
+        try:
+            tree = turn.ask.session.propose(nodes, depth)
+            if len(tree) == 0:
+                return None
+            checked = check_tree(tree, self._vocab_size, depth).keep(nodes)
+            return checked if turn.ask.allowed is None else checked.within(turn.ask.allowed)
+        except Exception as error:
+            plan.errors.append((turn.index, error))
+            return None
+
+    def _propose_constrained(
+        self, turn: _Turn, state: GrammarState, nodes: int, plan: DraftPlan
+    ) -> CheckedTree | None:
+        """What the grammar forces, then the drafter's own nodes that it permits."""
+        session, depth = turn.ask.session, turn.ask.max_depth
+        forced = state.forced()[: min(nodes, depth)]
+        proposed: CheckedTree | None = None
+        left = min(turn.own_nodes, nodes - len(forced))
+        if left > 0 and len(forced) < depth:
+            num_errors = len(plan.errors)
+            try:
+                if forced:  # the drafter is asked how the text goes on after them
+                    mark = session.checkpoint()
+                    session.extend(forced)
+                    proposed = self._propose(turn, left, depth - len(forced), plan)
+                    if len(plan.errors) == num_errors:
+                        session.rollback(mark)
+                else:
+                    proposed = self._propose(turn, left, depth, plan)
+            except Exception as error:
+                plan.errors.append((turn.index, error))
+                return None
+        return constrain(
+            state,
+            forced,
+            proposed,
+            max_nodes=nodes,
+            max_depth=depth,
+            source=turn.ask.forced_source,
+        )
+
+
+def _turns(asks: Sequence[Ask]) -> list[_Turn]:
+    """Those of the asks that are heard. What a grammar forces is certain, so it is drafted even
+    for a choice that sits out."""
+    turns: list[_Turn] = []
+    for index, ask in enumerate(asks):
+        own = ask.record.allowance()
+        if ask.grammar is not None:
+            turns.append(_Turn(index, ask, own, ask.max_nodes))
+        elif own:
+            turns.append(_Turn(index, ask, own, min(own, ask.max_nodes)))
+    return turns
