@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "server.engine.reference_sampler",
         "vocab_store",
     },
+    "server.training": {"server.errors", "vocab_store"},
     "server.wiring": None,
     "server.wiring.task_set": {
         "server.config",
@@ -92,6 +93,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "server.client": {"torch", "transformers", "fastapi", "starlette", "numpy", "tokenizers"},
     "server.engine": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "tokenizers"},
     "server.model": {"fastapi", "starlette", "uvicorn"},
+    "server.training": {"fastapi", "starlette", "uvicorn"},
 }
 
 # drafters and vocab_store stand alone: beside the standard library, only these.
