@@ -109,11 +109,13 @@ def test_training_learns_the_task_and_the_enriched_ids(tmp_path: Path) -> None:
     assert [p.step for p in seen] == list(range(1, result.num_steps + 1))
     assert not result.ended_by_clock
     assert not list(tmp_path.glob("checkpoint*"))
-    prompt = [12, 20]
     given.model.eval()
     with torch.no_grad():
-        logits = given.model(input_ids=torch.tensor([prompt])).logits[0, -1]
-    assert int(logits.argmax()) == V  # the token (7, 8, 9), not the id 7
+        first = [
+            int(given.model(input_ids=torch.tensor([e.prompt_ids])).logits[0, -1].argmax())
+            for e in examples()
+        ]
+    assert first == [V] * len(first)  # the token (7, 8, 9), not the id 7
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
