@@ -20,8 +20,9 @@ from server.api.chat_protocol import (
     template_messages,
 )
 from server.api.chat_template import ChatTemplate, RenderedChat
-from server.api.intake import CompletionOrder, Intake, ServedModel
+from server.api.intake import CompletionOrder, Intake
 from server.api.protocol import INT31, CompletionBody, GenerationBody
+from server.api.served_model import ServedModel
 from server.api.structured import grammar_of_schema
 from server.api.text import TokenNames
 from server.api.tools.reader import (

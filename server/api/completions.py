@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.api.engines.client import Submission
-from server.api.intake import CompletionOrder, PromptText
+from server.api.intake import CompletionOrder
+from server.api.intake_prompts import PromptText
 from server.api.sources import (
     RejectedDraft,
     RejectedDrafts,

@@ -17,14 +17,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from server import __version__
 from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
+from server.api.route_context import visit_of
 from server.metrics.series import LATENCY_BUCKETS_S, Metrics
 
-__all__ = ["DATA_PATH", "PAGE_PATHS", "Page", "snapshot"]
+__all__ = ["DATA_PATH", "PAGE_PATHS", "DashboardRoutes", "Page", "snapshot"]
 
 PATH = "/dashboard"
 DATA_PATH = f"{PATH}/data"
@@ -77,6 +81,31 @@ class Page:
         if headers["etag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(self._bodies[path], headers=headers)
+
+
+class DashboardRoutes:
+    """`add_to` puts the page and its data into an app."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._page = Page()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+
+        async def get_page(request: HttpRequest) -> Response:
+            return self._page.response(request)
+
+        for path in PAGE_PATHS:
+            app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
+
+        @app.get(DATA_PATH, include_in_schema=False)
+        async def get_dashboard_data(request: HttpRequest) -> Response:
+            figures = snapshot(self._metrics, self._client, visit_of(request).key)
+            return JSONResponse(
+                {"version": __version__, **figures}, headers={"cache-control": "no-store"}
+            )
 
 
 # Short names of the answer, and the series behind them (without `tailor_` and `_total`).

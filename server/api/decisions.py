@@ -27,7 +27,8 @@ from server.api.decision_body import (
 )
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
 from server.api.engines.client import Submission
-from server.api.intake import Intake, ServedModel
+from server.api.intake import Intake
+from server.api.served_model import ServedModel
 from server.api.usage import RequestAccount
 from server.errors import (
     ContextLengthExceededError,

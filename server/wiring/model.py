@@ -11,7 +11,7 @@ from server.config import ModelConfig
 from server.errors import ModelError
 
 if TYPE_CHECKING:
-    from server.api.intake import ServedModel
+    from server.api.served_model import ServedModel
 
 __all__ = ["served_model", "table_file"]
 
@@ -28,7 +28,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
 
     from server import token_bytes
     from server.api.chat_template import load_chat_template
-    from server.api.intake import ServedModel
+    from server.api.served_model import ServedModel
     from server.model.supported import check_raw
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"

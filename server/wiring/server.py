@@ -28,7 +28,7 @@ from server.wiring.task_set import TaskSet
 
 if TYPE_CHECKING:
     from server.api.engines.client import EngineClient
-    from server.api.intake import ServedModel
+    from server.api.served_model import ServedModel
     from server.metrics.series import Metrics
 
 __all__ = ["ServerPlan", "listen", "plan_server", "run_server"]
@@ -206,12 +206,13 @@ def run_server(
     *,
     on_ready: Callable[[int], None] | None = None,
 ) -> int:
-    """Start every engine and serve until a signal. Returns the exit status (see api.app.serve).
+    """Start every engine and serve until a signal. Returns the exit status (see api.serving.serve).
 
     listener: from `listen`; closed at the end.
     on_ready: called once with the port, on the event loop, when every model has an engine.
     """
-    from server.api.app import create_app, run_loop, serve
+    from server.api.app import create_app
+    from server.api.serving import run_loop, serve
     from server.metrics.series import Metrics
     from server.tracing import open_tracer
 
@@ -242,11 +243,8 @@ def run_server(
         return await serve(
             app,
             client,
+            limits=config.limits,
             sockets=[listener],
-            drain_s=config.limits.drain_s,
-            max_header_bytes=config.limits.max_header_bytes,
-            header_timeout_s=config.limits.header_timeout_s,
-            send_timeout_s=config.limits.send_timeout_s,
             on_ready=on_ready,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from server import token_bytes
 from server.api.chat_template import ChatTemplate
-from server.api.intake import ServedModel
+from server.api.served_model import ServedModel
 from tests.api.tiny_tokenizers import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()

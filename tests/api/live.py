@@ -17,9 +17,10 @@ import httpx
 import openai
 
 from server import token_bytes
-from server.api.app import create_app, run_loop, serve
+from server.api.app import create_app
 from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
-from server.api.intake import ServedModel
+from server.api.served_model import ServedModel
+from server.api.serving import run_loop, serve
 from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics.series import Metrics
@@ -135,11 +136,8 @@ class LiveServer:
         return await serve(
             app,
             self.client,
+            limits=limits.model_copy(update={"drain_s": self.drain_s}),
             sockets=[self._socket],
-            drain_s=self.drain_s,
-            max_header_bytes=limits.max_header_bytes,
-            header_timeout_s=limits.header_timeout_s,
-            send_timeout_s=limits.send_timeout_s,
             stop=self._stop,
         )
 

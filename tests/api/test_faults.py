@@ -143,11 +143,12 @@ def test_an_engine_that_hangs_holds_nobody_longer_than_the_task_allows() -> None
 
 PROGRAM = """
 import asyncio, sys
-from server.api.app import create_app, run_loop, serve
+from server.api.app import create_app
+from server.api.serving import run_loop, serve
 from server.api.engines.client import EngineClient
-from server.config import ServerConfig
+from server.config import LimitsConfig, ServerConfig
 from server.engine.host import start_process
-from server.metrics import Metrics
+from server.metrics.series import Metrics
 from tests.api.live import served
 from tests.api.test_end_to_end import spec
 
@@ -156,7 +157,7 @@ async def main():
     client = EngineClient([spec(start_process, step_s=0.01, drafts=False)], metrics=metrics)
     app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client,
                      metrics=metrics)
-    return await serve(app, client, port=0, drain_s=float(sys.argv[1]),
+    return await serve(app, client, port=0, limits=LimitsConfig(drain_s=float(sys.argv[1])),
                        on_ready=lambda port: print(port, flush=True))
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from tokenizers.processors import TemplateProcessing
 
 from server import token_bytes
 from server.api import protocol
-from server.api.intake import CompletionOrder, Intake, ServedModel
+from server.api.intake import CompletionOrder, Intake
+from server.api.served_model import ServedModel
 from server.config import ContextMarks, LimitsConfig, SpeculationConfig, TaskConfig
 from server.errors import ContextLengthExceededError, InvalidRequestError, TailorError
 from tests.api.live import DRAFTERS, TABLE, encode, served

@@ -407,10 +407,11 @@ def test_a_drain_that_takes_too_long_aborts_with_an_error() -> None:
 
 PROGRAM = """
 import asyncio, sys
-from server.api.app import create_app, run_loop, serve
+from server.api.app import create_app
+from server.api.serving import run_loop, serve
 from server.api.engines.client import EngineClient, EngineSpec
-from server.config import ServerConfig
-from server.metrics import Metrics
+from server.config import LimitsConfig, ServerConfig
+from server.metrics.series import Metrics
 from tests.api.live import served
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
@@ -420,7 +421,7 @@ async def main():
     client = EngineClient([EngineSpec("e", "tiny", "cpu", engine.factory)], metrics=metrics)
     app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client,
                      metrics=metrics)
-    return await serve(app, client, port=0, drain_s=5,
+    return await serve(app, client, port=0, limits=LimitsConfig(drain_s=5),
                        on_ready=lambda port: print(port, flush=True))
 
 sys.exit(run_loop(main()))

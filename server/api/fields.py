@@ -1,0 +1,11 @@
+"""Fields that routes call by different names, by their keys (see server.errors.FieldKey)."""
+
+from __future__ import annotations
+
+from server.errors import FieldKey
+
+__all__ = ["LOGPROBS", "MAX_TOKENS", "PROMPT"]
+
+PROMPT = FieldKey("prompt")
+MAX_TOKENS = FieldKey("max_tokens")
+LOGPROBS = FieldKey("logprobs")

@@ -1,0 +1,75 @@
+"""The routes that generate: /v1/completions, /v1/chat/completions, /v1/decisions."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+
+from fastapi import FastAPI
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.chat import chat_events, chat_object
+from server.api.chat_intake import ChatIntake
+from server.api.chat_protocol import ChatBody
+from server.api.completions import completion_events, completion_object
+from server.api.decision_body import DecisionBody
+from server.api.decisions import DecisionIntake, DecisionRun
+from server.api.openapi import described
+from server.api.protocol import CompletionBody, validate
+from server.api.route_context import RouteContext
+
+__all__ = ["GenerationRoutes"]
+
+
+class GenerationRoutes:
+    """`add_to` puts the routes into an app."""
+
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+        self._chats = ChatIntake(context.intake)
+        self._decisions = DecisionIntake(context.intake, context.limits.max_request_tokens)
+
+    async def completion(self, request: HttpRequest) -> Response:
+        """POST /v1/completions."""
+        context = self._context
+        body = validate(CompletionBody, await context.body(request))
+        _, model = context.find(request, body.model)
+        request_id = f"cmpl-{secrets.token_hex(12)}"
+        order = await context.intake.completion(body, request_id, context.room(model))
+        return await context.answer(request, order, completion_events, completion_object, order)
+
+    async def chat(self, request: HttpRequest) -> Response:
+        """POST /v1/chat/completions."""
+        context = self._context
+        body = validate(ChatBody, await context.body(request))
+        _, model = context.find(request, body.model)
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        order = await self._chats.order(body, request_id, context.room(model))
+        return await context.answer(request, order.order, chat_events, chat_object, order)
+
+    async def decide(self, request: HttpRequest) -> Response:
+        """POST /v1/decisions."""
+        context = self._context
+        body = validate(DecisionBody, await context.body(request))
+        _, model = context.find(request, body.model)
+        request_id = f"dec-{secrets.token_hex(12)}"
+        order = await self._decisions.order(body, request_id, context.room(model))
+        run = DecisionRun(order, functools.partial(context.submit, request))
+        return await context.whole(request, run.answer, run.abort)
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+        post = app.post
+
+        @post("/v1/completions", **described(CompletionBody, "A text completion"))
+        async def completions(request: HttpRequest) -> Response:
+            return await self.completion(request)
+
+        @post("/v1/chat/completions", **described(ChatBody, "A chat completion"))
+        async def chat_completions(request: HttpRequest) -> Response:
+            return await self.chat(request)
+
+        @post("/v1/decisions", **described(DecisionBody, "Typed questions about an input"))
+        async def decide(request: HttpRequest) -> Response:
+            return await self.decide(request)

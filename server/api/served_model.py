@@ -1,0 +1,42 @@
+"""One target model as the API knows it: its tokenizer, its sizes, its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from server.api.chat_template import ChatTemplate
+from server.api.segments import SegmentEncoder
+from server.api.text import TokenNames
+from server.token_bytes import TokenBytes
+
+__all__ = ["ServedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One target model as the API knows it; the engine has the weights.
+
+    vocab_size: V of the model (ids at or above are refused). max_model_len: tokens of prompt and
+    output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint. chat: the
+    model's chat template, None for a base model.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    table: TokenBytes
+    vocab_size: int
+    max_model_len: int
+    created: int = 0
+    fingerprint: str = ""
+    chat: ChatTemplate | None = None
+    names: TokenNames = field(init=False, repr=False)
+    segments: SegmentEncoder = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # A tokenizer.json may carry truncation and padding: a prompt is never cut or padded.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        object.__setattr__(self, "names", TokenNames(self.table))
+        object.__setattr__(self, "segments", SegmentEncoder(self.tokenizer))

@@ -1,0 +1,213 @@
+"""`serve`: runs the application and its engines until it is told to stop.
+
+    client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics, ...)
+    app = create_app(config, tasks=tasks, models=models, client=client, metrics=metrics, ...)
+    status = await serve(app, client, host=..., port=..., drain_s=config.limits.drain_s)
+
+- All of it inside one coroutine, run by `run_loop(main())`, which is asyncio.run on uvloop where
+  that is installed.
+- `serve` starts the engines, listens at once (/ready is 503 until they are loaded), and returns an
+  exit status: 0 after SIGTERM or SIGINT and a drain, 1 when no engine is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+
+from server.api.connection import Connection
+from server.api.engines.client import EngineClient
+from server.config import LimitsConfig
+from server.errors import TailorError
+
+__all__ = ["run_loop", "serve"]
+
+log = logging.getLogger("tailor.server")
+
+_T = TypeVar("_T")
+
+
+def run_loop(main: Coroutine[Any, Any, _T]) -> _T:
+    """asyncio.run, on uvloop where it is installed (about half the CPU per streamed token)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: `serve` drains before it lets go of the socket."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Signals:
+    """What SIGTERM, SIGINT and SIGHUP ask of the server, on the running loop.
+
+    stop: set by the first SIGTERM or SIGINT. hurry: set by a second one, which ends the drain.
+    """
+
+    def __init__(self, app: FastAPI, stop: asyncio.Event) -> None:
+        self.stop = stop
+        self.hurry = asyncio.Event()
+        self._app = app
+        self._loop = asyncio.get_running_loop()
+        self._caught: list[int] = []
+        self._reloads: set[asyncio.Task[None]] = set()
+        self._terminal = _has_terminal()
+
+    def catch(self) -> None:
+        """Take the signals, where the platform and the thread allow it."""
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, AttributeError):
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+            self._caught.append(signal.SIGHUP)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                self._loop.add_signal_handler(number, self._on_signal)
+                self._caught.append(number)
+
+    def release(self) -> None:
+        """Give the signals back."""
+        for number in self._caught:
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+    def _on_hangup(self) -> None:
+        if self._terminal and not _has_terminal():
+            self._on_signal()
+            return
+        reload = asyncio.create_task(_reload(self._app))
+        self._reloads.add(reload)
+        reload.add_done_callback(self._reloads.discard)
+
+
+async def serve(
+    app: FastAPI,
+    client: EngineClient,
+    *,
+    limits: LimitsConfig | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    sockets: Sequence[socket.socket] | None = None,
+    on_ready: Callable[[int], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Run the app and its engines; returns the exit status.
+
+    limits: drain_s, and of each connection (see server.api.connection) max_header_bytes,
+    header_timeout_s and send_timeout_s. sockets: listening sockets to use instead of host and port.
+    on_ready: called once with the port, when everything is loaded. stop: ends the server like
+    SIGTERM (tests; where signals cannot be caught). A second SIGTERM or SIGINT ends the drain.
+
+    On the first signal /ready turns 503 and new completions are refused with 503, while open ones
+    go on for up to drain_s seconds; then they are aborted with an error, the engines are stopped
+    and the status is 0. When no engine is left and none will be restarted, the status is 1.
+    SIGHUP reloads the tasks; when it says that the terminal is gone, it ends the server.
+    """
+    limits = limits or LimitsConfig()
+    server = _Server(_uvicorn_config(app, client, limits, host, port))
+    signals = _Signals(app, stop or asyncio.Event())
+    signals.catch()
+    await client.start()
+    running = asyncio.create_task(server.serve(list(sockets) if sockets else None))
+    tasks = [
+        asyncio.create_task(signals.stop.wait()),
+        asyncio.create_task(client.gave_up.wait()),
+        asyncio.create_task(_announce(server, client, on_ready)),
+    ]
+    try:
+        await asyncio.wait({running, *tasks[:2]}, return_when=asyncio.FIRST_COMPLETED)
+        if signals.stop.is_set() and not client.gave_up.is_set():
+            await _drain(client, limits.drain_s, signals.hurry)
+        gave_up = client.gave_up.is_set()
+        await client.stop()
+        server.should_exit = True
+        await running
+        return 1 if gave_up else 0
+    finally:
+        for task in tasks:
+            task.cancel()
+        signals.release()
+        await client.stop()
+
+
+def _uvicorn_config(
+    app: FastAPI, client: EngineClient, limits: LimitsConfig, host: str, port: int
+) -> uvicorn.Config:
+    connection: Any = functools.partial(
+        Connection,
+        max_header_bytes=limits.max_header_bytes,
+        header_timeout_s=limits.header_timeout_s,
+        send_timeout_s=limits.send_timeout_s,
+        on_refused=functools.partial(client.metrics.count_response, "other"),
+    )
+    return uvicorn.Config(
+        app,
+        http=connection,
+        host=host,
+        port=port,
+        access_log=False,
+        log_config=None,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+    )
+
+
+async def _drain(client: EngineClient, drain_s: float, hurry: asyncio.Event) -> None:
+    """Let open requests end, for drain_s seconds at most or until `hurry` is set."""
+    log.info("draining: %d open requests", client.num_open)
+    drain = asyncio.create_task(client.drain(drain_s))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({drain, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    drain.cancel()
+
+
+def _has_terminal() -> bool:
+    """Whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+async def _reload(app: FastAPI) -> None:
+    """What SIGHUP does; a problem is told in the log, and the old tasks stay."""
+    try:
+        await app.state.reload_tasks()
+    except TailorError as error:
+        log.error("%s", error.message)
+    except Exception:
+        log.exception("the tasks could not be reloaded")
+
+
+async def _announce(
+    server: uvicorn.Server, client: EngineClient, on_ready: Callable[[int], None] | None
+) -> None:
+    """Call on_ready with the port once the socket listens and every model has an engine."""
+    while not (server.started and client.is_ready):
+        await asyncio.sleep(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    log.info("ready on port %d", port)
+    if on_ready is not None:
+        on_ready(port)
