@@ -15,7 +15,7 @@ from server.engine.stops import StopMatcher
 from server.types import FinishReason, StepCounts
 
 __all__ = [
-    "Cut",
+    "StopCut",
     "StopRules",
     "count_step",
     "cut",
@@ -41,7 +41,7 @@ class StopRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StopCut:
     """The first num_kept tokens of a run stand; why the choice ends there, if it does."""
 
     num_kept: int
@@ -75,7 +75,7 @@ def cut(
     rules: StopRules,
     matcher: StopMatcher | None,
     grammar: GrammarState | None = None,
-) -> Cut:
+) -> StopCut:
     """Where the run of newly drawn ids ends the choice.
 
     run: ids in order, at least one. num_output: tokens the choice had before. The matcher, if any,
@@ -88,19 +88,19 @@ def cut(
     """
     for i, token in enumerate(run):
         if token in rules.eos_ids:
-            return Cut(i + 1, "stop")
+            return StopCut(i + 1, "stop")
         if token in rules.stop_ids:
-            return Cut(i + 1, "stop", token)
+            return StopCut(i + 1, "stop", token)
         count = num_output + i + 1
         if matcher is not None:
             found = matcher.push(token)
             if found is not None and count > rules.min_tokens:
-                return Cut(i + 1, "stop", found)
+                return StopCut(i + 1, "stop", found)
         if grammar is not None and (not grammar.consume(token) or grammar.is_complete):
-            return Cut(i + 1, "stop", b"")
+            return StopCut(i + 1, "stop", b"")
         if count >= rules.max_output:
-            return Cut(i + 1, "length")
-    return Cut(len(run))
+            return StopCut(i + 1, "length")
+    return StopCut(len(run))
 
 
 def count_step(

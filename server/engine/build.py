@@ -3,42 +3,25 @@
 The order of rows: sequence by sequence, positions ascending, then the sequence's tree nodes in
 their order. The order of draws: sequence by sequence; the root's (one per choice that forks off
 it), then one per node.
+
+There is no mask of *attention* anywhere: tree attention is written down as path_slots, the slots of
+a node's ancestors, which a kernel reads beside the sequence's own prefix (batch.py). What is called
+a mask here is a grammar's: the ids a draw may give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import numpy as np
 
-from server.engine.batch import Batch, DrawParams, UInt32
+from server.engine.batch import Batch, DrawParams, Int32, UInt32
 from server.engine.drafting import CheckedTree
-from server.engine.scheduler import Scheduled
+from server.engine.plan import Built, Scheduled, Span
 
-__all__ = ["Built", "Span", "build_batch"]
+__all__ = ["build_batch"]
 
 _NO_MASKS = np.empty((0, 0), np.uint32)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where one item's results lie: its root draw, its scores [score, score + num_scores), and
-    right after them the scores of its num_labels label ids."""
-
-    draw: int
-    score: int
-    num_scores: int
-    num_labels: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A Batch, a Span per item, and the KV entries its rows attend to."""
-
-    batch: Batch
-    spans: list[Span]
-    num_keys: int
 
 
 def build_batch(
@@ -55,131 +38,199 @@ def build_batch(
     """
     num_nodes = sum(len(t.token_ids) for t in trees if t is not None)
     num_rows = sum(item.num_rows for item in items) + num_nodes
-    num_blocks = max(item.sequence.num_blocks for item in items)
-
-    columns = np.zeros((8, num_rows), np.int32)
-    token_ids, token_from, positions, seq_ids, slots, prefix_len, path_start, path_len = columns
-    token_from[:] = -1
-    tables = np.zeros((len(items), num_blocks), np.int32)
-    path_slots: list[int] = []
-    params: list[DrawParams] = []
-    draw_rows: list[int] = []
-    draw_params: list[int] = []
-    draw_parent: list[int] = []
-    draw_positions: list[int] = []
-    draw_mask: list[int] = []
-    given_masks: list[UInt32] = []
-    num_masks = 0
-    score_rows: list[int] = []
-    score_targets: list[int] = []
-    score_top: list[int] = []
+    rows = _Rows(num_rows, len(items), max(item.sequence.num_blocks for item in items))
+    draws, scores = _Draws(), _Scores()
     spans: list[Span] = []
-
-    r = 0
     for s, item in enumerate(items):
-        sequence, start, num = item.sequence, item.start, item.num_rows
+        first = rows.add_positions(s, item)
+        root_row = rows.num - 1
+        num_scores = scores.add_prompt(item, first)
+        labels = item.sequence.request.label_ids if item.draws else ()
+        scores.add_labels(root_row, labels)
+        first_score = len(scores.rows) - num_scores - len(labels)
+        spans.append(Span(len(draws.rows), first_score, num_scores, len(labels)))
+        if not item.draws or item.sequence.rules.max_output == 0:
+            continue
+        root_draw = len(draws.rows)
+        draws.add_roots(item, root_row)
+        tree = trees[s]
+        draws.add_masks(
+            len(draws.rows) - root_draw,
+            0 if tree is None else len(tree.token_ids),
+            None if masks is None else masks[s],
+        )
+        if tree is not None:
+            draws.add_nodes(tree, rows.num, root_draw, item.start + item.num_rows - 1)
+            rows.add_nodes(s, item, tree)
+    return Built(
+        _batch(rows, draws, scores, num_prefill_rows, num_nodes),
+        spans,
+        int(rows.prefix_len.sum()) + len(rows.path_slots),
+    )
+
+
+class _Rows:
+    """The rows of a Batch as they are added; `num` of them are."""
+
+    def __init__(self, num_rows: int, num_sequences: int, num_blocks: int) -> None:
+        self.num = 0
+        columns = np.zeros((8, num_rows), np.int32)
+        (
+            self.token_ids,
+            self.token_from,
+            self.positions,
+            self.seq_ids,
+            self.slots,
+            self.prefix_len,
+            self.path_start,
+            self.path_len,
+        ) = columns
+        self.token_from[:] = -1
+        self.tables: Int32 = np.zeros((num_sequences, num_blocks), np.int32)
+        self.path_slots: list[int] = []
+
+    def add_positions(self, s: int, item: Scheduled) -> int:
+        """The prompt, last or recomputed tokens of a sequence; the row of the first of them."""
+        sequence, start, num, r = item.sequence, item.start, item.num_rows, self.num
         size, table = sequence.block_size, sequence.table
-        tables[s, : sequence.num_blocks] = table[: sequence.num_blocks]
+        self.tables[s, : sequence.num_blocks] = table[: sequence.num_blocks]
         if num == 1:
-            token_ids[r] = sequence.ids[start]
-            positions[r] = start
-            seq_ids[r] = s
-            slots[r] = int(table[start // size]) * size + start % size
-            prefix_len[r] = start + 1
+            self.token_ids[r] = sequence.ids[start]
+            self.positions[r] = start
+            self.seq_ids[r] = s
+            self.slots[r] = int(table[start // size]) * size + start % size
+            self.prefix_len[r] = start + 1
         else:
             at = slice(r, r + num)
             where = np.arange(start, start + num, dtype=np.int32)
-            token_ids[at] = sequence.ids[start : start + num]
-            positions[at] = where
-            seq_ids[at] = s
-            slots[at] = table[where // size] * size + where % size
-            prefix_len[at] = where + 1
+            self.token_ids[at] = sequence.ids[start : start + num]
+            self.positions[at] = where
+            self.seq_ids[at] = s
+            self.slots[at] = table[where // size] * size + where % size
+            self.prefix_len[at] = where + 1
+        self.num += num
+        return r
 
-        first_score, num_scores = len(score_rows), 0
-        if sequence.scores_prompt:
-            # The logprob of prompt token p comes from the row of p - 1.
-            first = max(len(sequence.prompt_logprobs), start + 1)
-            last = min(start + num, sequence.prompt_len - 1)
-            num_scores = max(0, last - first + 1)
-            score_rows.extend(range(r + first - 1 - start, r + last - start))
-            score_targets.extend(sequence.ids[first : last + 1].tolist())
-            score_top.extend([sequence.request.echo_logprobs or 0] * num_scores)
-
-        root_row, root = r + num - 1, start + num - 1
-        draw = len(draw_rows)
-        labels = sequence.request.label_ids if item.draws else ()
-        score_rows.extend([root_row] * len(labels))
-        score_targets.extend(labels)
-        score_top.extend([0] * len(labels))
-        spans.append(Span(draw, first_score, num_scores, len(labels)))
-        r += num
-        if not item.draws or sequence.rules.max_output == 0:
-            continue
-        for choice in (sequence, *sequence.siblings):
-            draw_rows.append(root_row)
-            draw_params.append(len(params))
-            draw_parent.append(-1)
-            draw_positions.append(root + 1)
-            params.append(choice.draw_params())
-        own_masks = masks[s] if masks is not None else None
-        draw_mask.extend([-1 if own_masks is None else num_masks] * (len(draw_rows) - draw))
-
-        tree = trees[s]
-        if own_masks is not None:
-            given_masks.append(own_masks)
-            num_nodes_of = own_masks.shape[0] - 1
-            draw_mask.extend(range(num_masks + 1, num_masks + 1 + num_nodes_of))
-            num_masks += 1 + num_nodes_of
-        elif tree is not None:
-            draw_mask.extend([-1] * len(tree.token_ids))
-        if tree is None:
-            continue
-        num = len(tree.token_ids)
-        at = slice(r, r + num)
+    def add_nodes(self, s: int, item: Scheduled, tree: CheckedTree) -> None:
+        """The nodes of a tree. Tree attention: a node sees its sequence up to the root, and its
+        ancestors and itself through path_slots, whatever lies between them in the KV cache."""
+        size, table = item.sequence.block_size, item.sequence.table
+        root, num = item.start + item.num_rows - 1, len(tree.token_ids)
+        at = slice(self.num, self.num + num)
         where = np.arange(root + 1, root + 1 + num, dtype=np.int32)
-        node_slots = table[where // size] * size + where % size
-        token_ids[at] = tree.token_ids
-        positions[at] = [root + d for d in tree.depths]
-        seq_ids[at] = s
-        slots[at] = node_slots
-        prefix_len[at] = root + 1
-        path_len[at] = tree.depths
+        slots = table[where // size] * size + where % size
+        self.token_ids[at] = tree.token_ids
+        self.positions[at] = [root + d for d in tree.depths]
+        self.seq_ids[at] = s
+        self.slots[at] = slots
+        self.prefix_len[at] = root + 1
+        self.path_len[at] = tree.depths
         paths: list[list[int]] = []
         starts: list[int] = []
-        for parent, slot in zip(tree.parents, node_slots.tolist(), strict=True):
+        for parent, slot in zip(tree.parents, slots.tolist(), strict=True):
             path = [*paths[parent], slot] if parent >= 0 else [slot]
             paths.append(path)
-            starts.append(len(path_slots))
-            path_slots.extend(path)
-        path_start[at] = starts
-        draw_rows.extend(range(r, r + num))
-        draw_params.extend([len(params) - 1] * num)
-        draw_parent.extend([draw + 1 + p for p in tree.parents])
-        draw_positions.extend([root + 1 + d for d in tree.depths])
-        r += num
+            starts.append(len(self.path_slots))
+            self.path_slots.extend(path)
+        self.path_start[at] = starts
+        self.num += num
 
-    batch = Batch(
-        token_ids=token_ids,
-        token_from=token_from,
-        positions=positions,
-        seq_ids=seq_ids,
-        slots=slots,
-        prefix_len=prefix_len,
-        path_start=path_start,
-        path_len=path_len,
-        path_slots=np.array(path_slots, np.int32),
-        block_tables=tables,
-        draw_rows=np.array(draw_rows, np.int32),
-        draw_params=np.array(draw_params, np.int32),
-        draw_parent=np.array(draw_parent, np.int32),
-        draw_positions=np.array(draw_positions, np.int32),
-        draw_mask=np.array(draw_mask, np.int32),
-        masks=np.concatenate(given_masks) if given_masks else _NO_MASKS,
-        params=tuple(params),
-        score_rows=np.array(score_rows, np.int32),
-        score_targets=np.array(score_targets, np.int32),
-        score_top=np.array(score_top, np.int32),
+
+class _Draws:
+    """The draws of a Batch as they are added."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.params_of: list[int] = []
+        self.parents: list[int] = []
+        self.positions: list[int] = []
+        self.mask_of: list[int] = []
+        self.params: list[DrawParams] = []
+        self.masks: list[UInt32] = []
+        self._num_masks = 0
+
+    def add_roots(self, item: Scheduled, root_row: int) -> None:
+        """One draw per choice that draws from the item's last row."""
+        for choice in (item.sequence, *item.sequence.siblings):
+            self.rows.append(root_row)
+            self.params_of.append(len(self.params))
+            self.parents.append(-1)
+            self.positions.append(item.start + item.num_rows)
+            self.params.append(choice.draw_params())
+
+    def add_masks(self, num_roots: int, num_nodes: int, masks: UInt32 | None) -> None:
+        """The grammar's masks of the roots just added, which share one, and of a tree's nodes."""
+        if masks is None:
+            self.mask_of.extend([-1] * (num_roots + num_nodes))
+            return
+        first = self._num_masks
+        self.masks.append(masks)
+        self.mask_of.extend([first] * num_roots)
+        self.mask_of.extend(range(first + 1, first + masks.shape[0]))
+        self._num_masks += masks.shape[0]
+
+    def add_nodes(self, tree: CheckedTree, first_row: int, root_draw: int, root: int) -> None:
+        """One draw per node of a tree whose first row is first_row, under position `root`."""
+        num = len(tree.token_ids)
+        self.rows.extend(range(first_row, first_row + num))
+        self.params_of.extend([len(self.params) - 1] * num)
+        self.parents.extend([root_draw + 1 + p for p in tree.parents])
+        self.positions.extend([root + 1 + d for d in tree.depths])
+
+
+class _Scores:
+    """The scored (row, token) pairs of a Batch as they are added."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.targets: list[int] = []
+        self.top: list[int] = []
+
+    def add_prompt(self, item: Scheduled, first_row: int) -> int:
+        """Prompt tokens whose logprobs the request asks for; how many. The logprob of prompt token
+        p comes from the row of p - 1."""
+        sequence, start = item.sequence, item.start
+        if not sequence.scores_prompt:
+            return 0
+        first = max(len(sequence.prompt_logprobs), start + 1)
+        last = min(start + item.num_rows, sequence.prompt_len - 1)
+        num = max(0, last - first + 1)
+        self.rows.extend(range(first_row + first - 1 - start, first_row + last - start))
+        self.targets.extend(sequence.ids[first : last + 1].tolist())
+        self.top.extend([sequence.request.echo_logprobs or 0] * num)
+        return num
+
+    def add_labels(self, root_row: int, labels: SequenceOf[int]) -> None:
+        """The request's label ids, as the next token after the prompt."""
+        self.rows.extend([root_row] * len(labels))
+        self.targets.extend(labels)
+        self.top.extend([0] * len(labels))
+
+
+def _batch(
+    rows: _Rows, draws: _Draws, scores: _Scores, num_prefill_rows: int, num_draft_rows: int
+) -> Batch:
+    return Batch(
+        token_ids=rows.token_ids,
+        token_from=rows.token_from,
+        positions=rows.positions,
+        seq_ids=rows.seq_ids,
+        slots=rows.slots,
+        prefix_len=rows.prefix_len,
+        path_start=rows.path_start,
+        path_len=rows.path_len,
+        path_slots=np.array(rows.path_slots, np.int32),
+        block_tables=rows.tables,
+        draw_rows=np.array(draws.rows, np.int32),
+        draw_params=np.array(draws.params_of, np.int32),
+        draw_parent=np.array(draws.parents, np.int32),
+        draw_positions=np.array(draws.positions, np.int32),
+        draw_mask=np.array(draws.mask_of, np.int32),
+        masks=np.concatenate(draws.masks) if draws.masks else _NO_MASKS,
+        params=tuple(draws.params),
+        score_rows=np.array(scores.rows, np.int32),
+        score_targets=np.array(scores.targets, np.int32),
+        score_top=np.array(scores.top, np.int32),
         num_prefill_rows=num_prefill_rows,
-        num_draft_rows=num_nodes,
+        num_draft_rows=num_draft_rows,
     )
-    return Built(batch, spans, int(prefix_len.sum()) + len(path_slots))

@@ -21,7 +21,7 @@ import numpy as np
 
 from drafters.base import Drafter
 from server.engine.accept import (
-    Cut,
+    StopCut,
     count_step,
     cut,
     follow,
@@ -32,7 +32,7 @@ from server.engine.accept import (
 from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, Int32, Runner, UInt32
 from server.engine.blocks import BlockPool, root_key
 from server.engine.budget import CostTable, DraftBudget
-from server.engine.build import Built, Span, build_batch
+from server.engine.build import build_batch
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry
 from server.engine.exact_control import WindowControl
 from server.engine.grammar import (
@@ -42,8 +42,9 @@ from server.engine.grammar import (
     GrammarTemplate,
     fill_masks,
 )
+from server.engine.plan import Built, Plan, Span
 from server.engine.planner import Ask, DraftPlanner, StepShape
-from server.engine.scheduler import Plan, Scheduler
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, SequenceMark, Status
 from server.engine.slices import ProfileSource, SliceBook
 from server.engine.stops import StopTable
@@ -214,7 +215,7 @@ class Engine:
         self._num_arrived = 0
         self._deltas: list[Delta] = []
         self._moves: tuple[list[int], list[int]] = ([], [])
-        self._unchecked: list[tuple[Sequence, Cut, bool]] = []  # in the step: end, due now
+        self._unchecked: list[tuple[Sequence, StopCut, bool]] = []  # in the step: end, due now
         self._suspects: list[Sequence] = []
         self._num_failures = 0
         self._model_s = 0.0  # of the step that is being accepted
@@ -634,12 +635,12 @@ class Engine:
             path, draws = path[: max(0, len(run) - 1)], draws[: len(run)]
             if not run:
                 sequence.num_computed -= 1
-                self._unchecked.append((sequence, Cut(0), True))
+                self._unchecked.append((sequence, StopCut(0), True))
                 return
         end = cut(run, sequence.num_output, sequence.rules, sequence.matcher, sequence.grammar)
         has_problem = sequence.grammar is not None and sequence.grammar.problem != ""
         if has_problem and is_kept:  # perhaps a wrong token's: checked before anything ends
-            end, is_short = Cut(end.num_kept), True
+            end, is_short = StopCut(end.num_kept), True
         elif has_problem:
             self._fail_draw(sequence, NO_TOKEN_LEFT)
             return
@@ -678,7 +679,7 @@ class Engine:
             self.slices.learn(sequence, kept)
         self._conclude(sequence, self._verify(sequence, end))
 
-    def _conclude(self, sequence: Sequence, finish: Cut) -> None:
+    def _conclude(self, sequence: Sequence, finish: StopCut) -> None:
         """After the verified mark has moved: publish, finish or release."""
         self.scheduler.publish(sequence)
         if finish.finish_reason is not None:
@@ -741,7 +742,7 @@ class Engine:
         except Exception as error:
             raise _StepFailed(error) from error
 
-    def _verify(self, sequence: Sequence, end: Cut) -> Cut:
+    def _verify(self, sequence: Sequence, end: StopCut) -> StopCut:
         """Move the verified mark; a cut-back sequence does not finish."""
         if self._verifier is None:
             sequence.verify(sequence.num_output)
@@ -749,14 +750,14 @@ class Engine:
         verdict = self._verifier.verify(sequence, end.finish_reason is not None)
         if verdict.cut_to is not None and verdict.cut_to < sequence.num_output:
             self._cut_back(sequence, verdict.cut_to)
-            end = Cut(0)
+            end = StopCut(0)
         sequence.verify(verdict.num_verified)
         if end.finish_reason is not None and sequence.num_verified != sequence.num_output:
             raise RuntimeError("a choice ended with tokens that were never verified")
         return end
 
     def _cut_heads(self, plan: Plan, built: Built) -> Batch:
-        return self.slices.cut(plan.items, built.spans, built.batch, self.scheduler.running)
+        return self.slices.attach(plan.items, built.spans, built.batch, self.scheduler.running)
 
     def _check_windows(self) -> None:
         """Draw unverified tokens again with the full head: when a window is full or its sequence
@@ -789,7 +790,7 @@ class Engine:
                 self._apply_check(sequence, end, drawn, range(first, first + num))
             first += num
 
-    def _apply_check(self, sequence: Sequence, end: Cut, drawn: Drawn, draws: range) -> None:
+    def _apply_check(self, sequence: Sequence, end: StopCut, drawn: Drawn, draws: range) -> None:
         """The tokens before the first wrong one stand; that one is replaced by the right one."""
         base, num = sequence.num_verified, len(draws)
         emitted = sequence.output_ids(base)

@@ -16,33 +16,12 @@ that still have to be computed", and so is what a preempted sequence has to reco
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 
 from server.engine.blocks import BlockPool, chain_key
+from server.engine.plan import Plan, Scheduled
 from server.engine.sequence import Sequence, SequenceMark, Status
 
-__all__ = ["Plan", "Scheduled", "Scheduler"]
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """Rows [start, start + num_rows) of one sequence; `draws` when the last one is drawn from."""
-
-    sequence: Sequence
-    start: int
-    num_rows: int
-    draws: bool
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step: its rows, the block copies that must come before, and who failed for space."""
-
-    items: list[Scheduled] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    failed: list[Sequence] = field(default_factory=list)
-    num_rows: int = 0
-    num_prefill_rows: int = 0
+__all__ = ["Scheduler"]
 
 
 def _order(sequence: Sequence) -> tuple[float, int, int, int]:

@@ -20,7 +20,7 @@ from server.engine.accept import StopRules
 from server.engine.batch import DrawParams, Int32
 from server.engine.budget import DraftRecord
 from server.engine.grammar import GrammarState
-from server.engine.slices import SequenceHead
+from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.types import Request, StepCounts, TokenLogprob
 
@@ -276,7 +276,7 @@ class Sequence:
         del self.token_sources[num_output:]
         self.rejected_drafts = [d for d in self.rejected_drafts if d[0] < num_output]
         if self.head is not None:
-            self.head.cut(num_output - self.num_verified)
+            self.head.drop_after(num_output - self.num_verified)
         del self.keys[self.num_tokens // self.block_size :]
         if self.matcher is not None:
             self.matcher.replay(self.output_ids())

@@ -2,7 +2,7 @@
 
     open    a request's slice is frozen at admission, from the request and its pinned profile alone
     seat    its rows beyond the profile's T are pinned and copied, when the sequence gets its seat
-    cut     the draws of a step are told their slice, and which hidden states the runner keeps
+    attach  the draws of a step are told their slice, and which hidden states the runner keeps
     keep    emitted tokens of `exact` wait in the sequence's window
     verify  all windows are drawn again with the full head; settle: one window is empty again
     leave   the rows are unpinned; they stay cached until their places are needed
@@ -16,8 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,17 +31,15 @@ from server.engine.batch import (
     UInt32,
 )
 from server.engine.exact_control import WindowControl
-from server.types import Request, VocabularyCounts, VocabularyParams
+from server.engine.plan import Scheduled, Span
+from server.engine.sequence import Sequence
+from server.engine.sequence_head import SequenceHead, Unverified
+from server.types import Request, VocabularyParams
 from vocab_store.errors import SliceCapacityError
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import Placement, SliceCacheIndex, VocabSlice
 
-if TYPE_CHECKING:
-    from server.engine.build import Span
-    from server.engine.scheduler import Scheduled
-    from server.engine.sequence import Sequence
-
-__all__ = ["Kept", "ProfileSource", "SequenceHead", "SliceBook"]
+__all__ = ["ProfileSource", "SliceBook"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,52 +47,6 @@ ProfileSource = Callable[[str], VocabProfile]
 """A profile by the name a request gives (its file). Raises ValueError or OSError."""
 
 _MAX_LEARNED = 256  # missed ids of a profile that later `exact` sequences begin with
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """One emitted, unverified token: where its hidden state is kept, and its grammar mask."""
-
-    place: int
-    mask: UInt32 | None
-
-
-@dataclass(slots=True, eq=False)
-class SequenceHead:
-    """What part of the LM head one sequence sees. Written by SliceBook and the engine's accept.
-
-    profile: key of the profile version it was opened with. static: T as that profile's table has
-    it. slice: all ids it may draw; `exact` adds missed ones. miss_rate: what the profile expects,
-    if it says. where: for the Batch, None until it is seated. proposes: whether this step's draws
-    come from the slice. window: emitted, unverified tokens; params: DrawParams before the first.
-    """
-
-    mode: str
-    profile: str
-    static: VocabSlice
-    slice: VocabSlice
-    verify_every: int
-    miss_rate: float | None = None
-    where: HeadSlice | None = None
-    proposes: bool = False
-    window: list[Kept] = field(default_factory=list)
-    params: DrawParams | None = None
-    counts: VocabularyCounts = field(default_factory=VocabularyCounts)
-
-    def cut(self, num_kept: int) -> None:
-        """Only the first num_kept tokens of the window stand."""
-        del self.window[num_kept:]
-
-    def add(self, **more: float) -> None:
-        """Add to the counts."""
-        values = {name: getattr(self.counts, name) + value for name, value in more.items()}
-        self.counts = replace(self.counts, **values)
-
-    def take_counts(self, window: int) -> VocabularyCounts:
-        """The counts since the last call, with the slice's size and the window now."""
-        counts = replace(self.counts, num_ids=self.slice.num_ids, window=window)
-        self.counts = VocabularyCounts()
-        return counts
 
 
 class SliceBook:
@@ -304,7 +255,7 @@ class SliceBook:
                     not is_read and self.control.plan(head.profile).uses_slice
                 )
 
-    def cut(
+    def attach(
         self,
         items: SequenceOf[Scheduled],
         spans: SequenceOf[Span],
@@ -356,7 +307,7 @@ class SliceBook:
             head.params = batch.params[int(batch.draw_params[draws[0]])]
         for d in draws[:num_kept]:
             mask = int(batch.draw_mask[d])
-            head.window.append(Kept(int(places[d]), batch.masks[mask] if mask >= 0 else None))
+            head.window.append(Unverified(int(places[d]), batch.masks[mask] if mask >= 0 else None))
 
         self.control.observe_tokens(num_kept)
 

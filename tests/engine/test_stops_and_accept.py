@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.engine.accept import (
-    Cut,
+    StopCut,
     StopRules,
     count_step,
     cut,
@@ -88,28 +88,28 @@ def test_follow_takes_the_child_that_was_drawn() -> None:
 @pytest.mark.parametrize(
     ("run", "num_output", "want"),
     [
-        ([1, 2, 3], 0, Cut(3)),
-        ([1, 9, 3], 0, Cut(2, "stop")),
-        ([1, 2, 7, 9], 0, Cut(3, "stop", 7)),
-        ([1, 2, 3], 97, Cut(3, "length")),
-        ([1, 9, 3], 98, Cut(2, "stop")),  # EOS on the last allowed token is a stop
-        ([1, 2, 3], 99, Cut(1, "length")),
+        ([1, 2, 3], 0, StopCut(3)),
+        ([1, 9, 3], 0, StopCut(2, "stop")),
+        ([1, 2, 7, 9], 0, StopCut(3, "stop", 7)),
+        ([1, 2, 3], 97, StopCut(3, "length")),
+        ([1, 9, 3], 98, StopCut(2, "stop")),  # EOS on the last allowed token is a stop
+        ([1, 2, 3], 99, StopCut(1, "length")),
     ],
 )
-def test_cut(run: list[int], num_output: int, want: Cut) -> None:
+def test_cut(run: list[int], num_output: int, want: StopCut) -> None:
     assert cut(run, num_output, RULES, None) == want
 
 
 def test_a_stop_string_cuts_inside_a_run_and_leaves_the_matcher_there() -> None:
     matcher = StopMatcher((b"bb",), TABLE, True)
-    assert cut([1, 2, 2, 1], 0, RULES, matcher) == Cut(3, "stop", b"bb")
+    assert cut([1, 2, 2, 1], 0, RULES, matcher) == StopCut(3, "stop", b"bb")
     assert matcher.checkpoint() == b"b"
 
 
 def test_min_tokens_ignores_strings_that_end_early() -> None:
     rules = StopRules(frozenset(), frozenset(), 100, 2)
     matcher = StopMatcher((b"a",), TABLE, True)
-    assert cut([1, 1, 1], 0, rules, matcher) == Cut(3, "stop", b"a")
+    assert cut([1, 1, 1], 0, rules, matcher) == StopCut(3, "stop", b"a")
 
 
 def test_every_kept_token_names_the_source_of_its_draft() -> None:
