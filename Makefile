@@ -1,7 +1,10 @@
-# make serve   everything from a clone to a served model: environment, model, server
-# make test    all set-up and the whole test suite
-# make setup   the set-up alone
-# make lint    ruff and mypy
+# make serve    everything from a clone to a served model: environment, model, server
+# make check    the tests to run while you work: under three minutes on two cores
+# make test     every test, on two processes
+# make nightly  every test, with the property tests at their largest
+# make lint     ruff and mypy
+# make docs     the documentation's site, into site/; a broken link fails
+# make setup    the set-up alone
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,10 +12,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP := $(VENV)/.installed
 
-# More options for `tailor serve`: make serve ARGS="--port 9000"
+# More options for `tailor serve`: make serve ARGS="--port 9000"; for pytest: make test ARGS="-k lossless"
 ARGS ?=
+# Processes of a test run. A file's tests stay in one process.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+CHECKED := tests/test_layering.py tests/test_size.py tests/test_lint.py tests/drafters tests/vocab_store tests/engine tests/api
 
-.PHONY: serve test setup lint help
+.PHONY: serve check test nightly setup lint docs help
 .DELETE_ON_ERROR:
 
 help:
@@ -29,16 +36,25 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "  torch"
 	@$(PIP) torch==2.13.0
 	@echo "  everything else"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
 serve: $(STAMP)
 	@exec $(BIN)/tailor serve --hello $(ARGS)
 
+check: $(STAMP)
+	$(PYTEST) --hypothesis-profile check -m "not slow and not attack" $(CHECKED) $(ARGS)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) $(ARGS)
+
+nightly: $(STAMP)
+	$(PYTEST) --hypothesis-profile nightly $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy server drafters vocab_store
+
+docs: $(STAMP)
+	$(BIN)/zensical build --clean --strict

@@ -1,15 +1,30 @@
-"""Fixtures that several suites share."""
+"""Fixtures that several suites share, and what a parallel run needs before its workers start."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-# A busy machine is no failing test.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
+from tests.profiles import register
+
+register()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With xdist (-n), compile the kernels once here instead of once in each worker."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        return
+    if config.option.collectonly:
+        return
+    from tests.compile_kernels import compile_kernels, fingerprint
+
+    kept = fingerprint()
+    cache = config.cache
+    if cache is None or cache.get("tailor/kernels", "") != kept:
+        compile_kernels()
+        if cache is not None:
+            cache.set("tailor/kernels", kept)
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,8 @@ from tests.api.live import LiveServer, wait_until
 from tests.api.test_end_to_end import CONTEXT, spec
 from tests.api.unharmed import exchange, unharmed_by
 
+pytestmark = pytest.mark.attack
+
 LIMITS = LimitsConfig(max_body_bytes=8 << 20, body_timeout_s=1.0, header_timeout_s=2.0)
 KEY = {"authorization": "Bearer sk-one"}
 

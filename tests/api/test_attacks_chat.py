@@ -22,6 +22,8 @@ from tests.api.live import LiveServer, wait_until
 from tests.api.test_chat_end_to_end import make_engine
 from tests.api.unharmed import unharmed_by
 
+pytestmark = pytest.mark.attack
+
 KEY = {"authorization": "Bearer sk-one"}
 MANY = 100_000
 SAYS = [{"role": "user", "content": "the quick brown fox"}]

@@ -1,6 +1,6 @@
 """The CUDA path on a real device: the cases of tests/model, and what only a device can show.
 
-Skipped without CUDA. `python loadtest/gpu_check.py` runs this file and times steps.
+Not collected without CUDA (conftest.py). `python loadtest/gpu_check.py` runs this and times steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close,
 from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")

@@ -1,0 +1,63 @@
+"""Compiles what numba compiles, once, before the workers of a parallel run start.
+
+numba keeps its machine code beside the source files (or in NUMBA_CACHE_DIR). Workers that begin
+with an empty cache would each compile the same kernels, for about a minute a worker.
+
+    python -m tests.compile_kernels
+
+makes a task for a tiny model with `tailor tasks tune`: that runs the CPU runner, every drafter, a
+corpus and a vocabulary profile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def fingerprint() -> str:
+    """Changes with whatever makes the kept machine code useless: sources, numba, Python, place."""
+    import numba
+
+    digest = hashlib.sha256(f"{sys.version} {numba.__version__} {ROOT}".encode())
+    digest.update(os.environ.get("NUMBA_CACHE_DIR", "").encode())
+    for part in ("drafters", "vocab_store", "server/model/cpu"):
+        for path in sorted((ROOT / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_kernels() -> None:
+    """In a process of its own, so that nothing stays here. A failure is the tests' to tell."""
+    subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels"],
+        cwd=ROOT, capture_output=True, timeout=900, check=False,
+    )  # fmt: skip
+
+
+def main() -> int:
+    from server.commands.cli import main as tailor
+    from tests.model.tiny_models import save_tiny
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["TAILOR_CACHE_DIR"] = str(folder / "cache")
+        (folder / "model").mkdir()
+        save_tiny(folder / "model", "llama")
+        data = folder / "train.jsonl"
+        line = json.dumps({"prompt": "Town 1:", "completion": "kind: town, river: yes"}) + "\n"
+        data.write_text(line * 40)
+        words = ["tasks", "tune", "--model", str(folder / "model"), "--data", str(data)]
+        words += ["--name", "town", "-o", str(folder / "town.yaml"), "--max-tokens", "16"]
+        return tailor([*words, "--num-prompts", "20"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""How many examples property tests draw: few while you work, more in `make test`, most at night.
+
+    pytest --hypothesis-profile check      make check
+    pytest                                 make test
+    pytest --hypothesis-profile nightly    make nightly
+
+A test that says `@settings(max_examples=examples(1500))` draws 1,500 at night, a fifth of them in
+`make test` and a thirtieth in `make check`, never fewer than 20.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+__all__ = ["SHARES", "examples", "register", "share"]
+
+SHARES = {"check": 1 / 30, "test": 1 / 5, "nightly": 1.0}
+
+
+def register() -> None:
+    """Make the profiles known and take `test`; the option --hypothesis-profile wins over it."""
+    for name in SHARES:
+        settings.register_profile(name, deadline=None)  # a busy machine is no failing test
+    settings.load_profile("test")
+
+
+def share() -> float:
+    """The part of a nightly run's work that the current profile asks for."""
+    return SHARES.get(settings.get_current_profile_name(), SHARES["test"])
+
+
+def examples(nightly: int) -> int:
+    """Examples of a test that draws `nightly` of them at night."""
+    return min(nightly, max(20, round(nightly * share())))
