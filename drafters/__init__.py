@@ -4,63 +4,51 @@
     session = drafter.open(prompt_ids)
     tree = session.propose(budget=16, max_depth=16)
 
-Usable alone: needs numpy and numba, no torch and no server. See drafters.base for the life of a
-session and drafters.tree for what it proposes.
+Usable alone: needs numpy and numba, no torch and no server. Which drafters there are stands in
+drafters.catalog; see drafters.base for the life of a session and drafters.tree for what it
+proposes. This module is the door: it imports what is asked for when it is asked for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from drafters.base import Drafter, DraftSession, SessionClosedError
-from drafters.tree import DraftTree
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from drafters.base import Drafter, DraftSession, SessionClosedError
+    from drafters.catalog import DrafterSpec, Need, make_drafter
+    from drafters.tree import DraftTree
+
+    DRAFTER_NAMES: tuple[str, ...]
 
 __all__ = [
     "DRAFTER_NAMES",
     "DraftSession",
     "DraftTree",
     "Drafter",
+    "DrafterSpec",
+    "Need",
     "SessionClosedError",
     "make_drafter",
 ]
 
-_CLASSES: Mapping[str, tuple[str, str]] = {
-    "auto": ("drafters.auto.drafter", "AutoDrafter"),
-    "grammys": ("drafters.published.grammys", "GrammysDrafter"),
-    "mix": ("drafters.published.mix", "MixDrafter"),
-    "prompt": ("drafters.published.prompt", "PromptDrafter"),
-    "suffix": ("drafters.published.suffix", "SuffixDrafter"),
-    "trie": ("drafters.published.trie", "TrieDrafter"),
+_HOMES = {
+    "DraftSession": "drafters.base",
+    "DraftTree": "drafters.tree",
+    "Drafter": "drafters.base",
+    "DrafterSpec": "drafters.catalog",
+    "Need": "drafters.catalog",
+    "SessionClosedError": "drafters.base",
+    "make_drafter": "drafters.catalog",
 }
 
-DRAFTER_NAMES = ("off", *sorted(_CLASSES))
-"""What a task may name. "off" makes no drafter at all."""
 
+def __getattr__(name: str) -> Any:
+    if name == "DRAFTER_NAMES":  # what a task may name; "off" makes no drafter at all
+        from drafters.catalog import drafter_names
 
-def make_drafter(name: str, **options: Any) -> Drafter:
-    """The drafter called `name` with its options; the module is imported only now (numba).
-
-    Raises ValueError for a name that is not in DRAFTER_NAMES, for "off" (which has no drafter:
-    the caller runs the plain path), for an option the drafter does not have, and for a value out
-    of range.
-    """
+        return drafter_names()
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
-    import inspect
 
-    if name == "off":
-        raise ValueError("'off' has no drafter: run the plain decode path instead")
-    if name not in _CLASSES:
-        raise ValueError(f"unknown drafter {name!r}; known: {', '.join(DRAFTER_NAMES)}")
-    module, attribute = _CLASSES[name]
-    factory = getattr(importlib.import_module(module), attribute)
-    known = list(inspect.signature(factory).parameters)
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"drafter {name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}"
-            )
-    drafter: Drafter = factory(**options)
-    return drafter
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from drafters.array_file import read_arrays, write_arrays
 from drafters.calibration import Calibration
+from drafters.catalog import GrammysOptions
 from drafters.jit import compiled
+from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
@@ -123,16 +125,13 @@ class GrammysDrafter:
         self,
         *,
         table: BigramTable | None = None,
-        strategy: Literal["bigram", "mixed"] = "mixed",
+        strategy: Literal["bigram", "mixed"] = GrammysOptions.strategy,
         num_drafts: int = 10,
         length: int = 10,
         query: int = 1,
         calibration: Calibration | None = None,
     ) -> None:
-        if strategy not in ("bigram", "mixed"):
-            raise ValueError(f"strategy must be 'bigram' or 'mixed', not {strategy!r}")
-        if strategy == "bigram" and table is None:
-            raise ValueError("strategy 'bigram' needs a table taken from the target model")
+        check_options(GrammysOptions, {"table": table, "strategy": strategy})
         for name, value in (("num_drafts", num_drafts), ("length", length), ("query", query)):
             if not 1 <= value <= 64:
                 raise ValueError(f"{name} must be in 1..64, not {value}")

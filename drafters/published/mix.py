@@ -18,8 +18,10 @@ import numpy.typing as npt
 from drafters.auto.text_index import TextIndex, find_slot
 from drafters.base import SessionClosedError
 from drafters.calibration import Calibration
+from drafters.catalog import MixOptions
 from drafters.corpus import Corpus
 from drafters.jit import compiled
+from drafters.options import check_options
 from drafters.published.ngram_tables import context_hash, count_ngrams, find_row
 from drafters.tree import DraftTree
 
@@ -168,7 +170,8 @@ def draft_chain(
 class MixDrafter:
     """Makes MixSessions.
 
-    corpus: the task's, or None. n_max: longest n-gram. horizon: tokens drafted. mixing: the
+    corpus: the task's, or None. learned: a layer over it, whose tables hold it too. n_max: longest
+    n-gram. horizon: tokens drafted. mixing: the
     paper's lambda, the weight of the corpus: 1 is p_corp alone, 0 is p_prompt alone.
     p_min is a property of the corpus' tables.
     """
@@ -180,24 +183,21 @@ class MixDrafter:
         self,
         *,
         corpus: Corpus | None = None,
-        n_max: int = 5,
-        horizon: int = 10,
-        mixing: float = 0.75,
+        learned: Corpus | None = None,
+        n_max: int = MixOptions.n_max,
+        horizon: int = MixOptions.horizon,
+        mixing: float = MixOptions.mixing,
         calibration: Calibration | None = None,
     ) -> None:
-        if not 1 <= n_max <= 16:
-            raise ValueError(f"n_max must be in 1..16, not {n_max}")
-        if horizon < 1:
-            raise ValueError(f"horizon must be at least 1, not {horizon}")
-        if not 0.0 <= mixing <= 1.0:
-            raise ValueError(f"mixing must be in [0, 1], not {mixing}")
+        check_options(MixOptions, {"n_max": n_max, "horizon": horizon, "mixing": mixing})
+        newest = learned if learned is not None else corpus
         self.n_max = n_max
         self.horizon = horizon
         self.mixing = mixing
         self.calibration = calibration or Calibration(self.sources)
         self.tables = (
-            corpus.tables
-            if corpus is not None
+            newest.tables
+            if newest is not None
             else count_ngrams(np.empty(0, np.int32), np.empty(0, np.int64), n_max=1, p_min=1)
         )
 

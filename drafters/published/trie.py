@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.calibration import Calibration
+from drafters.catalog import TrieOptions
 from drafters.jit import compiled
+from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
@@ -207,17 +209,13 @@ class TrieDrafter:
     def __init__(
         self,
         *,
-        n: int = 13,
-        prefix_length: int = 3,
-        num_draft: int = 32,
+        n: int = TrieOptions.n,
+        prefix_length: int = TrieOptions.prefix_length,
+        num_draft: int = TrieOptions.num_draft,
         calibration: Calibration | None = None,
     ) -> None:
-        if not 2 <= n <= 64:
-            raise ValueError(f"n must be in 2..64, not {n}")
-        if not 1 <= prefix_length < n:
-            raise ValueError(f"prefix_length must be in 1..n-1, not {prefix_length}")
-        if not 1 <= num_draft <= 4096:
-            raise ValueError(f"num_draft must be in 1..4096, not {num_draft}")
+        given = {"n": n, "prefix_length": prefix_length, "num_draft": num_draft}
+        check_options(TrieOptions, given)
         self.n = n
         self.prefix_length = prefix_length
         self.num_draft = num_draft

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from drafters.catalog import Need, spec_of, that_use
+from drafters.options import OptionError
 from server.api.protocol import CompletionBody, SpeculationBody
-from server.config import CORPUS_DRAFTERS, TaskConfig
+from server.config import TaskConfig
+from server.config.drafter_sections import set_options
 from server.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -17,9 +19,6 @@ from server.errors import (
 from server.types import SpeculationParams, VocabularyParams
 
 __all__ = ["DraftingTasks", "speculation_of", "vocabulary_of"]
-
-PREDICTING_DRAFTER = "auto"
-"""The drafter that uses a request's prediction; one that ignores it would ignore a field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,16 @@ def speculation_of(
     if body.prediction is not None:
         named = asked is not None and asked.drafter is not None
         allowed = known.drafters if own.allowed_drafters is None else own.allowed_drafters
-        if not named and PREDICTING_DRAFTER in allowed:
-            drafter = PREDICTING_DRAFTER
-        if drafter != PREDICTING_DRAFTER or drafter not in known.drafters or num_draft == 0:
+        # A drafter that ignores predictions would ignore a field.
+        predicting = [name for name in that_use(Need.PREDICTION) if name in known.drafters]
+        able = [name for name in predicting if name in allowed]
+        if not named and drafter not in predicting and able:
+            drafter = able[0]
+        if drafter not in predicting or num_draft == 0:
             raise UnsupportedFieldError(
-                f"prediction: only the drafter {PREDICTING_DRAFTER} uses it, and here that is "
-                f"{echoed(drafter)} with max_draft_tokens {num_draft}. Leave it out.",
+                f"prediction: only the drafter {' or '.join(that_use(Need.PREDICTION))} uses it, "
+                f"and here that is {echoed(drafter)} with max_draft_tokens {num_draft}. Leave it "
+                "out.",
                 param="prediction",
             )
     options, corpus = own.options(), own.corpus
@@ -82,10 +85,10 @@ def speculation_of(
 def _corpus_of(name: str, task: TaskConfig, drafter: str, known: DraftingTasks) -> str | None:
     """The corpus file that `speculation.corpus` names; None for "off"."""
     at = "speculation.corpus"
-    if drafter not in CORPUS_DRAFTERS:
+    users = that_use(Need.CORPUS)
+    if drafter not in users:
         raise InvalidRequestError(
-            f"{at}: the drafter {drafter} uses no corpus; {' and '.join(CORPUS_DRAFTERS)} do.",
-            param=at,
+            f"{at}: the drafter {drafter} uses no corpus; {' and '.join(users)} do.", param=at
         )
     if name == "off":
         return None
@@ -115,33 +118,28 @@ def _options_of(
     """The task's drafter options with the request's own over them, within the task's limits."""
     merged = dict(options)
     most = task.limits.max_draft_tokens
-    for section, given in (("trie", asked.trie), ("mix", asked.mix)):
-        if given is None:
-            continue
-        at = f"speculation.{section}"
-        if drafter != section:
+    for name, given in set_options(asked):
+        at = f"speculation.{name}"
+        if drafter != name:
             raise InvalidRequestError(
-                f"{at}: these are options of the drafter {section}, and the request is drafted by "
+                f"{at}: these are options of the drafter {name}, and the request is drafted by "
                 f"{drafter}.",
                 param=at,
             )
-        for key, value in given.model_dump(by_alias=True, exclude_none=True).items():
-            if most is not None and key in ("num_draft", "horizon") and value > most:
+        spec = spec_of(name)
+        for key, value in given.items():
+            if most is not None and spec.option(key).counts_nodes and value > most:
                 raise LimitExceededError(
                     f"{at}.{key}: at most {most}; got {value}.", param=f"{at}.{key}"
                 )
-            merged[f"{section}.{key}"] = value
-        if section == "trie" and not _prefix_fits(merged):
-            raise InvalidRequestError(
-                f"{at}.prefix_length: must be below n.", param=f"{at}.prefix_length"
-            )
+            merged[f"{name}.{key}"] = value
+        own = {one.name: merged.get(f"{name}.{one.key}", one.default) for one in spec.fields}
+        try:
+            spec.options(**own)
+        except OptionError as error:
+            at = f"{at}.{error.option}"
+            raise InvalidRequestError(f"{at}: {error.problem}.", param=at) from None
     return tuple(sorted(merged.items()))
-
-
-def _prefix_fits(options: Mapping[str, Any]) -> bool:
-    """Whether the trie's L_p is below n; 3 and 13 are the drafter's defaults."""
-    prefix, n = options.get("trie.prefix_length", 3), options.get("trie.n", 13)
-    return int(prefix) < int(n)
 
 
 def vocabulary_of(body: CompletionBody, task: TaskConfig) -> VocabularyParams:

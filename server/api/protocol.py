@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, Wi
 from pydantic_core import ErrorDetails
 
 from server.api.structured import ResponseFormatBody, StructuredOutputsBody
+from server.config.drafter_sections import request_sections
 from server.errors import (
     InvalidRequestError,
     UnknownFieldError,
@@ -115,31 +116,12 @@ class StreamOptions(BodyPart):
     )
 
 
-class TrieOptionsBody(BodyPart):
-    """N-Gram-Trie's parameters, for requests drafted by `trie`. None: the task's."""
-
-    n: int | None = Field(None, ge=2, le=64, description="window length in tokens")
-    prefix_length: int | None = Field(None, ge=1, le=63, description="L_p; below n")
-    num_draft: int | None = Field(None, ge=1, le=256, description="nodes kept of a sub-tree")
-
-
-class MixOptionsBody(BodyPart):
-    """TASC-spec's parameters, for requests drafted by `mix`. None: the task's."""
-
-    n_max: int | None = Field(None, ge=1, le=16, description="longest n-gram")
-    horizon: int | None = Field(None, ge=1, le=64, description="tokens drafted ahead")
-    weight: float | None = Field(
-        None, ge=0, le=1, alias="lambda", description="lambda: share of the corpus"
-    )
-
-
+@request_sections(BodyPart)
 class SpeculationBody(BodyPart):
     """How this request drafts, within the task's limits. It changes speed, never the text."""
 
     drafter: str | None = Field(None, min_length=1, max_length=64)
     max_draft_tokens: int | None = Field(None, ge=0, le=256)
-    trie: TrieOptionsBody | None = None
-    mix: MixOptionsBody | None = None
     corpus: str | None = Field(
         None,
         min_length=1,

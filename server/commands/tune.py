@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from drafters.catalog import Need, catalog, that_use
 from server.commands.record import Answer, Failure, Prompt, ask_engine, prompt_of
 from server.datasets import example_of, json_lines
 from server.errors import ConfigError
@@ -58,8 +59,6 @@ _MANY_STREAMS = 8
 _BUSY = 0.5  # runnable threads a core, of others, from which on measured costs are doubtful
 _MADE_BY = "Made by `tailor tasks tune`"
 _OWN, _DATA, _BOTH = "own outputs", "completions", "both"
-_WITHOUT_CORPUS = ("auto", "suffix", "prompt", "trie", "grammys")
-_WITH_CORPUS = ("auto", "mix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,14 +402,12 @@ def _replay_all(
     """Every drafter with every corpus it can use, at every budget; one stream."""
     from server.engine.forecast import forecast
 
+    budgets = settings.budgets
     cells: list[tuple[str, str | None, int]] = [
-        (name, None, budget) for name in _WITHOUT_CORPUS for budget in settings.budgets
+        (spec.name, None, n) for spec in catalog().values() if spec.without_corpus for n in budgets
     ]
     cells += [
-        (name, label, budget)
-        for name in _WITH_CORPUS
-        for label in corpora
-        for budget in settings.budgets
+        (name, label, n) for name in that_use(Need.CORPUS) for label in corpora for n in budgets
     ]
     choices = []
     for i, (name, label, budget) in enumerate(cells):

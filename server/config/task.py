@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from drafters.catalog import Need, that_use
+from server.config.drafter_sections import set_options, task_files, task_sections
 from server.config.section import Section, from_folder, validate
 from server.config.values import StopString, TokenId, check_name
 from server.config.yaml_file import Document, Path_, read_yaml
 from server.errors import ConfigError
 
 __all__ = [
-    "CORPUS_DRAFTERS",
     "DEFAULT_TASK",
     "ContextMarks",
-    "GrammysOptions",
-    "MixOptions",
     "SamplingDefaults",
     "SpeculationConfig",
     "TaskConfig",
     "TaskLimits",
-    "TrieOptions",
     "VocabularyConfig",
     "load_task",
     "load_tasks",
     "task_version",
 ]
-
-CORPUS_DRAFTERS = ("auto", "mix")
-"""The drafters that draft from a corpus, and so from what a task has learned."""
 
 DEFAULT_TASK = "completion"
 """The task of a request whose `model` names a model and not a task."""
@@ -84,52 +79,6 @@ class TaskLimits(Section):
     )
 
 
-class TrieOptions(Section):
-    """N-Gram-Trie's parameters (EMNLP 2025). None: the drafter's default, in parentheses."""
-
-    n: int | None = Field(None, ge=2, le=64, description="window length in tokens (13)")
-    prefix_length: int | None = Field(
-        None, ge=1, le=63, description="L_p: most generated tokens that are matched (3)"
-    )
-    num_draft: int | None = Field(None, ge=1, le=256, description="nodes kept of a sub-tree (32)")
-
-    @model_validator(mode="after")
-    def _prefix_fits(self) -> TrieOptions:
-        if (self.prefix_length or 3) >= (self.n or 13):
-            raise ValueError("prefix_length must be below n")
-        return self
-
-
-class MixOptions(Section):
-    """TASC-spec's parameters (arXiv 2602.24174). None: the drafter's default, in parentheses."""
-
-    n_max: int | None = Field(None, ge=1, le=16, description="longest n-gram (5)")
-    horizon: int | None = Field(None, ge=1, le=64, description="tokens drafted ahead (10)")
-    weight: float | None = Field(
-        None, ge=0, le=1, alias="lambda", description="lambda: share of the corpus (0.75)"
-    )
-
-
-class GrammysOptions(Section):
-    """N-Grammys' parameters (arXiv 2411.03786). None: the drafter's default, in parentheses."""
-
-    table: str | None = Field(
-        None,
-        min_length=1,
-        max_length=4096,
-        description="the model's bigrams, a file of `tailor corpus bigrams`",
-    )
-    strategy: Literal["bigram", "mixed"] | None = Field(
-        None, description="the table alone, or behind the request's own text (mixed)"
-    )
-
-    @model_validator(mode="after")
-    def _bigram_has_a_table(self) -> GrammysOptions:
-        if self.strategy == "bigram" and self.table is None:
-            raise ValueError("strategy bigram needs a table")
-        return self
-
-
 class ContextMarks(Section):
     """Where the task's context lies in a prompt: after the first `after`, before the next `before`.
 
@@ -140,6 +89,7 @@ class ContextMarks(Section):
     before: str | None = Field(None, min_length=1, max_length=1000)
 
 
+@task_sections(Section)
 class SpeculationConfig(Section):
     """How the task drafts. It changes speed only, never the text."""
 
@@ -166,9 +116,6 @@ class SpeculationConfig(Section):
         description="learned tokens that are held per API key and cache_salt; older ones fade out",
     )
     context: ContextMarks | None = Field(None)
-    trie: TrieOptions = Field(default_factory=TrieOptions)
-    mix: MixOptions = Field(default_factory=MixOptions)
-    grammys: GrammysOptions = Field(default_factory=GrammysOptions)
 
     @model_validator(mode="after")
     def _drafter_allowed(self) -> SpeculationConfig:
@@ -178,23 +125,19 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _learning_drafter(self) -> SpeculationConfig:
-        if self.learn and self.drafter not in CORPUS_DRAFTERS:
+        learning = that_use(Need.LEARNED)
+        if self.learn and self.drafter not in learning:
             raise ValueError(
-                f"learn needs a drafter with a corpus ({' or '.join(CORPUS_DRAFTERS)}), "
-                f"not {self.drafter}"
+                f"learn needs a drafter with a corpus ({' or '.join(learning)}), not {self.drafter}"
             )
         return self
 
     def options(self) -> tuple[tuple[str, float | int | str | bool], ...]:
         """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""
         pairs = [
-            (f"{section}.{key}", value)
-            for section, options in (
-                ("grammys", self.grammys),
-                ("mix", self.mix),
-                ("trie", self.trie),
-            )
-            for key, value in options.model_dump(by_alias=True, exclude_none=True).items()
+            (f"{name}.{key}", value)
+            for name, options in set_options(self)
+            for key, value in options.items()
         ]
         return tuple(sorted(pairs))
 
@@ -288,13 +231,12 @@ def load_task(path: Path) -> TaskConfig:
         document.data.setdefault("name", path.stem)
     task = validate(TaskConfig, document)
     base = path.resolve().parent
-    update: dict[str, object] = {}
+    update: dict[str, Any] = {}
     if task.speculation.corpus is not None:
         update["corpus"] = from_folder(base, task.speculation.corpus)
-    grammys = task.speculation.grammys
-    if grammys.table is not None:
-        table = from_folder(base, grammys.table)
-        update["grammys"] = grammys.model_copy(update={"table": table})
+    for drafter, one, named in task_files(task.speculation):
+        section = update.get(drafter, getattr(task.speculation, drafter))
+        update[drafter] = section.model_copy(update={one.name: from_folder(base, named)})
     if update:
         task = task.model_copy(update={"speculation": task.speculation.model_copy(update=update)})
     if task.vocabulary.profile is not None:
@@ -346,10 +288,10 @@ def load_tasks(
             corpus = task.speculation.corpus
             if corpus is not None and not Path(corpus).is_file():
                 raise ConfigError(document.error(("speculation", "corpus"), f"no file {corpus}"))
-            table = task.speculation.grammys.table
-            if table is not None and not Path(table).is_file():
-                at = ("speculation", "grammys", "table")
-                raise ConfigError(document.error(at, f"no file {table}"))
+            for drafter, one, named in task_files(task.speculation):
+                if not Path(named).is_file():
+                    at = ("speculation", drafter, one.key)
+                    raise ConfigError(document.error(at, f"no file {named}"))
             if drafters:
                 _check_drafters(task, document, drafters)
         except ConfigError as error:

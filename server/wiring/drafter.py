@@ -5,12 +5,14 @@ The same function makes the drafters of an engine and those that `tailor tasks t
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+    from drafters.options import OptionFile
     from server.engine.task_store import TaskMemory
     from server.types import SpeculationParams
 
@@ -18,9 +20,6 @@ __all__ = ["WARM_UP", "content_id", "make_task_drafter"]
 
 WARM_UP = "warm-up"
 """The task of the requests that an engine answers itself before it is ready."""
-
-_OPTION_NAMES = {"mix.lambda": "mix.mixing"}
-"""Where a drafter's parameter is called otherwise than in the papers and in task files."""
 
 
 def make_task_drafter(
@@ -40,49 +39,57 @@ def make_task_drafter(
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
     another one are refused (None: not checked). Raises ValueError.
     """
-    from drafters import make_drafter
+    from drafters.catalog import Need, make_drafter, spec_of
 
-    options: dict[str, Any] = {}
-    if name in ("auto", "prompt", "suffix"):
-        options["eos_token_ids"] = eos_token_ids
+    spec = spec_of(name)
+    given: dict[str, Any] = {}
+    if Need.EOS in spec.needs:
+        given[Need.EOS.value] = eos_token_ids
     for key, value in speculation.options:
-        section, _, option = _OPTION_NAMES.get(key, key).partition(".")
+        section, _, option = key.partition(".")
         if section == name:
-            options[option] = value
+            one = spec.option(option)
+            if one.file is not None:
+                value = _read(one.file, str(value), task, fingerprint, model)
+            given[one.name] = value
     corpus_id = ""
-    if speculation.corpus is not None and name in ("auto", "mix"):
+    if speculation.corpus is not None and Need.CORPUS in spec.needs:
         from drafters.corpus import Corpus
 
         try:
-            options["corpus"] = Corpus.load(speculation.corpus, fingerprint=fingerprint)
+            given[Need.CORPUS.value] = Corpus.load(speculation.corpus, fingerprint=fingerprint)
             corpus_id = content_id(Path(speculation.corpus))
         except OSError as error:
             raise ValueError(f"corpus of task {task}: {error.strerror}") from None
-    if name == "grammys" and "table" in options:
-        from drafters.array_file import FingerprintError
-        from drafters.published.grammys import BigramTable
-        from server.engine.bigrams import model_fingerprint
-
-        expected = None if model is None else model_fingerprint(model)
-        try:
-            options["table"] = BigramTable.load(options["table"], fingerprint=expected)
-        except OSError as error:
-            raise ValueError(f"bigrams of task {task}: {error.strerror}") from None
-        except FingerprintError:
-            raise ValueError(
-                f"bigrams of task {task}: {options['table']} was taken from another model; make it "
-                "again with `tailor corpus bigrams`"
-            ) from None
-    if memory is not None and speculation.learn_tokens > 0 and name in ("auto", "mix"):
-        layer = memory.learned(
+    if memory is not None and speculation.learn_tokens > 0 and Need.LEARNED in spec.needs:
+        given[Need.LEARNED.value] = memory.learned(
             task, speculation.learn_scope, speculation.corpus, speculation.learn_tokens
         )
-        if layer is not None:
-            options["learned" if name == "auto" else "corpus"] = layer
-    drafter = make_drafter(name, **options)
+    drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:
         memory.calibrate(task, drafter, corpus_id)
     return drafter
+
+
+def _read(file: OptionFile, name: str, task: str, fingerprint: str, model: str | None) -> Any:
+    """What is in an option's file. Raises ValueError."""
+    from drafters.array_file import FingerprintError
+    from server.engine.bigrams import model_fingerprint
+
+    module, _, attribute = file.kind.partition(":")
+    kind = getattr(importlib.import_module(module), attribute)
+    expected: str | None = fingerprint
+    if file.of == "model":
+        expected = None if model is None else model_fingerprint(model)
+    try:
+        return kind.load(name, fingerprint=expected)
+    except OSError as error:
+        raise ValueError(f"{file.what} of task {task}: {error.strerror}") from None
+    except FingerprintError:
+        raise ValueError(
+            f"{file.what} of task {task}: {name} was taken from another {file.of}; make it again "
+            f"with `{file.made_by}`"
+        ) from None
 
 
 def content_id(path: Path) -> str:

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.config import CORPUS_DRAFTERS, TaskConfig
+from drafters.catalog import Need, that_use
+from server.config import TaskConfig
 from server.errors import ConfigError
 
 __all__ = ["BuildOrder", "CorpusSize", "TaskSet", "build_upload"]
@@ -150,10 +151,11 @@ class TaskSet:
             raise ConfigError("this server keeps no uploaded corpora")
         async with self._lock:
             config = self._files[task]
-            if config.speculation.drafter not in CORPUS_DRAFTERS:
+            users = that_use(Need.CORPUS)
+            if config.speculation.drafter not in users:
                 raise ConfigError(
                     f"the task {task} drafts with {config.speculation.drafter}, which uses no "
-                    f"corpus; set speculation.drafter to {' or '.join(CORPUS_DRAFTERS)}"
+                    f"corpus; set speculation.drafter to {' or '.join(users)}"
                 )
             await asyncio.to_thread(self._upload, config, examples, append)
             return await asyncio.to_thread(self._check_again, task)

@@ -1,0 +1,74 @@
+"""A script of test_catalog.py: the drafter `echo` is installed; configure it and serve with it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafters.catalog import catalog, make_drafter
+from server.api.protocol import SpeculationBody
+from server.config import load_task
+from server.engine.engine import Engine, EngineSettings
+from server.errors import ConfigError
+from server.types import Request, SamplingParams, SpeculationParams
+from server.wiring.drafter import make_task_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+assert list(catalog())[-1] == "echo", list(catalog())
+
+file = Path(sys.argv[1])
+file.write_text("speculation:\n  drafter: echo\n  echo:\n    length: 4\n")
+task = load_task(file)
+assert task.speculation.options() == (("echo.length", 4),)
+for text, problem in (
+    ("length: 99", "less than or equal to 32"),
+    ("lenght: 4", "did you mean length?"),
+):
+    file.write_text(f"speculation:\n  drafter: echo\n  echo:\n    {text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_task(file)
+    told = str(caught.value)
+    assert f"{file}:4: speculation.echo.{text.split(':')[0]}: " in told and problem in told, told
+body = SpeculationBody.model_validate({"drafter": "echo", "echo": {"length": 2}})
+assert body.echo.length == 2
+assert make_drafter("echo", length=3).length == 3
+
+
+def serve(drafter: str) -> tuple[dict[str, list[int]], int]:
+    """(ids by request, accepted drafts) of three requests."""
+    runner = FakeRunner(FakeModel(16, seed=5, context=2, boost=9.0), fake_info(num_blocks=64))
+    engine = Engine(
+        runner,
+        {"echo": lambda task, spec: make_task_drafter("echo", "f", (2,), task, spec)},
+        EngineSettings(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    options = (("echo.length", 4),)
+    speculation = SpeculationParams()
+    if drafter != "off":
+        speculation = SpeculationParams(drafter, 8, options)
+    for i in range(3):
+        engine.submit(
+            Request(
+                request_id=str(i),
+                task="t",
+                model="fake",
+                prompt_ids=(1, 2, 3, 4 + i),
+                sampling=SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+                speculation=speculation,
+            )
+        )
+    texts: dict[str, list[int]] = {}
+    accepted, deltas = 0, engine.take_deltas()
+    while engine.has_work:
+        deltas += engine.step()
+    for delta in deltas:
+        assert delta.finish_reason != "error", delta.error
+        texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+        accepted += delta.counts.num_accepted
+    return texts, accepted
+
+
+plain, none = serve("off")
+drafted, accepted = serve("echo")
+assert drafted == plain and none == 0
+sys.stdout.write(f"accepted {accepted}\n")
