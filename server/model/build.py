@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from server.engine.batch import Runner
@@ -74,14 +73,6 @@ def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
     return spec.max_model_len
 
 
-def _num_token_ids(tokenizer_file: Path, num_rows: int) -> int:
-    """Ids that the tokenizer knows; rows past them pad the table and are never drawn."""
-    from tokenizers import Tokenizer
-
-    known = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
-    return min(num_rows, max(known.values()) + 1)
-
-
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     import torch
 
@@ -102,7 +93,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     dtype = "float32" if spec.dtype == "auto" else spec.dtype
     folder = open_model(spec.folder, adapter=spec.adapter)
     shape = shape_of(folder.config)
-    shape = replace(shape, vocab_size=_num_token_ids(folder.tokenizer_file, shape.vocab_size))
+    shape = replace(shape, vocab_size=folder.num_token_ids)
     weights = PackedWeights(shape, folder.weights, dtype=dtype, progress=progress)
     most = shape.max_position_embeddings
     if spec.max_model_len is not None:
@@ -189,7 +180,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         eos_token_ids=folder.eos_token_ids,
-        num_token_ids=_num_token_ids(folder.tokenizer_file, shape.vocab_size),
+        num_token_ids=folder.num_token_ids,
         fingerprint=folder.fingerprint,
         embedding=embedding,
         head=head,

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.errors import ModelError, UnsupportedModelError
+from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
 from server.model.catalog import Report, cache_dir, model_folder, sha256_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
+from vocab_store.enrichment import Enrichment
 
 __all__ = [
     "ARCHITECTURES",
+    "EMBEDDING",
+    "HEAD",
     "LoraAdapter",
     "ModelFolder",
     "WeightReader",
@@ -44,136 +45,7 @@ __all__ = [
     "open_model",
 ]
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-
-
-# --- LoRA -----------------------------------------------------------------------------------------
-
-# What a plain LoRA's adapter_config.json may hold without changing W + scale * B @ A.
-_LORA_PLAIN_KEYS = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config",
-    "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode", "init_lora_weights",
-    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "lora_ga_config",
-    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
-}  # fmt: skip
-# These initialisations change the base weights, so the adapter alone does not tell the model.
-_LORA_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-class LoraAdapter:
-    """A PEFT LoRA (Hu et al. 2021, arXiv 2106.09685): per weight W, delta = scale * B @ A.
-
-    scale = alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732); r and
-    alpha per module where rank_pattern and alpha_pattern say so. Everything else that PEFT can put
-    into an adapter is refused by its name. Raises ModelError and UnsupportedModelError.
-    """
-
-    def __init__(self, folder: Path, *, tied: bool) -> None:
-        self.folder = folder
-        config_file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-        if not config_file.is_file():
-            raise ModelError(f"adapter {folder} holds no adapter_config.json")
-        if not weights.is_file():
-            raise ModelError(
-                f"adapter {folder} holds no adapter_model.safetensors (.bin files are not read)"
-            )
-        self.files = (config_file, weights)
-        config = _read_json(config_file)
-        self._check(config)
-        self._config = config
-        self._reader = _open_safetensors(weights)
-        self._pairs: dict[str, tuple[str, str]] = {}
-        keys = set(self._reader.keys())
-        unused = set(keys)
-        for key in sorted(keys):
-            match = re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", key)
-            if match is None:
-                continue
-            other = f"base_model.model.{match[1]}.lora_B.weight"
-            if other not in keys:
-                raise ModelError(f"adapter {folder}: {key} has no lora_B")
-            self._pairs[f"{match[1]}.weight"] = (key, other)
-            unused -= {key, other}
-        if unused:
-            raise UnsupportedModelError(
-                f"adapter {folder}: {sorted(unused)[0]} is no LoRA of a linear layer"
-            )
-        if not self._pairs:
-            raise ModelError(f"adapter {folder} changes nothing")
-        if EMBEDDING in self._pairs or (tied and HEAD in self._pairs):
-            raise UnsupportedModelError(
-                f"adapter {folder}: a LoRA on the embedding or on a tied head is not supported"
-            )
-
-    def _check(self, config: Mapping[str, Any]) -> None:
-        def refuse(reason: str) -> None:
-            raise UnsupportedModelError(f"adapter {self.folder} is not supported: {reason}")
-
-        if config.get("peft_type") != "LORA":
-            refuse(f"peft_type is {config.get('peft_type')!r} and not 'LORA'")
-        if config.get("bias", "none") != "none":
-            refuse(f"it trains biases (bias: {config['bias']})")
-        init = config.get("init_lora_weights", True)
-        if isinstance(init, str) and init.lower().startswith(_LORA_CHANGED_BASE):
-            refuse(f"init_lora_weights {init!r} changes the base weights")
-        for key, value in sorted(config.items()):
-            if value and key not in _LORA_PLAIN_KEYS and key != "bias":
-                refuse(f"{key} is set")
-
-    def names(self) -> set[str]:
-        """Names of the weights it changes, as the base model's state dict has them."""
-        return set(self._pairs)
-
-    def scale(self, name: str) -> float:
-        """The factor of B @ A for one weight."""
-        module = name.removesuffix(".weight")
-        rank = self._of_pattern("rank_pattern", module, self._config["r"])
-        alpha = self._of_pattern("alpha_pattern", module, self._config["lora_alpha"])
-        stored = self._reader.get_slice(self._pairs[name][0]).get_shape()[0]
-        if stored != rank:
-            raise ModelError(f"adapter {self.folder}: {name} has rank {stored}, config says {rank}")
-        return float(alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank)
-
-    def _of_pattern(self, key: str, module: str, default: float) -> float:
-        """PEFT's rule: the first pattern that matches the end of the module's name."""
-        patterns: Mapping[str, float] = self._config.get(key) or {}
-        for pattern, value in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        return default
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ModelError unless the adapter fits a weight of this shape, rank and all."""
-        a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in self._pairs[name])
-        self.scale(name)
-        if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shape:
-            raise ModelError(
-                f"adapter {self.folder}: {name} is {list(shape)} in the model, and {list(b)} x "
-                f"{list(a)} in the adapter"
-            )
-
-    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` [out, in] with the adapter added, in float32. The sum is rounded nowhere else.
-
-        The order of operations is that of PEFT's merge, so in float32 the bits are the same.
-        """
-        key_a, key_b = self._pairs[name]
-        a = self._reader.get_tensor(key_a).float()  # [r, in]
-        b = self._reader.get_tensor(key_b).float()  # [out, r]
-        merged: torch.Tensor = weight.float() + (b @ a) * self.scale(name)
-        return merged
-
-
 # --- weights --------------------------------------------------------------------------------------
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise IntegrityError(f"{path}: {str(error)[:200]}") from None
 
 
 class WeightReader:
@@ -191,7 +63,7 @@ class WeightReader:
         self._readers: list[Any] = []
         self._where: dict[str, tuple[int, str]] = {}
         for file in files:
-            reader = _open_safetensors(file)
+            reader = open_safetensors(file)
             for stored in reader.keys():  # noqa: SIM118 (no mapping)
                 if stored.endswith(".rotary_emb.inv_freq"):  # old checkpoints; recomputed
                     continue
@@ -213,18 +85,30 @@ class WeightReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it. Raises KeyError."""
         reader, stored = self._locate(name)
-        return tuple(reader.get_slice(stored).get_shape())
+        shape = tuple(reader.get_slice(stored).get_shape())
+        if self._adapter is not None and name in (EMBEDDING, HEAD):
+            shape = (self._adapter.num_rows(shape[0]), *shape[1:])
+        return shape
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, in its stored dtype, or in float32 where an adapter is merged.
 
-        A view of the mapped file where nothing is merged: read-only by contract, paged in by use.
+        A view of the mapped file where nothing is merged: read-only by contract, paged in by use;
+        a copy where an adapter has rows in the table.
         Raises KeyError for an unknown name and RuntimeError after close().
         """
         reader, stored = self._locate(name)
         tensor: torch.Tensor = reader.get_tensor(stored)
         if self._adapter is not None and name in self._adapter.names():
             tensor = self._adapter.merged(name, tensor)
+        return tensor if self._adapter is None else self._with_rows(self._adapter, name, tensor)
+
+    def _with_rows(self, adapter: LoraAdapter, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The embedding or the head with the adapter's rows; other tensors as they are."""
+        if adapter.changes_table(name):
+            return adapter.table(name, tensor)
+        if name == HEAD and self._tied and adapter.changes_table(EMBEDDING):
+            return adapter.table(name, tensor, of=EMBEDDING)
         return tensor
 
     def _locate(self, name: str) -> tuple[Any, str]:
@@ -251,7 +135,7 @@ class ModelFolder:
     fingerprint: sha256 (hex) over config, weights and adapter; equal means equal outputs.
     tokenizer_file: tokenizer.json. tokenizer_fingerprint: its sha256.
     eos_token_ids: every id of config.json and generation_config.json that ends a text, ascending.
-    weights: the tensors.
+    weights: the tensors. enrichment: what ids of the adapter's own stand for.
     """
 
     path: Path
@@ -261,12 +145,24 @@ class ModelFolder:
     tokenizer_fingerprint: str
     eos_token_ids: tuple[int, ...]
     weights: WeightReader
+    enrichment: Enrichment | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model says it is in; float32 when it does not say."""
         value = getattr(self.config, "dtype", None)
         return value if isinstance(value, torch.dtype) else torch.float32
+
+    @property
+    def num_token_ids(self) -> int:
+        """Ids that have a text; rows past them pad the tables and are never drawn."""
+        from tokenizers import Tokenizer
+
+        known = Tokenizer.from_file(str(self.tokenizer_file)).get_vocab(with_added_tokens=True)
+        last = max(known.values(), default=-1)
+        if self.enrichment is not None:
+            last = max(last, *self.enrichment.ids)
+        return min(int(self.config.vocab_size), last + 1)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -291,7 +187,7 @@ def open_model(
     path = model_folder(str(name_or_path), wheel_dir=wheel_dir, report=report)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json")
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     check_raw(raw)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -308,6 +204,9 @@ def open_model(
     tied = bool(getattr(config, "tie_word_embeddings", False))
     lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
     weights = WeightReader(files, tied=tied, adapter=lora)
+    if lora is not None:
+        config.vocab_size = lora.num_rows(int(config.vocab_size))
+        config.tie_word_embeddings = tied and not lora.separate_head
     _check_complete(path, config, weights, lora)
     return ModelFolder(
         path=path,
@@ -317,23 +216,14 @@ def open_model(
         tokenizer_fingerprint=sha256_of(tokenizer_file),
         eos_token_ids=_eos_token_ids(path, config),
         weights=weights,
+        enrichment=None if lora is None else lora.enrichment,
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{index}: holds no weight_map")
         files = tuple(path / str(name) for name in sorted(set(weight_map.values())))
@@ -374,7 +264,7 @@ def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     ids: set[int] = set()
     sources = [getattr(config, "eos_token_id", None)]
     if (path / "generation_config.json").is_file():
-        sources.append(_read_json(path / "generation_config.json").get("eos_token_id"))
+        sources.append(read_json(path / "generation_config.json").get("eos_token_id"))
     for value in sources:
         for token_id in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(token_id, int) and 0 <= token_id < config.vocab_size:

@@ -99,7 +99,6 @@ def test_half_precision_adapter_is_merged_in_float32(tmp_path: Path) -> None:
     [
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"target_modules": ["embed_tokens"]}, "lora_embedding"),
         ({"bias": "lora_only"}, "trains biases"),
     ],

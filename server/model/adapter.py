@@ -1,0 +1,270 @@
+"""A PEFT adapter's folder: LoRA of linear layers, and rows of the embedding and the head.
+
+    adapter = LoraAdapter(Path("adapters/massive"), tied=True)
+    adapter.merged("model.layers.0.mlp.up_proj.weight", weight)    # W + scale * B @ A
+    adapter.table("model.embed_tokens.weight", embedding)          # its own rows put in
+
+Rows come from PEFT's `trainable_token_indices`. They are absolute, not deltas; ids at and above the
+base's vocabulary are tokens of the adapter's own, and `enrichment.json` beside the weights says
+what they stand for. Everything else that PEFT can put into an adapter is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from vocab_store.enrichment import Enrichment
+from vocab_store.errors import EnrichmentFileError
+
+__all__ = ["EMBEDDING", "ENRICHMENT_FILE", "HEAD", "LoraAdapter", "open_safetensors", "read_json"]
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+ENRICHMENT_FILE = "enrichment.json"
+
+
+# What a plain LoRA's adapter_config.json may hold without changing W + scale * B @ A.
+_LORA_PLAIN_KEYS = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config",
+    "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "runtime_config", "target_modules", "task_type", "trainable_token_indices",
+    "use_rslora",
+}  # fmt: skip
+# These initialisations change the base weights, so the adapter alone does not tell the model.
+_LORA_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class LoraAdapter:
+    """A PEFT LoRA (Hu et al. 2021, arXiv 2106.09685) with its rows: per weight, scale * B @ A.
+
+    scale = alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732); r and
+    alpha per module where rank_pattern and alpha_pattern say so. separate_head: whether a tied
+    model's head has rows of its own. enrichment: what ids of the adapter's own stand for, or None.
+    files: what the fingerprint covers. Raises ModelError and UnsupportedModelError.
+    """
+
+    def __init__(self, folder: Path, *, tied: bool) -> None:
+        self.folder = folder
+        config_file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        if not config_file.is_file():
+            raise ModelError(f"adapter {folder} holds no adapter_config.json")
+        if not weights.is_file():
+            raise ModelError(
+                f"adapter {folder} holds no adapter_model.safetensors (.bin files are not read)"
+            )
+        self.files: tuple[Path, ...] = (config_file, weights)
+        config = read_json(config_file)
+        self._check(config)
+        self._config = config
+        self._reader = open_safetensors(weights)
+        self._pairs: dict[str, tuple[str, str]] = {}
+        keys = set(self._reader.keys())
+        self._rows = self._row_keys(keys)
+        unused = keys - {key for _, key in self._rows.values()}
+        for key in sorted(keys):
+            match = re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", key)
+            if match is None:
+                continue
+            other = f"base_model.model.{match[1]}.lora_B.weight"
+            if other not in keys:
+                raise ModelError(f"adapter {folder}: {key} has no lora_B")
+            self._pairs[f"{match[1]}.weight"] = (key, other)
+            unused -= {key, other}
+        if unused:
+            raise UnsupportedModelError(
+                f"adapter {folder}: {sorted(unused)[0]} is no LoRA of a linear layer"
+            )
+        if not self._pairs and not self._rows:
+            raise ModelError(f"adapter {folder} changes nothing")
+        if EMBEDDING in self._pairs or (tied and HEAD in self._pairs):
+            raise UnsupportedModelError(
+                f"adapter {folder}: a LoRA on the embedding or on a tied head is not supported"
+            )
+
+        self.separate_head = tied and HEAD in self._rows
+        self._tied = tied
+        self.enrichment = self._read_enrichment()
+        if self.enrichment is not None:
+            self.files = (*self.files, folder / ENRICHMENT_FILE)
+
+    def _row_keys(self, keys: set[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """{table: (its ids, tensor with a row for each)}, of EMBEDDING and HEAD."""
+        indices = self._config.get("trainable_token_indices")
+        if not indices:
+            return {}
+        if isinstance(indices, list):  # PEFT's short form: the input embedding, and a tied head
+            indices = {"embed_tokens": indices}
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        names = {"embed_tokens": EMBEDDING, "lm_head": HEAD}
+        for layer, ids in indices.items():
+            table = names.get(str(layer).rpartition(".")[2])
+            if table is None:
+                raise UnsupportedModelError(
+                    f"adapter {self.folder}: trainable_token_indices of {layer!r}; only "
+                    f"{' and '.join(names)} are supported"
+                )
+            module = table.removesuffix(".weight")
+            key = f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
+            if key not in keys:
+                raise ModelError(f"adapter {self.folder} holds no {key}")
+            found[table] = (tuple(int(i) for i in ids), key)
+        return found
+
+    def _read_enrichment(self) -> Enrichment | None:
+        file = self.folder / ENRICHMENT_FILE
+        if not file.is_file():
+            return None
+        try:
+            enrichment = Enrichment.load(file)
+        except (EnrichmentFileError, OSError) as error:
+            raise ModelError(f"adapter {self.folder}: {error}") from None
+        for table, (ids, _) in self._rows.items():
+            if set(enrichment.ids) - set(ids):
+                raise ModelError(
+                    f"adapter {self.folder}: {ENRICHMENT_FILE} names ids that have no row in "
+                    f"{table}"
+                )
+        return enrichment
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        def refuse(reason: str) -> None:
+            raise UnsupportedModelError(f"adapter {self.folder} is not supported: {reason}")
+
+        if config.get("peft_type") != "LORA":
+            refuse(f"peft_type is {config.get('peft_type')!r} and not 'LORA'")
+        if config.get("bias", "none") != "none":
+            refuse(f"it trains biases (bias: {config['bias']})")
+        init = config.get("init_lora_weights", True)
+        if isinstance(init, str) and init.lower().startswith(_LORA_CHANGED_BASE):
+            refuse(f"init_lora_weights {init!r} changes the base weights")
+        for key, value in sorted(config.items()):
+            if value and key not in _LORA_PLAIN_KEYS and key != "bias":
+                refuse(f"{key} is set")
+
+    def names(self) -> set[str]:
+        """Names of the weights it changes, as the base model's state dict has them."""
+        return set(self._pairs)
+
+    def num_rows(self, num_base: int) -> int:
+        """Rows of the embedding and of the head with this adapter over a base of `num_base`.
+
+        Raises ModelError for ids that leave a gap, and where only one of the tables has rows for
+        new ids; UnsupportedModelError for new ids whose text nobody knows.
+        """
+        ids = {i for own, _ in self._rows.values() for i in own}
+        new = sorted(i for i in ids if i >= num_base)
+        if not new:
+            return num_base
+        if new != list(range(num_base, num_base + len(new))):
+            raise ModelError(
+                f"adapter {self.folder}: its new ids {new[0]}..{new[-1]} do not follow the base's "
+                f"{num_base} ids"
+            )
+        for table, (own, _) in self._rows.items():
+            if not set(new) <= set(own):
+                raise ModelError(f"adapter {self.folder}: {table} lacks rows of new ids")
+        if not self._tied and len(self._rows) < 2:
+            raise ModelError(f"adapter {self.folder}: one of embedding and head lacks rows")
+        if self.enrichment is None:
+            raise UnsupportedModelError(
+                f"adapter {self.folder} brings {len(new)} ids of its own and no {ENRICHMENT_FILE} "
+                "that says what they stand for"
+            )
+        if self.enrichment.base_vocab_size != num_base:
+            raise ModelError(
+                f"adapter {self.folder}: {ENRICHMENT_FILE} is of {self.enrichment.base_vocab_size} "
+                f"base ids, the model has {num_base}"
+            )
+        return num_base + len(new)
+
+    def changes_table(self, name: str) -> bool:
+        """Whether the embedding or the head (by name) has rows of this adapter."""
+        return name in self._rows
+
+    def table(self, name: str, base: torch.Tensor, *, of: str | None = None) -> torch.Tensor:
+        """`base` [V, width] with the adapter's rows, [V or more, width]; a copy, in base's dtype.
+
+        of: the table whose rows to take, `name` when None (a tied head has the embedding's).
+        Raises ModelError for rows of another width.
+        """
+        ids, key = self._rows[of or name]
+        rows = self._reader.get_tensor(key)
+        if rows.shape != (len(ids), base.shape[1]):
+            raise ModelError(
+                f"adapter {self.folder}: the rows of {name} are {list(rows.shape)}, expected "
+                f"{[len(ids), base.shape[1]]}"
+            )
+        wide = torch.zeros((self.num_rows(base.shape[0]), base.shape[1]), dtype=base.dtype)
+        wide[: base.shape[0]] = base
+        wide[torch.tensor(ids)] = rows.to(base.dtype)
+        return wide
+
+    def scale(self, name: str) -> float:
+        """The factor of B @ A for one weight."""
+        module = name.removesuffix(".weight")
+        rank = self._of_pattern("rank_pattern", module, self._config["r"])
+        alpha = self._of_pattern("alpha_pattern", module, self._config["lora_alpha"])
+        stored = self._reader.get_slice(self._pairs[name][0]).get_shape()[0]
+        if stored != rank:
+            raise ModelError(f"adapter {self.folder}: {name} has rank {stored}, config says {rank}")
+        return float(alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank)
+
+    def _of_pattern(self, key: str, module: str, default: float) -> float:
+        """PEFT's rule: the first pattern that matches the end of the module's name."""
+        patterns: Mapping[str, float] = self._config.get(key) or {}
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return default
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ModelError unless the adapter fits a weight of this shape, rank and all."""
+        a, b = (tuple(self._reader.get_slice(key).get_shape()) for key in self._pairs[name])
+        self.scale(name)
+        if (len(a), len(b)) != (2, 2) or a[0] != b[1] or (b[0], a[1]) != shape:
+            raise ModelError(
+                f"adapter {self.folder}: {name} is {list(shape)} in the model, and {list(b)} x "
+                f"{list(a)} in the adapter"
+            )
+
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` [out, in] with the adapter added, in float32. The sum is rounded nowhere else.
+
+        The order of operations is that of PEFT's merge, so in float32 the bits are the same.
+        """
+        key_a, key_b = self._pairs[name]
+        a = self._reader.get_tensor(key_a).float()  # [r, in]
+        b = self._reader.get_tensor(key_b).float()  # [out, r]
+        merged: torch.Tensor = weight.float() + (b @ a) * self.scale(name)
+        return merged
+
+
+def open_safetensors(path: Path) -> Any:
+    """The mapped file. Raises IntegrityError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise IntegrityError(f"{path}: {str(error)[:200]}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value

@@ -1,0 +1,124 @@
+"""Adapters with rows of their own give the logits that PEFT gives, whoever trained them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.errors import ModelError, UnsupportedModelError
+from server.model.loader import EMBEDDING, HEAD, build_module, open_model
+from server.training.lora import LoraOptions, prepare, save
+from tests.model.tiny_models import save_tiny
+from vocab_store.enrichment import Enrichment
+
+peft = pytest.importorskip("peft")
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+IDS = torch.arange(20)[None]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def shaken(model: Any) -> Any:
+    """Every trained parameter of a PEFT model moved at random."""
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+def test_tokens_of_a_trained_adapter_are_served(family: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", family)
+    num = model.config.vocab_size
+    enrichment = Enrichment("tok", num, (num, num + 1, num + 2), ((3, 4), (5, 6, 7), (8, 9)))
+    tuned = prepare(model, enrichment, LoraOptions(rank=4), tokenizer="tok")
+    shaken(tuned.model)
+    save(tuned, tmp_path / "adapter")
+
+    base = open_model(tmp_path / "model")
+    opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+    assert opened.enrichment == enrichment
+    assert opened.config.vocab_size == num + 3
+    assert opened.num_token_ids == num + 3
+    assert opened.fingerprint != base.fingerprint
+    for table in (EMBEDDING, HEAD):
+        assert opened.weights.shape(table) == (num + 3, base.weights.shape(table)[1])
+        assert torch.equal(opened.weights.get(table)[:num], base.weights.get(table))
+    merged = tuned.model.merge_and_unload()
+    module = build_module(opened, torch.float32, torch.device("cpu"))
+    ids = torch.tensor([[3, num, 11, num + 2, num + 1]])
+    with torch.inference_mode():
+        expected, found = merged(ids).logits, module(ids).logits
+    assert expected.shape[-1] == num + 3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_enrichment_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", "llama")
+    num = model.config.vocab_size
+    tuned = prepare(model, Enrichment("t", num, (num,), ((1, 2),)), LoraOptions(), tokenizer="t")
+    save(tuned, tmp_path / "adapter")
+    before = open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint
+    Enrichment("t", num, (num,), ((1, 3),)).save(tmp_path / "adapter" / "enrichment.json")
+    assert open_model(tmp_path / "model", adapter=tmp_path / "adapter").fingerprint != before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_rows_of_base_ids_are_put_in_as_peft_does(family: str, tmp_path: Path) -> None:
+    """A tied head has the embedding's new rows, a head of its own does not."""
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", family)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[3, 17]
+    )
+    wrapped = shaken(peft.get_peft_model(model, config))
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    opened = open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+    module = build_module(opened, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        expected = wrapped.merge_and_unload()(IDS).logits
+        torch.testing.assert_close(module(IDS).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_ids_without_a_text_or_without_a_row_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = save_tiny(tmp_path / "model", "llama")
+    num = model.config.vocab_size
+    enrichment = Enrichment("t", num, (num, num + 1), ((1, 2), (3, 4)))
+    save(prepare(model, enrichment, LoraOptions(), tokenizer="t"), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "enrichment.json"
+
+    def refused(error: type[Exception], reason: str) -> None:
+        with pytest.raises(error, match=reason):
+            open_model(tmp_path / "model", adapter=tmp_path / "adapter")
+
+    file.unlink()
+    refused(UnsupportedModelError, "what they stand for")
+    Enrichment("t", num - 1, (num - 1, num), ((1, 2), (3, 4))).save(file)
+    refused(ModelError, "no row|base ids")
+    Enrichment("t", num, (num, num + 1, num + 2), ((1, 2), (3, 4), (5, 6))).save(file)
+    refused(ModelError, "names ids that have no row")
+    file.write_text("{}")
+    refused(ModelError, "no enrichment")
+    enrichment.save(file)
+    config_file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(config_file.read_text())
+    rows = {"embed_tokens": [num, num + 2], "lm_head": [num, num + 2]}
+    config_file.write_text(json.dumps(config | {"trainable_token_indices": rows}))
+    refused(ModelError, "no row|do not follow")
+    config_file.write_text(json.dumps(config | {"trainable_token_indices": {"mlp.up_proj": [1]}}))
+    refused(UnsupportedModelError, "up_proj")
