@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from loadtest.machine import describe
-from server.model.cpu import forward as cpu_forward
+from server.model.cpu import linear
 from server.model.cpu.kernels import PANEL, pack_panels
 
 SHAPES = [
@@ -46,13 +46,11 @@ def ours(weight: torch.Tensor, threads: int) -> Product:
     num, k = weight.shape
     panels = np.empty((-(-num // PANEL), k, PANEL), np.float32)
     pack_panels(weight.numpy(), panels)
-    counter = np.zeros(8, np.int64)
+    weights, work = linear.float_linear(panels), linear.new_work(threads)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         out = np.empty((x.shape[0], panels.shape[0] * PANEL), np.float32)
-        cpu_forward.product(
-            x.numpy(), x.shape[0], panels.ctypes.data, panels.shape[0], out, False, counter, threads
-        )
+        linear.product(x.numpy(), x.shape[0], weights, out, work)
         return torch.from_numpy(out)
 
     return product

@@ -76,12 +76,8 @@ def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     import torch
 
-    from server.model.cpu.runner import (
-        BLOCK_SIZE,
-        CpuRunner,
-        PackedWeights,
-        kv_bytes_per_block,
-    )
+    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, kv_bytes_per_block
+    from server.model.cpu.weights import PackedWeights
     from server.model.gpu.kv_cache import num_blocks_for
     from server.model.loader import open_model
     from server.model.shape import rope_tables, shape_of

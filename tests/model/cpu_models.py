@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, PackedWeights
+from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
+from server.model.cpu.weights import PackedWeights
 from server.model.shape import rope_tables, shape_of
 from server.types import ModelInfo
 

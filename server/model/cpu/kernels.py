@@ -12,7 +12,8 @@ in that order, at every row count, for every thread count, on every CPU: lanes a
 never parts of a sum. Weights are packed in panels [N / PANEL][K][PANEL], so one pass streams
 memory once; MR rows share each load, which is where verification of a draft becomes cheap.
 
-Not here: the shape of a model (cpu_runner.py), sampling (cpu_sampler.py).
+The vector code they are made of is vector_ir.py. Not here: the shape of a model (runner.py),
+sampling (sampler.py).
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
@@ -27,10 +28,27 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import config, njit, types
-from numba.extending import intrinsic as numba_intrinsic
 
-LANES = 16
-"""float32 lanes of one IR vector; LLVM splits it in two on a CPU with 256-bit registers."""
+from server.model.cpu.vector_ir import (
+    F32,
+    I16,
+    I32,
+    I64,
+    LANES,
+    Loop,
+    const,
+    exp64,
+    floats,
+    fma,
+    i64,
+    intrinsic,
+    lane_sum,
+    load,
+    load_bf16,
+    splat,
+    store,
+)
+from server.model.cpu.vector_ir import exp as exp_vector
 
 
 def _has_avx512() -> bool:
@@ -51,130 +69,6 @@ MAX_ROWS = 6
 PANEL = LANES * VECTORS_PER_PANEL
 """Outputs per weight panel."""
 
-_F32 = ir.FloatType()
-_I64 = ir.IntType(64)
-_I32 = ir.IntType(32)
-_I16 = ir.IntType(16)
-_VEC = ir.VectorType(_F32, LANES)
-_VECI = ir.VectorType(_I32, LANES)
-
-
-intrinsic: Any = numba_intrinsic
-
-# --- IR building blocks ---------------------------------------------------------------------
-
-
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z with one rounding, on a vector."""
-    name = f"llvm.fma.v{LANES}f32"
-    fn = b.module.globals.get(name)
-    if fn is None:
-        fn = ir.Function(b.module, ir.FunctionType(_VEC, [_VEC] * 3), name)
-    return b.call(fn, [x, y, z])
-
-
-def _splat(b: Any, scalar: Any, vec: Any = _VEC) -> Any:
-    one = b.insert_element(ir.Constant(vec, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-    return b.shuffle_vector(one, ir.Constant(vec, ir.Undefined), zeros)
-
-
-def _const(value: float) -> Any:
-    return ir.Constant(_VEC, [value] * LANES)
-
-
-def _load(b: Any, base: Any, index: Any) -> Any:
-    """One vector from float pointer `base` + `index` elements; any alignment."""
-    value = b.load(b.bitcast(b.gep(base, [index]), _VEC.as_pointer()))
-    value.align = 4
-    return value
-
-
-def _load_bf16(b: Any, base: Any, index: Any) -> Any:
-    """One vector of bfloat16 (stored as uint16), widened to float32: exact."""
-    vec16 = ir.VectorType(_I16, LANES)
-    raw = b.load(b.bitcast(b.gep(base, [index]), vec16.as_pointer()))
-    raw.align = 2
-    wide = b.zext(raw, _VECI)
-    return b.bitcast(b.shl(wide, ir.Constant(_VECI, [16] * LANES)), _VEC)
-
-
-def _store(b: Any, value: Any, base: Any, index: Any) -> None:
-    store = b.store(value, b.bitcast(b.gep(base, [index]), _VEC.as_pointer()))
-    store.align = 4
-
-
-def _i64(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
-
-def _floats(b: Any, address: Any) -> Any:
-    return b.inttoptr(address, _F32.as_pointer())
-
-
-class _Loop:
-    """`for i in range(0, n, step)` with carried values; n >= 1 is the caller's promise."""
-
-    def __init__(self, b: Any, num: Any, initial: list[Any], step: int = 1) -> None:
-        self.b, self.num, self.step = b, num, step
-        entry = b.block
-        self.body = b.append_basic_block("loop")
-        self.done = b.append_basic_block("done")
-        b.branch(self.body)
-        b.position_at_end(self.body)
-        self.index = b.phi(_I64)
-        self.index.add_incoming(_i64(0), entry)
-        self.carried = []
-        for value in initial:
-            phi = b.phi(value.type)
-            phi.add_incoming(value, entry)
-            self.carried.append(phi)
-
-    def close(self, new: list[Any]) -> list[Any]:
-        b = self.b
-        following = b.add(self.index, _i64(self.step))
-        tail = b.block
-        b.cbranch(b.icmp_signed("<", following, self.num), self.body, self.done)
-        self.index.add_incoming(following, tail)
-        for phi, value in zip(self.carried, new, strict=True):
-            phi.add_incoming(value, tail)
-        b.position_at_end(self.done)
-        return new
-
-
-def _exp(b: Any, x: Any) -> Any:
-    """exp on a vector: Cephes' expf (2^n * polynomial on [-ln2/2, ln2/2]), |relative error| < 2e-7.
-
-    Exactly 0 below -87.3; clamped at 88.
-    """
-    low = _const(-87.3)
-    x_clamped = b.select(b.fcmp_ordered("<", x, _const(88.0)), x, _const(88.0))
-    x_clamped = b.select(b.fcmp_ordered(">", x_clamped, low), x_clamped, low)
-    magic = _const(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
-    shifted = b.fadd(b.fmul(x_clamped, _const(1.44269504088896341)), magic)
-    n = b.fsub(shifted, magic)
-    r = _fma(b, n, _const(-0.693359375), x_clamped)
-    r = _fma(b, n, _const(2.12194440e-4), r)
-    p = _const(1.9875691500e-4)
-    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = _fma(b, p, r, _const(c))
-    p = _fma(b, p, b.fmul(r, r), b.fadd(r, _const(1.0)))
-    bits = b.shl(
-        b.add(b.fptosi(n, _VECI), ir.Constant(_VECI, [127] * LANES)),
-        ir.Constant(_VECI, [23] * LANES),
-    )
-    value = b.fmul(p, b.bitcast(bits, _VEC))
-    return b.select(b.fcmp_ordered(">", x, low), value, _const(0.0))
-
-
-def _lane_sum(b: Any, vec: Any) -> Any:
-    """The lanes added in order 0..15."""
-    total = b.extract_element(vec, ir.Constant(_I32, 0))
-    for lane in range(1, LANES):
-        total = b.fadd(total, b.extract_element(vec, ir.Constant(_I32, lane)))
-    return total
-
-
 # --- kernels as intrinsics: addresses are intp, sizes are elements --------------------------
 
 
@@ -190,22 +84,22 @@ def _make_product(num_rows: int, bf16: bool, vectors: int = VECTORS_PER_PANEL) -
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             x, ldx, panel, k, c, ldc = args
-            xf, cf = _floats(b, x), _floats(b, c)
-            pf = b.inttoptr(panel, (_I16 if bf16 else _F32).as_pointer())
-            rows = [b.gep(xf, [b.mul(ldx, _i64(m))]) for m in range(num_rows)]
-            loop = _Loop(b, k, [_const(0.0)] * (num_rows * vectors))
-            base = b.mul(loop.index, _i64(PANEL))
-            load = _load_bf16 if bf16 else _load
-            w = [load(b, pf, b.add(base, _i64(v * LANES))) for v in range(vectors)]
+            xf, cf = floats(b, x), floats(b, c)
+            pf = b.inttoptr(panel, (I16 if bf16 else F32).as_pointer())
+            rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
+            loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
+            base = b.mul(loop.index, i64(PANEL))
+            read = load_bf16 if bf16 else load
+            w = [read(b, pf, b.add(base, i64(v * LANES))) for v in range(vectors)]
             new = []
             for m in range(num_rows):
-                xv = _splat(b, b.load(b.gep(rows[m], [loop.index])))
-                new += [_fma(b, xv, w[v], loop.carried[m * vectors + v]) for v in range(vectors)]
+                xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
+                new += [fma(b, xv, w[v], loop.carried[m * vectors + v]) for v in range(vectors)]
             acc = loop.close(new)
             for m in range(num_rows):
                 for v in range(vectors):
-                    at = b.add(b.mul(ldc, _i64(m)), _i64(v * LANES))
-                    _store(b, acc[m * vectors + v], cf, at)
+                    at = b.add(b.mul(ldc, i64(m)), i64(v * LANES))
+                    store(b, acc[m * vectors + v], cf, at)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -236,17 +130,17 @@ def _make_scores(num_heads: int) -> Any:
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, ldq, k, d, s, lds = args
-            qf, kf, sf = _floats(b, q), _floats(b, k), _floats(b, s)
-            heads = [b.gep(qf, [b.mul(ldq, _i64(g))]) for g in range(num_heads)]
-            loop = _Loop(b, d, [_const(0.0)] * num_heads)
-            key = _load(b, kf, b.mul(loop.index, _i64(LANES)))
+            qf, kf, sf = floats(b, q), floats(b, k), floats(b, s)
+            heads = [b.gep(qf, [b.mul(ldq, i64(g))]) for g in range(num_heads)]
+            loop = Loop(b, d, [const(0.0)] * num_heads)
+            key = load(b, kf, b.mul(loop.index, i64(LANES)))
             new = [
-                _fma(b, _splat(b, b.load(b.gep(heads[g], [loop.index]))), key, loop.carried[g])
+                fma(b, splat(b, b.load(b.gep(heads[g], [loop.index]))), key, loop.carried[g])
                 for g in range(num_heads)
             ]
             acc = loop.close(new)
             for g in range(num_heads):
-                _store(b, acc[g], sf, b.mul(lds, _i64(g)))
+                store(b, acc[g], sf, b.mul(lds, i64(g)))
             return context.get_dummy_value()
 
         return sig, codegen
@@ -271,24 +165,24 @@ def _make_weighted(num_heads: int, vectors: int) -> Any:
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             p, ldp, v, ldv, num, acc, lda = args
-            pf, vf, af = _floats(b, p), _floats(b, v), _floats(b, acc)
+            pf, vf, af = floats(b, p), floats(b, v), floats(b, acc)
             where = [
-                b.add(b.mul(lda, _i64(g)), _i64(c * LANES))
+                b.add(b.mul(lda, i64(g)), i64(c * LANES))
                 for g in range(num_heads)
                 for c in range(vectors)
             ]
-            loop = _Loop(b, num, [_load(b, af, at) for at in where])
+            loop = Loop(b, num, [load(b, af, at) for at in where])
             base = b.mul(loop.index, ldv)
-            value = [_load(b, vf, b.add(base, _i64(c * LANES))) for c in range(vectors)]
+            value = [load(b, vf, b.add(base, i64(c * LANES))) for c in range(vectors)]
             new = []
             for g in range(num_heads):
-                at = b.add(b.mul(ldp, _i64(g)), loop.index)
-                weight = _splat(b, b.load(b.gep(pf, [at])))
+                at = b.add(b.mul(ldp, i64(g)), loop.index)
+                weight = splat(b, b.load(b.gep(pf, [at])))
                 new += [
-                    _fma(b, weight, value[c], loop.carried[g * vectors + c]) for c in range(vectors)
+                    fma(b, weight, value[c], loop.carried[g * vectors + c]) for c in range(vectors)
                 ]
             for at, result in zip(where, loop.close(new), strict=True):
-                _store(b, result, af, at)
+                store(b, result, af, at)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -312,14 +206,14 @@ def exp_shifted(typingctx: Any, s: Any, num: Any, scale: Any, shift: Any) -> Any
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         s, num, scale, shift = args
-        sf = _floats(b, s)
-        scale_v, shift_v = _splat(b, scale), _splat(b, shift)
-        loop = _Loop(b, num, [_const(0.0)])
-        at = b.mul(loop.index, _i64(LANES))
-        e = _exp(b, b.fsub(b.fmul(_load(b, sf, at), scale_v), shift_v))
-        _store(b, e, sf, at)
+        sf = floats(b, s)
+        scale_v, shift_v = splat(b, scale), splat(b, shift)
+        loop = Loop(b, num, [const(0.0)])
+        at = b.mul(loop.index, i64(LANES))
+        e = exp_vector(b, b.fsub(b.fmul(load(b, sf, at), scale_v), shift_v))
+        store(b, e, sf, at)
         (total,) = loop.close([b.fadd(loop.carried[0], e)])
-        return _lane_sum(b, total)
+        return lane_sum(b, total)
 
     return sig, codegen
 
@@ -331,47 +225,14 @@ def exp_sum(typingctx: Any, s: Any, num: Any, shift: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         s, num, shift = args
-        sf = _floats(b, s)
-        shift_v = _splat(b, shift)
-        loop = _Loop(b, num, [_const(0.0)])
-        e = _exp(b, b.fsub(_load(b, sf, b.mul(loop.index, _i64(LANES))), shift_v))
+        sf = floats(b, s)
+        shift_v = splat(b, shift)
+        loop = Loop(b, num, [const(0.0)])
+        e = exp_vector(b, b.fsub(load(b, sf, b.mul(loop.index, i64(LANES))), shift_v))
         (total,) = loop.close([b.fadd(loop.carried[0], e)])
-        return _lane_sum(b, total)
+        return lane_sum(b, total)
 
     return sig, codegen
-
-
-def _exp64(b: Any, x: Any) -> Any:
-    """exp on 8 float64 lanes for x <= 0: Cephes' exp (rational, relative error < 3e-16); 0 below
-    -700."""
-    vec, bits = ir.VectorType(ir.DoubleType(), 8), ir.VectorType(_I64, 8)
-
-    def const(value: float) -> Any:
-        return ir.Constant(vec, [value] * 8)
-
-    def poly(z: Any, coefficients: tuple[float, ...]) -> Any:
-        value = const(coefficients[0])
-        for c in coefficients[1:]:
-            value = b.fadd(b.fmul(value, z), const(c))
-        return value
-
-    low = const(-700.0)
-    clamped = b.select(b.fcmp_ordered(">", x, low), x, low)
-    magic = const(6755399441055744.0)  # 1.5 * 2^52: adding it rounds to an integer
-    n = b.fsub(b.fadd(b.fmul(clamped, const(1.4426950408889634)), magic), magic)
-    r = b.fsub(clamped, b.fmul(n, const(6.93145751953125e-1)))
-    r = b.fsub(r, b.fmul(n, const(1.42860682030941723212e-6)))
-    z = b.fmul(r, r)
-    p = b.fmul(r, poly(z, (1.26177193074810590878e-4, 3.02994407707441961300e-2, 1.0)))
-    q = poly(
-        z, (3.00198505138664455042e-6, 2.52448340349684104192e-3, 2.27265548208155028766e-1, 2.0)
-    )
-    value = b.fadd(const(1.0), b.fmul(const(2.0), b.fdiv(p, b.fsub(q, p))))
-    power = b.shl(
-        b.add(b.fptosi(n, bits), ir.Constant(bits, [1023] * 8)), ir.Constant(bits, [52] * 8)
-    )
-    value = b.fmul(value, b.bitcast(power, vec))
-    return b.select(b.fcmp_ordered(">", x, low), value, const(0.0))
 
 
 @intrinsic
@@ -386,17 +247,17 @@ def exp_sum64(typingctx: Any, s: Any, num: Any, shift: Any) -> Any:
         s, num, shift = args
         vec = ir.VectorType(ir.DoubleType(), 8)
         base = b.inttoptr(s, ir.DoubleType().as_pointer())
-        one = b.insert_element(ir.Constant(vec, ir.Undefined), shift, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, 8), [0] * 8)
+        one = b.insert_element(ir.Constant(vec, ir.Undefined), shift, ir.Constant(I32, 0))
+        zeros = ir.Constant(ir.VectorType(I32, 8), [0] * 8)
         shift_v = b.shuffle_vector(one, ir.Constant(vec, ir.Undefined), zeros)
-        loop = _Loop(b, num, [ir.Constant(vec, [0.0] * 8)])
-        at = b.gep(base, [b.mul(loop.index, _i64(8))])
+        loop = Loop(b, num, [ir.Constant(vec, [0.0] * 8)])
+        at = b.gep(base, [b.mul(loop.index, i64(8))])
         value = b.load(b.bitcast(at, vec.as_pointer()))
         value.align = 8
-        (total,) = loop.close([b.fadd(loop.carried[0], _exp64(b, b.fsub(value, shift_v)))])
-        result = b.extract_element(total, ir.Constant(_I32, 0))
+        (total,) = loop.close([b.fadd(loop.carried[0], exp64(b, b.fsub(value, shift_v)))])
+        result = b.extract_element(total, ir.Constant(I32, 0))
         for lane in range(1, 8):
-            result = b.fadd(result, b.extract_element(total, ir.Constant(_I32, lane)))
+            result = b.fadd(result, b.extract_element(total, ir.Constant(I32, lane)))
         return result
 
     return sig, codegen
@@ -409,14 +270,14 @@ def max_of(typingctx: Any, s: Any, num: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         s, num = args
-        sf = _floats(b, s)
-        loop = _Loop(b, num, [_const(float("-inf"))])
-        v = _load(b, sf, b.mul(loop.index, _i64(LANES)))
+        sf = floats(b, s)
+        loop = Loop(b, num, [const(float("-inf"))])
+        v = load(b, sf, b.mul(loop.index, i64(LANES)))
         best = b.select(b.fcmp_ordered(">", v, loop.carried[0]), v, loop.carried[0])
         (lanes,) = loop.close([best])
-        top = b.extract_element(lanes, ir.Constant(_I32, 0))
+        top = b.extract_element(lanes, ir.Constant(I32, 0))
         for lane in range(1, LANES):
-            x = b.extract_element(lanes, ir.Constant(_I32, lane))
+            x = b.extract_element(lanes, ir.Constant(I32, lane))
             top = b.select(b.fcmp_ordered(">", x, top), x, top)
         return top
 
@@ -430,11 +291,11 @@ def sum_of_squares(typingctx: Any, x: Any, num: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         x, num = args
-        xf = _floats(b, x)
-        loop = _Loop(b, num, [_const(0.0)])
-        v = _load(b, xf, b.mul(loop.index, _i64(LANES)))
-        (total,) = loop.close([_fma(b, v, v, loop.carried[0])])
-        return _lane_sum(b, total)
+        xf = floats(b, x)
+        loop = Loop(b, num, [const(0.0)])
+        v = load(b, xf, b.mul(loop.index, i64(LANES)))
+        (total,) = loop.close([fma(b, v, v, loop.carried[0])])
+        return lane_sum(b, total)
 
     return sig, codegen
 
@@ -451,17 +312,17 @@ def _make_gate(gelu: bool) -> Any:
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             g, u, out, num = args
-            gf, uf, of = _floats(b, g), _floats(b, u), _floats(b, out)
-            loop = _Loop(b, num, [])
-            at = b.mul(loop.index, _i64(LANES))
-            x = _load(b, gf, at)
+            gf, uf, of = floats(b, g), floats(b, u), floats(b, out)
+            loop = Loop(b, num, [])
+            at = b.mul(loop.index, i64(LANES))
+            x = load(b, gf, at)
             if gelu:
-                cubic = b.fmul(b.fmul(x, x), b.fmul(x, _const(0.044715)))
-                z = b.fmul(b.fadd(x, cubic), _const(-1.5957691216057308))
+                cubic = b.fmul(b.fmul(x, x), b.fmul(x, const(0.044715)))
+                z = b.fmul(b.fadd(x, cubic), const(-1.5957691216057308))
             else:
-                z = b.fmul(x, _const(-1.0))
-            act = b.fdiv(x, b.fadd(_const(1.0), _exp(b, z)))
-            _store(b, b.fmul(act, _load(b, uf, at)), of, at)
+                z = b.fmul(x, const(-1.0))
+            act = b.fdiv(x, b.fadd(const(1.0), exp_vector(b, z)))
+            store(b, b.fmul(act, load(b, uf, at)), of, at)
             loop.close([])
             return context.get_dummy_value()
 
@@ -481,7 +342,7 @@ def fetch_add(typingctx: Any, address: Any) -> Any:
     sig = types.intp(types.intp)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), _i64(1), "monotonic")
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), i64(1), "monotonic")
 
     return sig, codegen
 

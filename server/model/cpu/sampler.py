@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from server.model.cpu.kernels import LANES, exp_sum, exp_sum64, max_of, sum_of_squares
+from server.model.cpu.kernels import exp_sum, exp_sum64, max_of, sum_of_squares
+from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -166,78 +167,61 @@ def _ordered(x, top, num_wanted, reach):
     return ids[order], num == num_finite
 
 
-# fmt: off
 @_serial
-def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_ids, biases,
-         allowed_ids, has_allowed, mask, banned_ids, count_ids, count_out, count_prompt,
-         repetition, frequency, presence, x, columns):
-    # fmt: on
-    """One draw with everything; see sampling.process_logits for the order. Returns the id.
-
-    logits: float32 [>= vocab_size]; x: float64 scratch [vocab_size]. columns: empty, or the
-    ascending ids of a slice of vocab_size columns: then bias_ids, allowed_ids, banned_ids,
-    count_ids and the result are places in it, while noise and mask go by id.
-    """
-    for i in range(vocab_size):
+def _restrict(x, logits, constraints, columns):
+    """x = logits with bias added, and -inf where an id may not be drawn."""
+    num = x.shape[0]
+    for i in range(num):
         x[i] = logits[i]
-    for j in range(bias_ids.shape[0]):
-        if biases[j] <= -100.0:
-            x[bias_ids[j]] = -np.inf
+    for j in range(constraints.bias_ids.shape[0]):
+        if constraints.biases[j] <= -100.0:
+            x[constraints.bias_ids[j]] = -np.inf
         else:
-            x[bias_ids[j]] += biases[j]
-    if has_allowed:
+            x[constraints.bias_ids[j]] += constraints.biases[j]
+    if constraints.has_allowed:
         j = 0
-        for i in range(vocab_size):
-            if j < allowed_ids.shape[0] and allowed_ids[j] == i:
+        for i in range(num):
+            if j < constraints.allowed_ids.shape[0] and constraints.allowed_ids[j] == i:
                 j += 1
             else:
                 x[i] = -np.inf
+    mask = constraints.mask
     if mask.shape[0] > 0:
-        for i in range(vocab_size):
+        for i in range(num):
             token = _id_at(columns, i)
             if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
                 x[i] = -np.inf
-    for j in range(banned_ids.shape[0]):
-        x[banned_ids[j]] = -np.inf
-    for j in range(count_ids.shape[0]):
-        i = count_ids[j]
-        if count_out[j] > 0 or count_prompt[j] > 0:
+    for j in range(constraints.banned_ids.shape[0]):
+        x[constraints.banned_ids[j]] = -np.inf
+
+
+@_serial
+def _penalise(x, counts, settings):
+    """Repetition, frequency and presence penalties, in place."""
+    for j in range(counts.ids.shape[0]):
+        i = counts.ids[j]
+        if counts.out[j] > 0 or counts.prompt[j] > 0:
             if x[i] > 0:
-                x[i] /= repetition
+                x[i] /= settings.repetition
             else:
-                x[i] *= repetition
-        if count_out[j] > 0:
-            x[i] -= frequency * count_out[j] + presence
-    top = -np.inf
-    top_id = -1
-    for i in range(vocab_size):
-        if x[i] > top:
-            top = x[i]
-            top_id = i
-    if top_id < 0:
-        return FAILED
-    if temperature == 0.0:
-        return top_id
-    for i in range(vocab_size):
-        x[i] /= temperature
-    top = x[top_id]
-    floor = -np.inf
-    if min_p > 0.0:
-        floor = top + np.log(min_p)
-    if top_p >= 1.0 and (top_k <= 0 or top_k >= vocab_size):
-        if min_p > 0.0:
-            for i in range(vocab_size):
-                if x[i] < floor:
-                    x[i] = -np.inf
-        return _draw_all(x, top_id, key0, key1, columns)
-    # The nucleus: sorted only as deep as it reaches.
-    limited = 0 < top_k < vocab_size
+                x[i] *= settings.repetition
+        if counts.out[j] > 0:
+            x[i] -= settings.frequency * counts.out[j] + settings.presence
+
+
+@_serial
+def _nucleus(x, top, settings):
+    """(ids in order, how many of them to keep) of top-k and top-p; sorted only as deep as the
+    nucleus reaches."""
+    num = x.shape[0]
+    top_k, top_p = settings.top_k, settings.top_p
+    limited = 0 < top_k < num
     total = 0.0
     if not limited:
-        whole = vocab_size // 8
+        whole = num // 8
         if whole > 0:
             total = exp_sum64(x.ctypes.data, whole, top)
-        for i in range(8 * whole, vocab_size):
+        for i in range(8 * whole, num):
             total += np.exp(x[i] - top)
     reach = 4.0
     while True:
@@ -262,13 +246,51 @@ def draw(logits, vocab_size, temperature, top_k, top_p, min_p, key0, key1, bias_
         if found or is_all or limited:
             break
         reach *= 2.0
+    return ids, num_keep
+
+
+@_serial
+def draw(logits, x, settings, constraints, counts, key, columns):
+    """One draw with everything; see reference_sampler.process_logits for the order. Returns the id.
+
+    logits: float32, at least as many as x: float64 scratch, one for each id or column. settings,
+    constraints, counts: records.py. key: the noise key, two uint32. columns: empty, or the
+    ascending ids of a slice of x.shape[0] columns: then the ids of constraints and counts and the
+    result are places in it, while noise and mask go by id.
+    """
+    num = x.shape[0]
+    _restrict(x, logits, constraints, columns)
+    _penalise(x, counts, settings)
+    top = -np.inf
+    top_id = -1
+    for i in range(num):
+        if x[i] > top:
+            top = x[i]
+            top_id = i
+    if top_id < 0:
+        return FAILED
+    if settings.temperature == 0.0:
+        return top_id
+    for i in range(num):
+        x[i] /= settings.temperature
+    top = x[top_id]
+    floor = -np.inf
+    if settings.min_p > 0.0:
+        floor = top + np.log(settings.min_p)
+    if settings.top_p >= 1.0 and (settings.top_k <= 0 or settings.top_k >= num):
+        if settings.min_p > 0.0:
+            for i in range(num):
+                if x[i] < floor:
+                    x[i] = -np.inf
+        return _draw_all(x, top_id, key[0], key[1], columns)
+    ids, num_keep = _nucleus(x, top, settings)
     best = -np.inf
     best_id = -1
     for j in range(num_keep):
         i = ids[j]
         if x[i] < floor:
             break
-        score = x[i] + _gumbel(_hash(_id_at(columns, i), key0, key1))
+        score = x[i] + _gumbel(_hash(_id_at(columns, i), key[0], key[1]))
         if score > best or (score == best and i < best_id):
             best = score
             best_id = i

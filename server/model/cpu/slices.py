@@ -3,10 +3,10 @@
 What: one contiguous packed matrix per table (a task's T, copied once and never per request), one
 pool of dynamic rows that sequences share, their products, and the logits of one slice gathered in
 id order. What not: which rows a slice has and who holds them (the engine's SliceCacheIndex), draws
-(cpu_sampler.py).
+(draws.py).
 
 A row's logit is the same to the last bit here and in the full head: the values are the same and
-every product sums over k in order (cpu_kernels.py), wherever the row lies and whatever lies beside
+every product sums over k in order (kernels.py), wherever the row lies and whatever lies beside
 it. Pad columns are never gathered, so a pad cannot win.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
@@ -21,11 +21,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from server.engine.batch import HeadSlice, Int32
-from server.model.cpu import forward as cpu_forward
-from server.model.cpu.kernels import LANES, PANEL
+from server.engine.batch import Batch, HeadSlice, Int32
+from server.model.cpu.kernels import PANEL
+from server.model.cpu.linear import float_linear, product
+from server.model.cpu.records import Work
+from server.model.cpu.vector_ir import LANES
 
 Float32 = npt.NDArray[np.float32]
+_EMPTY_ROW = np.empty(0, np.float32)
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
 
@@ -80,15 +83,14 @@ class _Table:
 class SlicedHead:
     """Tables and the dynamic pool over one packed head. Used from one thread at a time.
 
-    head: [panels, K, PANEL], the packed full head. `num_bytes` counts what is held beside it.
+    head: [panels, K, PANEL], the packed full head. work: the threads of its products. `num_bytes`
+    counts what is held beside it.
     """
 
-    def __init__(self, head: Panels, threads: int, counter: npt.NDArray[np.int64]) -> None:
+    def __init__(self, head: Panels, work: Work) -> None:
         self._head = head
         self._width = int(head.shape[1])
-        self._bf16 = head.dtype == np.uint16
-        self._threads = threads
-        self._counter = counter
+        self._work = work
         self._tables: dict[int, _Table] = {}
         self._pool = _empty_panels(0, self._width, head.dtype)
         self._pool_logits = np.zeros((0, 0), np.float32)
@@ -138,16 +140,45 @@ class SlicedHead:
         self._pool_logits = self._product(self._pool, panels, states, num, self._pool_logits)
         return self._pool_logits
 
+    def logits_of(self, batch: Batch, hidden: Float32) -> dict[int, tuple[Float32, Float32]]:
+        """Per draw from a cached slice: its row's logits over the table and the dynamic rows.
+
+        One product for each table and one over the dynamic rows, whatever the number of slices.
+        hidden: [rows of the batch, K].
+        """
+        if batch.draw_slice is None:
+            return {}
+        by_table: dict[int, list[int]] = {}
+        num_pool = 0
+        for d, i in enumerate(batch.draw_slice.tolist()):
+            if i >= 0 and batch.slices[i].table >= 0:
+                by_table.setdefault(batch.slices[i].table, []).append(d)
+        for slice_ in batch.slices:
+            if slice_.columns.shape[0]:
+                num_pool = max(num_pool, int(slice_.columns.max()) + 1 - slice_.num_static)
+        views: dict[int, tuple[Float32, Float32]] = {}
+        for table, draws in by_table.items():
+            rows, where = np.unique(batch.draw_rows[draws], return_inverse=True)
+            num = rows.shape[0]
+            states = hidden[rows]
+            static = self.static_logits(table, states, num)
+            pool = None
+            if num_pool > 0:
+                pool = self.pool_logits(num_pool, states, num)
+                if len(by_table) > 1:  # the next table's rows overwrite it
+                    pool = pool[:num].copy()
+            for d, place in zip(draws, where.tolist(), strict=True):
+                views[d] = static[place], _EMPTY_ROW if pool is None else pool[place]
+        return views
+
     def _product(
         self, panels: Panels, num_panels: int, states: Float32, num: int, out: Float32
     ) -> Float32:
         if out.shape[0] < num or out.shape[1] < num_panels * PANEL:
             out = np.zeros((max(num, 2 * out.shape[0]), panels.shape[0] * PANEL), np.float32)
         if num and num_panels:
-            cpu_forward.product(
-                states, num, panels.ctypes.data, num_panels, out, self._bf16, self._counter,
-                self._threads,
-            )  # fmt: skip
+            weights = float_linear(panels)._replace(num_panels=num_panels)
+            product(states, num, weights, out, self._work)
         return out
 
 

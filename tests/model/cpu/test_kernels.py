@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.model.cpu import forward as cpu_forward
+from server.model.cpu import linear
 from server.model.cpu.kernels import PANEL, pack_panels
 
 SHAPES = [(576, 960), (576, 576), (1536, 576), (48, 128), (100, 70), (64, 33), (640, 2048)]
@@ -26,10 +26,7 @@ def _packed(weight: np.ndarray) -> np.ndarray:
 
 def _product(x: np.ndarray, panels: np.ndarray, bf16: bool, threads: int) -> np.ndarray:
     out = np.full((x.shape[0], panels.shape[0] * PANEL), np.nan, np.float32)
-    counter = np.zeros(8, np.int64)
-    cpu_forward.product(
-        x, x.shape[0], panels.ctypes.data, panels.shape[0], out, bf16, counter, threads
-    )
+    linear.product(x, x.shape[0], linear.float_linear(panels), out, linear.new_work(threads))
     return out
 
 

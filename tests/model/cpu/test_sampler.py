@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawParams
 from server.model.cpu import sampler as cpu_sampler
+from server.model.cpu.draws import draw_settings
+from server.model.cpu.records import Constraints, Counts
 from server.types import SamplingParams
 
 VOCAB = 117
@@ -37,15 +39,19 @@ def _fast(logits: np.ndarray, params: DrawParams, position: int, path: list[int]
     if params.num_generated + len(path) < s.min_tokens:
         banned = params.banned_until.astype(np.int64)
     key = sampling.noise_key(s.seed, params.choice_id, position)
+    constraints = Constraints(
+        bias_ids=np.array([i for i, _ in s.logit_bias], np.int64),
+        biases=np.array([b for _, b in s.logit_bias], np.float64),
+        allowed_ids=np.array(s.allowed_token_ids or (), np.int64),
+        has_allowed=s.allowed_token_ids is not None,
+        mask=np.empty(0, np.uint32) if mask is None else mask,
+        banned_ids=banned,
+    )
     return int(
         cpu_sampler.draw(
-            padded, VOCAB, s.temperature, s.top_k, s.top_p, s.min_p, np.uint32(key[0]),
-            np.uint32(key[1]), np.array([i for i, _ in s.logit_bias], np.int64),
-            np.array([b for _, b in s.logit_bias], np.float64),
-            np.array(s.allowed_token_ids or (), np.int64), s.allowed_token_ids is not None,
-            np.empty(0, np.uint32) if mask is None else mask, banned, ids, out, prompt,
-            s.repetition_penalty, s.frequency_penalty, s.presence_penalty,
-            np.empty(VOCAB, np.float64), np.empty(0, np.int32),
+            padded, np.empty(VOCAB, np.float64), draw_settings(s), constraints,
+            Counts(ids, out, prompt), (np.uint32(key[0]), np.uint32(key[1])),
+            np.empty(0, np.int32),
         )
     )  # fmt: skip
 

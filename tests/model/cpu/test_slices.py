@@ -13,6 +13,7 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError, HeadSlice
 from server.model.cpu.kernels import PANEL, pack_panels
+from server.model.cpu.linear import new_work
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
 from server.model.cpu.sampler import argmax
 from server.model.cpu.slices import SlicedHead, gather, padded
@@ -200,7 +201,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     weight = -rng.random((rows, width), np.float32) - np.float32(0.5)
     head = np.zeros((5, width, PANEL), np.float32)
     pack_panels(weight, head)
-    sliced = SlicedHead(head, 2, np.zeros(8, np.int64))
+    sliced = SlicedHead(head, new_work(2))
     ids = np.sort(rng.choice(rows, num, replace=False)).astype(np.int32)
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)

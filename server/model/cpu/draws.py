@@ -1,0 +1,371 @@
+"""Draws: one id per draw of a Batch, with logprobs where they are asked for.
+
+What: reads a Batch's constraints, penalties and paths, and gives the sampler (sampler.py) what one
+draw needs. Logits are handed in: of the full head (head.py) or of a slice (slices.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.batch import (
+    NO_TOKEN_LEFT,
+    Batch,
+    DrawError,
+    Drawn,
+    DrawParams,
+    Int32,
+)
+from server.engine.reference_sampler import noise_key
+from server.model.cpu import sampler
+from server.model.cpu.head import FullLogits
+from server.model.cpu.records import Constraints, Counts, DrawSettings, Float32
+from server.model.cpu.slices import gather, padded
+from server.model.cpu.vector_ir import LANES
+from server.types import SamplingParams
+
+_ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
+_EMPTY_IDS = np.empty(0, np.int64)
+_EMPTY_MASK = np.empty(0, np.uint32)
+_EMPTY_BIAS = np.empty(0, np.float64)
+_NO_COUNTS = Counts(_EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS)
+
+SlicedLogits = dict[int, tuple[Float32, Float32]]
+"""SlicedHead.logits_of: per draw its row's logits over the table and the dynamic rows."""
+
+
+class Answers:
+    """The parts of a Drawn while it is made."""
+
+    def __init__(self, num: int) -> None:
+        self.token_ids = np.empty(num, np.int32)
+        self.logprobs = np.full(num, np.nan, np.float32)
+        self.ranks = np.zeros(num, np.int32)
+        self.top: list[tuple[tuple[int, float], ...]] = [()] * num
+        self.failed: list[tuple[int, str]] = []
+        self.scored: Sequence[tuple[float, int, tuple[tuple[int, float], ...]]] = ()
+
+    def drawn(self, model_s: float, head_s: float) -> Drawn:
+        """The whole. Raises DrawError when some draws failed."""
+        scored = self.scored
+        result = Drawn(
+            self.token_ids,
+            self.logprobs,
+            self.ranks,
+            self.top,
+            np.array([x[0] for x in scored], np.float32),
+            np.array([x[1] for x in scored], np.int32),
+            [x[2] for x in scored],
+            model_s,
+            head_s,
+        )
+        if self.failed:
+            raise DrawError(tuple(sorted(self.failed)), result)
+        return result
+
+
+class Draws:
+    """Draws ids from logits. Used from one thread at a time. vocab_size: real ids."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._wide = np.zeros(vocab_size, np.float64)
+        self._top_ids = np.zeros(32, np.int64)
+        self._top_logprobs = np.zeros(32, np.float32)
+        self._compact = np.zeros(LANES, np.float32)
+
+    def draw(
+        self,
+        batch: Batch,
+        hidden: Float32,
+        full: FullLogits,
+        sliced: SlicedLogits,
+        full_logits: Callable[[Int32], FullLogits],
+    ) -> Answers:
+        """All draws and scores of a batch.
+
+        hidden: final states of the batch's rows. full: logits of full_rows(batch) and the score
+        rows. full_logits: those of other rows; called last, because it may overwrite `full`.
+        """
+        num = batch.num_draws
+        result = Answers(num)
+        empty: list[int] = []
+        if batch.draw_slice is None:
+            rows = [full.places[r] for r in batch.draw_rows.tolist()]
+            self.draw_full(batch, range(num), rows, full, result)
+        else:
+            chosen = batch.draw_slice.tolist()
+            whole = [d for d in range(num) if chosen[d] < 0]
+            rows = [full.places[int(batch.draw_rows[d])] for d in whole]
+            self.draw_full(batch, whole, rows, full, result)
+            for d in range(num):
+                if chosen[d] >= 0:
+                    logits = self._slice_logits(batch, d, sliced.get(d), full)
+                    if not self._draw_sliced(batch, d, logits, hidden, result):
+                        empty.append(d)
+        result.scored = [
+            self._logprob(full.logits[full.places[int(r)]], self._vocab_size, int(t), int(k))
+            for r, t, k in zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
+        ]
+        if empty:
+            full = full_logits(batch.draw_rows[empty])
+            rows = [full.places[int(batch.draw_rows[d])] for d in empty]
+            self.draw_full(batch, empty, rows, full, result)
+        return result
+
+    def draw_full(
+        self,
+        batch: Batch,
+        draws: Sequence[int],
+        rows: list[int],
+        full: FullLogits,
+        result: Answers,
+        *,
+        keeps: bool = True,
+    ) -> None:
+        """Draws from the full head; rows[i]: the place in `full` of draws[i].
+
+        keeps: whether draws that Batch.draw_keep names go without logprobs.
+        """
+        params = [batch.params[p] for p in batch.draw_params[list(draws)].tolist()]
+        plain = [
+            _is_plain_greedy(p, batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)
+        ]
+        if all(plain):
+            ids = np.empty(len(rows), np.int32)
+            sampler.greedy(np.array(rows, np.int64), full.logits, full.states, ids)
+            result.token_ids[list(draws)] = ids
+        else:
+            for d, row, is_plain in zip(draws, rows, plain, strict=True):
+                result.token_ids[d] = self._draw_one(
+                    batch, d, full.logits[row], self._vocab_size, _ALL_IDS, full.states[row],
+                    is_plain,
+                )  # fmt: skip
+        for d, row, own in zip(draws, rows, params, strict=True):
+            token = int(result.token_ids[d])
+            if token == sampler.FAILED:
+                result.failed.append((d, _reason(full.states[row])))
+            elif own.sampling.num_logprobs is not None and not (keeps and _is_kept(batch, d)):
+                result.logprobs[d], result.ranks[d], result.top[d] = self._logprob(
+                    full.logits[row], self._vocab_size, token, own.sampling.num_logprobs
+                )
+
+    def _slice_logits(
+        self, batch: Batch, d: int, view: tuple[Float32, Float32] | None, full: FullLogits
+    ) -> Float32:
+        """The logits of draw d's slice in id order, -inf past its ids up to whole vectors.
+
+        view: from SlicedHead, or None: the slice is not cached and its row has full logits.
+        """
+        assert batch.draw_slice is not None
+        slice_ = batch.slices[int(batch.draw_slice[d])]
+        num = slice_.ids.shape[0]
+        size = padded(num)
+        if size > self._compact.shape[0]:
+            self._compact = np.zeros(2 * size, np.float32)
+        logits = self._compact[:size]
+        if view is None:
+            place = full.places[int(batch.draw_rows[d])]
+            logits[:num] = full.logits[place][slice_.ids]
+            logits[num:] = -np.inf
+        else:
+            gather(view[0], view[1], slice_, self._compact)
+        return logits
+
+    def _draw_sliced(
+        self, batch: Batch, d: int, logits: Float32, hidden: Float32, result: Answers
+    ) -> bool:
+        """A draw from a slice; False when the request's constraints leave nothing of it.
+
+        The sampler works on the slice's columns; the result is a vocabulary id. Logprobs are over
+        the slice: log-softmax of its raw logits alone.
+        """
+        assert batch.draw_slice is not None
+        slice_ = batch.slices[int(batch.draw_slice[d])]
+        num = slice_.ids.shape[0]
+        state = hidden[int(batch.draw_rows[d])]
+        own = batch.params[batch.draw_params[d]]
+        plain = _is_plain_greedy(own, batch.draw_mask[d])
+        column = self._draw_one(batch, d, logits, num, slice_.ids, state, plain)
+        if column == sampler.FAILED:
+            if sampler.is_finite_row(state):
+                return False
+            result.token_ids[d] = column
+            result.failed.append((d, _reason(state)))
+            return True
+        result.token_ids[d] = slice_.ids[column]
+        if own.sampling.num_logprobs is not None and not _is_kept(batch, d):
+            value, rank, top = self._logprob(logits, num, column, own.sampling.num_logprobs)
+            ids = slice_.ids
+            result.logprobs[d], result.ranks[d] = value, rank
+            result.top[d] = tuple((int(ids[i]), lp) for i, lp in top)
+        return True
+
+    def _draw_one(
+        self,
+        batch: Batch,
+        d: int,
+        logits: Float32,
+        num: int,
+        ids: Int32,
+        hidden: Float32,
+        plain: bool,
+    ) -> int:
+        """The column drawn from `num` logits; ids: empty, or the ids of the columns (a slice)."""
+        if not sampler.is_finite_row(hidden):
+            return sampler.FAILED
+        if plain:
+            return int(sampler.argmax(logits))
+        params = batch.params[batch.draw_params[d]]
+        mask_id = int(batch.draw_mask[d])
+        mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
+        if not ids.shape[0] and _is_plain_greedy(params, -1):  # but for its grammar
+            return int(sampler.masked_argmax(logits, mask, num))
+        s = params.sampling
+        path = _path_tokens(batch, d)
+        counts = _counts(params, path) if s.has_penalties else _NO_COUNTS
+        constraints = _constraints(params, len(path), mask)
+        if ids.shape[0]:
+            constraints, counts = _to_columns(ids, constraints, counts)
+        words = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
+        key = (np.uint32(words[0]), np.uint32(words[1]))
+        settings = draw_settings(s)
+        return int(sampler.draw(logits, self._wide[:num], settings, constraints, counts, key, ids))
+
+    def _logprob(
+        self, logits: Float32, num: int, column: int, num_top: int
+    ) -> tuple[float, int, tuple[tuple[int, float], ...]]:
+        """(logprob, rank, top) of a column of `num` logits that end in -inf pads."""
+        num_top = min(num_top, num)
+        if num_top > self._top_ids.shape[0]:
+            self._top_ids = np.zeros(num_top, np.int64)
+            self._top_logprobs = np.zeros(num_top, np.float32)
+        value, rank = sampler.logprob(
+            logits, num, column, num_top, self._top_ids, self._top_logprobs
+        )
+        top = zip(
+            self._top_ids[:num_top].tolist(), self._top_logprobs[:num_top].tolist(), strict=True
+        )
+        return float(value), int(rank), tuple(top)
+
+
+def _reason(hidden: Float32) -> str:
+    """Why no id could be drawn from a hidden state."""
+    if sampler.is_finite_row(hidden):
+        return NO_TOKEN_LEFT
+    return "the model produced values that are not finite"
+
+
+def full_rows(batch: Batch) -> Int32:
+    """Rows whose draws need the full head's logits."""
+    if batch.draw_slice is None:
+        return batch.draw_rows
+    uncached = np.array([s.table < 0 for s in batch.slices] + [True])  # -1 is the full head
+    rows: Int32 = batch.draw_rows[uncached[batch.draw_slice]]
+    return rows
+
+
+def _is_kept(batch: Batch, d: int) -> bool:
+    return batch.draw_keep is not None and bool(batch.draw_keep[d] >= 0)
+
+
+def _columns(
+    ids: Int32, wanted: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """(columns of the wanted ids that a slice has, which ones those are)."""
+    at = np.searchsorted(ids, wanted)
+    found = at < ids.shape[0]
+    found[found] = ids[at[found]] == wanted[found]
+    return at[found].astype(np.int64), found
+
+
+def _is_plain_greedy(params: DrawParams, mask_id: int) -> bool:
+    """Whether the draw is the argmax of the raw logits."""
+    s = params.sampling
+    return (
+        s.temperature == 0.0
+        and mask_id < 0
+        and not s.logit_bias
+        and s.allowed_token_ids is None
+        and not s.has_penalties
+        and s.min_tokens == 0
+    )
+
+
+def _path_tokens(batch: Batch, d: int) -> list[int]:
+    """Drafted tokens between the root and the row of draw d."""
+    tokens = []
+    while batch.draw_parent[d] >= 0:
+        tokens.append(int(batch.token_ids[batch.draw_rows[d]]))
+        d = int(batch.draw_parent[d])
+    return tokens
+
+
+def draw_settings(s: SamplingParams) -> DrawSettings:
+    """A request's numbers as the sampler takes them."""
+    return DrawSettings(
+        float(s.temperature),
+        int(s.top_k),
+        float(s.top_p),
+        float(s.min_p),
+        float(s.repetition_penalty),
+        float(s.frequency_penalty),
+        float(s.presence_penalty),
+    )
+
+
+def _constraints(params: DrawParams, num_path: int, mask: npt.NDArray[np.uint32]) -> Constraints:
+    """A draw's constraints in vocabulary ids. num_path: drafted tokens before it."""
+    s = params.sampling
+    banned = _EMPTY_IDS
+    if params.num_generated + num_path < s.min_tokens:
+        banned = params.banned_until.astype(np.int64)
+    bias_ids, biases = _EMPTY_IDS, _EMPTY_BIAS
+    if s.logit_bias:
+        bias_ids = np.array([i for i, _ in s.logit_bias], np.int64)
+        biases = np.array([b for _, b in s.logit_bias], np.float64)
+    allowed = _EMPTY_IDS
+    if s.allowed_token_ids is not None:
+        allowed = np.array(s.allowed_token_ids, np.int64)
+    return Constraints(bias_ids, biases, allowed, s.allowed_token_ids is not None, mask, banned)
+
+
+def _to_columns(ids: Int32, constraints: Constraints, counts: Counts) -> tuple[Constraints, Counts]:
+    """From ids to the columns of a slice; what is not in the slice cannot be drawn anyway."""
+    bias_ids, found = _columns(ids, constraints.bias_ids)
+    constraints = constraints._replace(
+        bias_ids=bias_ids,
+        biases=constraints.biases[found],
+        allowed_ids=_columns(ids, constraints.allowed_ids)[0],
+        banned_ids=_columns(ids, constraints.banned_ids)[0],
+    )
+    counted, found = _columns(ids, counts.ids)
+    return constraints, Counts(counted, counts.out[found], counts.prompt[found])
+
+
+def _counts(params: DrawParams, path: list[int]) -> Counts:
+    """Penalty counts of a node: its sequence's, plus its path's."""
+    ids = params.count_ids.astype(np.int64)
+    out = params.count_out.astype(np.int64)
+    prompt = params.count_prompt.astype(np.int64)
+    if not path:
+        return Counts(ids, out, prompt)
+    # A path is short and the sampler does not need the ids in order: known ids are counted in
+    # place, new ones appended.
+    new: dict[int, int] = {}
+    for token in path:
+        at = int(np.searchsorted(ids, token))
+        if at < ids.shape[0] and ids[at] == token:
+            out[at] += 1
+        else:
+            new[token] = new.get(token, 0) + 1
+    if not new:
+        return Counts(ids, out, prompt)
+    return Counts(
+        np.concatenate((ids, np.fromiter(new.keys(), np.int64))),
+        np.concatenate((out, np.fromiter(new.values(), np.int64))),
+        np.concatenate((prompt, np.zeros(len(new), np.int64))),
+    )

@@ -1,0 +1,50 @@
+"""FullHead: the LM head's logits for the rows that need them, each row once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from server.model.cpu.linear import product
+from server.model.cpu.records import Float32, Work
+from server.model.cpu.weights import PackedWeights
+
+
+class FullLogits(NamedTuple):
+    """Logits of some rows over the whole vocabulary, -inf past its last id.
+
+    logits float32 [places, outputs in whole panels], states float32 [places, hidden_size]: the
+    hidden state that a place's logits are of. places: row -> place. Valid until the next call.
+    """
+
+    logits: Float32
+    states: Float32
+    places: dict[int, int]
+
+
+class FullHead:
+    """The full LM head. Used from one thread at a time."""
+
+    def __init__(self, weights: PackedWeights, vocab_size: int, work: Work) -> None:
+        self._weights = weights.full_head
+        self._vocab_size = vocab_size
+        self._work = work
+        panels, width, outputs = weights.head.shape
+        self._states = np.zeros((0, width), np.float32)
+        self._logits = np.zeros((0, panels * outputs), np.float32)
+
+    def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
+        """Full logits of states[rows]; rows may repeat."""
+        rows = np.unique(rows)
+        num = rows.shape[0]
+        if num > self._states.shape[0]:
+            room = max(num, 2 * self._states.shape[0])
+            self._states = np.zeros((room, self._states.shape[1]), np.float32)
+            self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
+        if num:
+            self._states[:num] = states[rows]
+            product(self._states, num, self._weights, self._logits, self._work)
+            self._logits[:num, self._vocab_size :] = -np.inf
+        return FullLogits(self._logits, self._states, {int(row): i for i, row in enumerate(rows)})

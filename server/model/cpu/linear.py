@@ -1,0 +1,231 @@
+"""Matrix products of a step: out = W @ x for all rows, work shared between threads.
+
+What: one record a weight kind (here FloatLinear: float32 or bfloat16 in panels) and two functions
+that forward.py calls for every kind:
+
+    linear(x, num_rows, weights, layer, out, work)
+    gated_linear(x, num_rows, weights, layer, out, gelu, work)
+
+numba picks the implementation by the record's type, so another kind (integers) is a module with a
+NamedTuple of its own and an `@overload` of both functions, imported before forward.py is called;
+forward.py does not change. A kind must give each row the same bits whatever the other rows are and
+however many threads there are. `product` is `linear` on one matrix, for callers in Python.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, prange
+from numba.extending import overload
+
+from server.model.cpu.kernels import (
+    HALVES,
+    MAX_ROWS,
+    PANEL,
+    fetch_add,
+    gelu_gate,
+    half_panel_product,
+    panel_product,
+    silu_gate,
+)
+from server.model.cpu.records import Int64, Work
+from server.model.cpu.vector_ir import LANES
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+
+# Most rows of one work item: their inputs stay in a core's L2.
+ROW_SPAN = 16 * MAX_ROWS
+
+
+class FloatLinear(NamedTuple):
+    """float32 or bfloat16 weights in panels [num_panels, k, PANEL], one matrix a layer.
+
+    addresses: int64 [layers], of the panels, which the caller keeps alive. bf16: uint16 with
+    bfloat16 bits, else float32.
+    """
+
+    addresses: Int64
+    num_panels: int
+    bf16: bool
+
+
+def float_linear(panels: npt.NDArray[Any]) -> FloatLinear:
+    """The record of one matrix: panels [num_panels, k, PANEL], float32 or uint16 (bfloat16)."""
+    address = np.array([panels.ctypes.data], np.int64)
+    return FloatLinear(address, int(panels.shape[0]), panels.dtype == np.uint16)
+
+
+def new_work(threads: int) -> Work:
+    """The shared state of products with so many threads."""
+    pairs = np.zeros((threads, 2 * ROW_SPAN * PANEL), np.float32)
+    return Work(np.zeros(8, np.int64), pairs, threads)
+
+
+class _Task(NamedTuple):
+    """One product in addresses: x [num_rows, k], weights, out (row stride ldo)."""
+
+    x: int
+    num_rows: int
+    k: int
+    panels: int
+    num_panels: int
+    bf16: bool
+    out: int
+    ldo: int
+
+
+@_serial
+def _even_span(num_rows, num_spans):
+    """Rows of a span: all spans alike, in whole kernels. Items go panel by panel, so that a panel
+    is read from memory once and then from the cache for the other spans."""
+    span = (num_rows + num_spans - 1) // num_spans
+    if num_spans > 1:
+        span = (span + MAX_ROWS - 1) // MAX_ROWS * MAX_ROWS
+    return span
+
+
+@_serial
+def _product_share(task, counter, threads):
+    """One thread's share of out = x @ W: (panel, span of rows) items from a shared counter.
+
+    Panels that are left over when each thread has had as many are split by columns.
+    """
+    x, num_rows, k, panels, num_panels, bf16, out, ldo = task
+    item_bytes = 2 if bf16 else 4
+    size = k * PANEL * item_bytes
+    num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    span = _even_span(num_rows, num_spans)
+    num_whole = num_panels
+    if num_spans == 1:
+        num_whole -= num_panels % threads
+    num_items = (num_whole + (num_panels - num_whole) * HALVES) * num_spans
+    item = fetch_add(counter)
+    while item < num_items:
+        if item < num_whole * num_spans:
+            p = item // num_spans
+            first = item % num_spans * span
+            panel_product(
+                x + first * k * 4, k, min(span, num_rows - first), panels + p * size, k,
+                out + (first * ldo + p * PANEL) * 4, ldo, bf16,
+            )  # fmt: skip
+        else:
+            part = item - num_whole
+            column = (num_whole + part // HALVES) * PANEL + part % HALVES * (PANEL // HALVES)
+            p = column // PANEL
+            half_panel_product(
+                x, k, num_rows, panels + p * size + column % PANEL * item_bytes, k,
+                out + column * 4, ldo, bf16,
+            )  # fmt: skip
+        item = fetch_add(counter)
+
+
+@_parallel
+def _product_parallel(task, counter, threads):
+    for _ in prange(threads):
+        _product_share(task, counter, threads)
+
+
+@_serial
+def _gated_share(task, gelu, pairs, counter):
+    """One thread's share of out = act(x @ gate) * (x @ up); gate and up panels alternate."""
+    x, num_rows, k, panels, num_panels, bf16, out, ldo = task
+    size = k * PANEL * (2 if bf16 else 4)
+    num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    span = _even_span(num_rows, num_spans)
+    num_items = num_panels // 2 * num_spans
+    item = fetch_add(counter)
+    while item < num_items:
+        p = item // num_spans
+        first = item % num_spans * span
+        num = min(span, num_rows - first)
+        rows = x + first * k * 4
+        at = panels + 2 * p * size
+        panel_product(rows, k, num, at, k, pairs, 2 * PANEL, bf16)
+        panel_product(rows, k, num, at + size, k, pairs + PANEL * 4, 2 * PANEL, bf16)
+        for m in range(num):
+            target = out + ((first + m) * ldo + p * PANEL) * 4
+            gate = pairs + m * 2 * PANEL * 4
+            if gelu:
+                gelu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
+            else:
+                silu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
+        item = fetch_add(counter)
+
+
+@_parallel
+def _gated_parallel(task, gelu, pairs, counter, threads):
+    for t in prange(threads):
+        _gated_share(task, gelu, pairs[t].ctypes.data, counter)
+
+
+def linear(x, num_rows, weights, layer, out, work):
+    """out[m, :] = W @ x[m, :] for m < num_rows; x [*, k], out [*, outputs in whole panels].
+
+    weights: a weight kind's record; layer: which of its matrices. Compiled code only.
+    """
+    raise NotImplementedError
+
+
+def gated_linear(x, num_rows, weights, layer, out, gelu, work):
+    """out[m, :] = act(gate) * up, where W @ x[m, :] has gate and up in alternating panels.
+
+    out [*, half of the outputs]. Compiled code only.
+    """
+    raise NotImplementedError
+
+
+def is_kind(weights: Any, kind: type) -> bool:
+    """Whether a numba type is that of a record class: for an overload to pick itself."""
+    return getattr(weights, "instance_class", None) is kind
+
+
+@overload(linear)
+def _float_linear(x, num_rows, weights, layer, out, work):
+    if not is_kind(weights, FloatLinear):
+        return None
+
+    def multiply(x, num_rows, weights, layer, out, work):
+        work.counter[0] = 0
+        counter = work.counter.ctypes.data
+        task = _Task(
+            x.ctypes.data, num_rows, x.shape[1], weights.addresses[layer], weights.num_panels,
+            weights.bf16, out.ctypes.data, out.shape[1],
+        )  # fmt: skip
+        if work.threads == 1:
+            _product_share(task, counter, 1)
+        else:
+            _product_parallel(task, counter, work.threads)
+
+    return multiply
+
+
+@overload(gated_linear)
+def _float_gated_linear(x, num_rows, weights, layer, out, gelu, work):
+    if not is_kind(weights, FloatLinear):
+        return None
+
+    def multiply(x, num_rows, weights, layer, out, gelu, work):
+        work.counter[0] = 0
+        counter = work.counter.ctypes.data
+        task = _Task(
+            x.ctypes.data, num_rows, x.shape[1], weights.addresses[layer], weights.num_panels,
+            weights.bf16, out.ctypes.data, out.shape[1],
+        )  # fmt: skip
+        if work.threads == 1:
+            _gated_share(task, gelu, work.pairs[0].ctypes.data, counter)
+        else:
+            _gated_parallel(task, gelu, work.pairs, counter, work.threads)
+
+    return multiply
+
+
+@_serial
+def product(x, num_rows, weights, out, work):
+    """`linear` on the record's first matrix."""
+    linear(x, num_rows, weights, 0, out, work)

@@ -1,0 +1,204 @@
+"""Records: what the forward pass and the draws on a CPU are given, as NamedTuples.
+
+numba takes NamedTuples as arguments and caches the functions that take them, because these classes
+are importable. CpuRunner builds all but Rows once. A weight kind's record is beside its product
+(linear.py). Arrays are C-contiguous. L: layers, R: rows of a step, H: hidden_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
+
+# --- the forward pass -----------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """The rows of one step: a Batch's arrays of the same names (engine/batch.py)."""
+
+    num: int
+    positions: Int32
+    slots: Int32
+    seq_ids: Int32
+    prefix_len: Int32
+    path_start: Int32
+    path_len: Int32
+    path_slots: Int32
+    tables: Int32
+
+
+class Shape(NamedTuple):
+    """Sizes and switches of a model.
+
+    scale: on attention scores. has_qk_norm: RMSNorm on each head of q and k. sandwich: norms after
+    attention and MLP too. gelu: the MLP's gate is GELU's tanh form, else SiLU.
+    """
+
+    num_heads: int
+    head_dim: int
+    scale: np.float32
+    eps: np.float32
+    has_qk_norm: bool
+    sandwich: bool
+    gelu: bool
+
+
+class Layers(NamedTuple):
+    """The weights of all layers.
+
+    qkv, out, gate_up, down: one record of any weight kind each (linear.py); outputs of qkv: q
+    heads, k heads, v heads; gate and up panels alternate. norms: float32 [L, 4, H], rows NORM_*
+    of forward.py. qk_norms: float32 [L, 2, head_dim]. qkv_bias, out_bias: float32 [L, outputs], or
+    [L, 0]. final_norm: float32 [H].
+    """
+
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    norms: Float32
+    qk_norms: Float32
+    qkv_bias: Float32
+    out_bias: Float32
+    final_norm: Float32
+
+
+class Positions(NamedTuple):
+    """What a position means in each layer.
+
+    cos, sin: float32 [tables, positions, rotated dimensions / 2]. rope_ids: int64 [L], the table.
+    windows: int64 [L], 0 = all positions before.
+    """
+
+    cos: Float32
+    sin: Float32
+    rope_ids: Int64
+    windows: Int64
+
+
+class Cache(NamedTuple):
+    """K and V in blocks of 16 slots.
+
+    keys: float32 [L, kv_heads, blocks, head_dim, 16]. values: float32 [L, kv_heads, blocks, 16,
+    head_dim rounded up to 16].
+    """
+
+    keys: Float32
+    values: Float32
+
+
+class Scratch(NamedTuple):
+    """Buffers of a step, float32, room for the most rows that a Batch may have.
+
+    x [R, H]: the residual stream: embeddings before, used up after. hidden [R, H]: the result,
+    final-normed states. scores [threads, group, room], acc [threads, group, value width + 16].
+    """
+
+    x: Float32
+    normed: Float32
+    qkv: Float32
+    attended: Float32
+    projected: Float32
+    inner: Float32
+    hidden: Float32
+    scores: Float32
+    acc: Float32
+
+
+class Work(NamedTuple):
+    """Threads, and what they share while they work on one product.
+
+    counter: int64 [8], the next item. pairs: float32 [threads, at least 2 * ROW_SPAN * PANEL], a
+    thread's gate and up columns.
+    """
+
+    counter: Int64
+    pairs: Float32
+    threads: int
+
+
+class AttentionLayer(NamedTuple):
+    """One layer's view of Layers, Positions and Cache; forward.py makes it."""
+
+    bias: Float32
+    q_norm: Float32
+    k_norm: Float32
+    cos: Float32
+    sin: Float32
+    window: int
+    keys: Float32
+    values: Float32
+
+
+class RowKeys(NamedTuple):
+    """The keys of one row and one KV head: positions [start, prefix_len) through `table`, then the
+    slots of `path`. start, prefix_len: int64. keys [blocks, head_dim, 16], values [blocks, 16,
+    width]."""
+
+    start: Any
+    prefix_len: Any
+    path: Int32
+    table: Int32
+    keys: Float32
+    values: Float32
+
+
+class Residual(NamedTuple):
+    """What happens between a block's product and the next: see forward.residual.
+
+    bias: float32 [H] or [0]. post: the norm before the sum, used if has_post. following: the norm
+    after it.
+    """
+
+    bias: Float32
+    has_post: bool
+    post: Float32
+    following: Float32
+    eps: np.float32
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+class DrawSettings(NamedTuple):
+    """A request's numbers for one draw; SamplingParams has their meaning."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class Constraints(NamedTuple):
+    """What a draw adds to ids and takes away from them.
+
+    bias_ids int64 [b], biases float64 [b] (-100 and less: never). allowed_ids: int64, ascending,
+    used if has_allowed. mask: uint32 words, bit set = allowed (grammar), or empty. banned_ids:
+    int64.
+    """
+
+    bias_ids: Int64
+    biases: Float64
+    allowed_ids: Int64
+    has_allowed: bool
+    mask: UInt32
+    banned_ids: Int64
+
+
+class Counts(NamedTuple):
+    """Penalty counts, int64 [u]: how often ids[i] is in the output and in the prompt."""
+
+    ids: Int64
+    out: Int64
+    prompt: Int64
