@@ -19,7 +19,7 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 class SamplingParams:
     """How one choice draws its tokens. Every number is validated at the API's edge.
 
-    The order of processing is fixed (DESIGN.md 1.1): bias, grammar and min_tokens, penalties,
+    The order of processing is fixed (docs/DESIGN.md 1.1): bias, grammar and min_tokens, penalties,
     temperature, top-k, top-p, min-p.
 
     temperature: 0.0 is greedy (argmax, ties to the lowest id, no noise).
@@ -93,7 +93,7 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyParams:
-    """What part of the LM head a request uses (DESIGN.md section 6).
+    """What part of the LM head a request uses (docs/DESIGN.md section 6).
 
     mode: "full"; "slice": the profile's ids and the request's own, which may change the text;
     "exact": the slice proposes, the full head verifies, and the text is that of "full".

@@ -1,4 +1,4 @@
-"""The direction of imports (DESIGN.md section 3), read from the source and tried in a process."""
+"""The direction of imports (docs/DESIGN.md section 3), read from source and tried in a process."""
 
 from __future__ import annotations
 

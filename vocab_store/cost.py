@@ -1,4 +1,4 @@
-"""What a slice, a verification window and a fill of T cost: pure functions (DESIGN.md section 6).
+"""What a slice, a window and a fill of T cost: pure functions (docs/DESIGN.md section 6).
 
 `exact` proposes with a slice and verifies with the full head. In one window the model runs up to N
 steps of `body_s + slice_s` each, then one product with the full head draws all N positions again.
@@ -12,8 +12,8 @@ Where a sequence of the batch ends, every window is verified, full or not: with 
 a window runs (1 - (1 - c)^N) / c steps instead of N, and E[kept] has (1 - m)(1 - c) for 1 - m.
 
 For small m N this is about (body + slice)(1 + m N / 2) + verify / N, which is least near
-N = sqrt(2 verify / (m (body + slice))): DESIGN.md's rule. The functions below minimise the exact
-expression over whole N; the rule is there as `asymptotic_window`.
+N = sqrt(2 verify / (m (body + slice))): the rule of docs/DESIGN.md. The functions below minimise
+the exact expression over whole N; the rule is there as `asymptotic_window`.
 
 All times are seconds of one step of *this batch*: the caller passes the body cost of the batch it
 runs, so N counts steps of it. Miss chances are per emitted token.
@@ -114,7 +114,7 @@ def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> 
 
 
 def asymptotic_window(costs: HeadCosts, num_ids: float, miss: float) -> float:
-    """sqrt(2 verify / (miss step)): DESIGN.md's rule for small miss rates; inf without misses."""
+    """sqrt(2 verify / (miss step)): docs/DESIGN.md's rule for few misses; inf without any."""
     if miss == 0.0:
         return math.inf
     step_s = costs.body_s + slice_head_s(costs, num_ids)

@@ -2,10 +2,11 @@
 
 VocabTailor (arXiv 2508.15229, section 3): the head on the device holds T, a static set per task,
 and I_i, the ids of request i's prompt. Here the set is frozen at admission as a function of the
-request and the pinned profile only (DESIGN.md section 6), so no result depends on neighbours or on
-what a cache happens to hold. Ids stay global everywhere; only the head and the sampler see columns.
+request and the pinned profile only (docs/DESIGN.md section 6), so no result depends on other
+requests or on what a cache happens to hold. Ids stay global
+everywhere; only the head and the sampler see columns.
 
-What the paper's public code gets wrong and this module makes impossible (PAPERS.md):
+What the paper's public code gets wrong and this module makes impossible:
 - pad columns are zeros and win when every logit is negative: `fill_pad_columns` makes them -inf;
 - ids are unsorted, so ties are broken differently: ids and `SequenceColumns` are ascending;
 - an EOS id outside the slice never stops: `RequiredIds.check` refuses such a map by name;

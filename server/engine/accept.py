@@ -1,6 +1,6 @@
 """What becomes of the drawn ids: pure functions, no engine state.
 
-`follow` walks the tree along the drawn ids (DESIGN.md 1.1: integers are compared, nothing else).
+`follow` walks the tree along the drawn ids (docs/DESIGN.md 1.1: only integers are compared).
 `cut` is the one place where EOS, stop ids, stop strings, max_tokens and the context limit end a
 run; usage, logprobs, counts and learning all come from the run that `cut` leaves.
 """

@@ -3,7 +3,7 @@
 This is the reference that the Runners' fast samplers are tested against, and what the FakeRunner
 draws with. It draws each token once, from the fully processed distribution, with noise that
 depends on (seed, choice, absolute position, vocabulary id) alone: Gumbel-max over the kept ids.
-So the drawn id never depends on the drafter, on batch neighbours or on chunking (DESIGN.md 1.1).
+So the drawn id never depends on the drafter, on other requests or on chunks (docs/DESIGN.md 1.1).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Fields are grouped by the one module that writes them. A sequence has three mark
 tokens, emitted >= verified >= released: emitted ids exist and may be extended, verified ids can
 no longer change, released ids were handed out in a Delta. With a full LM head the three move
 together; an `exact` slice lets `verified` lag and cuts the sequence back with `rollback`
-(DESIGN.md section 6).
+(docs/DESIGN.md section 6).
 """
 
 from __future__ import annotations

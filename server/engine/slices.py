@@ -1,4 +1,4 @@
-"""Vocabulary slices in the engine: who sees which rows of the LM head (DESIGN.md section 6).
+"""Vocabulary slices in the engine: who sees which rows of the LM head (docs/DESIGN.md section 6).
 
     open    a request's slice is frozen at admission, from the request and its pinned profile alone
     seat    its rows beyond the profile's T are pinned and copied, when the sequence gets its seat

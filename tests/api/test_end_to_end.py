@@ -321,6 +321,7 @@ def rss_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_two_thousand_requests_a_third_of_them_cut_leave_nothing_behind() -> None:
     with LiveServer([spec()], max_model_len=CONTEXT) as live:

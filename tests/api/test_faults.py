@@ -25,6 +25,8 @@ from server.engine.host import start_process
 from tests.api.live import BYTE_IDS, LiveServer, wait_until
 from tests.api.test_end_to_end import CONTEXT, spec
 
+pytestmark = pytest.mark.slow
+
 MARK = BYTE_IDS[b"~"]
 SECRET = "CUDA out of memory. Tried to allocate 2.00 GiB on device-7"
 PROMPTS = ["the quick brown fox", "Once upon a time", "SELECT name FROM users", "hello world"]

@@ -27,6 +27,8 @@ from tests.api.test_end_to_end import CONTEXT, spec
 from tests.api.test_lifecycle import send_request
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 
+pytestmark = pytest.mark.slow
+
 IDS = encode(" over the lazy dog")
 LIMITS = {
     "hurried": TaskLimits(total_timeout_s=0.3),

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import configparser
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
+from tests.docker import prove
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("Dockerfile*"))
-
-
-@pytest.fixture(scope="module")
-def prove() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prove", REPOSITORY / "docker" / "prove.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["prove"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def rules() -> list[str]:
@@ -33,9 +21,7 @@ def rules() -> list[str]:
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_every_copy_has_its_source_and_the_server_is_not_root(
-    prove: ModuleType, file: Path
-) -> None:
+def test_every_copy_has_its_source_and_the_server_is_not_root(file: Path) -> None:
     found = list(prove.instructions(file.read_text()))
     names = [name for name, _ in found]
     for name, rest in found:
@@ -64,7 +50,7 @@ def test_both_images_install_torch_as_the_constraints_pin_it() -> None:
         assert f"-c constraints.txt {pinned}" in file.read_text()
 
 
-def test_ignored_like_dockerignore(prove: ModuleType) -> None:
+def test_ignored_like_dockerignore() -> None:
     lines = ["*", "!server", "!configs", "**/__pycache__", "**/*.pyc", "configs/tasks/*.corpus"]
     kept = ["server/commands/cli.py", "server/api/app.py", "configs/tasks/sql.yaml"]
     out = [
@@ -74,7 +60,7 @@ def test_ignored_like_dockerignore(prove: ModuleType) -> None:
     assert [path for path in kept + out if prove.ignored(path, lines)] == out
 
 
-def test_instructions_are_joined_and_refused_when_cut_short(prove: ModuleType) -> None:
+def test_instructions_are_joined_and_refused_when_cut_short() -> None:
     text = "# x\nFROM a AS b\nRUN one \\\n    # said why\n    && two\n\nUSER 1\n"
     assert [(n, " ".join(r.split())) for n, r in prove.instructions(text)] == [
         ("FROM", "a AS b"), ("RUN", "one && two"), ("USER", "1"),

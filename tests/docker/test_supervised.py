@@ -10,6 +10,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -106,6 +107,56 @@ def test_the_last_engines_death_ends_the_server_with_status_1(
     engine_of(process.pid).kill()
     assert process.wait(LIMIT_S) == 1
     assert "no engine is left" in (folder / "server.log").read_text()
+
+
+def test_the_unit_serves_the_server_yaml_that_its_head_installs(folder: Path) -> None:
+    """Its head's `cp` and its ExecStart, with another folder for /etc/tailor."""
+    (copied,) = re.findall(r"cp -r (.+) /etc/tailor/", UNIT.read_text())
+    etc = folder / "etc"
+    etc.mkdir()
+    for source in copied.split():
+        path = REPOSITORY / source
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, etc / path.name)
+    port = free_port()
+    settings = yaml.safe_load((etc / "server.yaml").read_text())
+    settings["listen"]["port"] = port
+    settings["models"] = [{"name": "tiny", "path": str(folder / "tiny")}]
+    settings["keys"] = [{"id": "one", "key": "sk-one"}]
+    settings["limits"]["max_body_bytes"] = 2048
+    settings["engine"] |= {"kv_cache_memory": "64MiB", "max_num_seqs": 4}
+    (etc / "server.yaml").write_text(json.dumps(settings))
+    start = unit()["Service"]["ExecStart"].replace("/etc/tailor", str(etc)).split()
+    assert start[0] == "/opt/tailor/bin/tailor"
+    told = folder / "unit.log"
+
+    def status(prompt: str, **headers: str) -> int:
+        body = json.dumps({"model": "extraction", "prompt": prompt, "max_tokens": 2}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body,
+            {"content-type": "application/json", **headers},
+        )  # fmt: skip
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    with told.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server.commands.cli", *start[1:]],
+            cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment(folder)},
+        )  # fmt: skip
+    try:
+        wait(lambda: serves(port), told.read_text)
+        key = {"authorization": "Bearer sk-one"}
+        assert status("the") == 401
+        assert status("the", **key) == 200  # extraction: a task of the copied folder
+        assert status("the " * 1000, **key) == 413
+    finally:
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0, told.read_text()
 
 
 def test_systemd_reads_the_unit_without_a_complaint(tmp_path: Path) -> None:

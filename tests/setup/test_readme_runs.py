@@ -36,7 +36,7 @@ ELSEWHERE = {
     "prometheus": "tests/monitoring/test_prometheus.py",
     "promtool": "tests/monitoring/test_prometheus.py",
     "python configs/grafana/dashboards.py": "tests/monitoring/test_grafana.py",
-    "docker": "docker/prove.py does its steps: no container engine here",
+    "docker": "tests/docker/prove.py does its steps: no container engine here",
     "sudo": "needs root and a Debian of its own",
 }
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"

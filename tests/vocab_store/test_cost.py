@@ -94,7 +94,7 @@ def max_window_cost(costs: HeadCosts, num_ids: int, miss: float, window: int) ->
 
 @given(st.floats(1e-4, 0.004), st.floats(0.2, 5.0))
 def test_the_square_root_rule_is_near_the_optimum(miss: float, ratio: float) -> None:
-    """DESIGN.md: near sqrt(2 head / (miss body)); the rule's cost is within 1 % of the best."""
+    """docs/DESIGN.md: near sqrt(2 head / (miss body)); its cost is within 1 % of the best."""
     costs = HeadCosts(1.0, ratio, 1000)
     assume(miss * ratio < 0.01)
     rule = asymptotic_window(costs, 0, miss)
@@ -104,7 +104,7 @@ def test_the_square_root_rule_is_near_the_optimum(miss: float, ratio: float) -> 
 
 
 def test_peers_table_gemma_at_one_percent_misses() -> None:
-    """PEERS.md: Gemma 3 270M, head 63 % of the bytes, 1 % slice, 1 % misses: N 18, 2.21x."""
+    """Gemma 3 270M, head 63 % of the bytes, 1 % slice, 1 % misses: N 18, 2.21x."""
     head, total = 262_144 * 640, 268_098_176
     costs = HeadCosts(body_s=1 - head / total, full_s=head / total, vocab_size=262_144)
     window, cost = best_window(costs, 2621, 0.01)

@@ -147,7 +147,7 @@ def test_misuse_is_refused() -> None:
 
 
 def test_a_dropped_profile_lives_until_its_last_sequence() -> None:
-    """A request keeps the versions it began with (DESIGN.md section 7)."""
+    """A request keeps the versions it began with (docs/DESIGN.md section 7)."""
     index = SliceCacheIndex(4)
     old, new = task_slice(1), task_slice(1, 2)
     index.add_profile("a@1", old)

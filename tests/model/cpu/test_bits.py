@@ -1,4 +1,4 @@
-"""On a CPU every row has the same bits however it got there (DESIGN.md 1.1, Numerics).
+"""On a CPU every row has the same bits however it got there (docs/DESIGN.md 1.1, Numerics).
 
 The truth here is our own one-token-at-a-time loop; test_hf_equality.py ties it to transformers.
 """

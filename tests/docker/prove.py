@@ -1,7 +1,7 @@
 """Does what a Dockerfile says in a clean Debian root, without a container engine, and uses it.
 
     sudo debootstrap --variant=minbase bookworm /srv/bookworm
-    sudo python docker/prove.py docker/Dockerfile.cpu --root /srv/bookworm --work /srv/proof
+    sudo python tests/docker/prove.py docker/Dockerfile.cpu --root /srv/bookworm --work /srv/proof
 
 Every RUN is executed and every COPY made, in the order and with the ENV, ARG, WORKDIR and USER that
 the file gives; each FROM is a fresh copy of --root (whatever image it names), or an earlier stage.
@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SILENT = {"EXPOSE", "LABEL"}
 
 
