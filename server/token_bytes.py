@@ -36,11 +36,11 @@ import numpy.typing as npt
 from server.errors import UnsupportedTokenizerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tokenizers import Tokenizer
 
-__all__ = ["VERSION", "TokenBytes", "build", "load_or_build", "open_table", "save"]
+__all__ = ["VERSION", "TokenBytes", "build", "enriched", "load_or_build", "open_table", "save"]
 
 VERSION = 2
 _MAGIC = b"TLRTOKB1"
@@ -233,6 +233,29 @@ def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
         np.asarray(special, np.int64),
         decoder.strip_start,
         _fingerprint(spec_json),
+    )
+
+
+def enriched(
+    table: TokenBytes, ids: Sequence[int], parts: Sequence[Sequence[int]], fingerprint: str
+) -> TokenBytes:
+    """`table` with tokens of an adapter's own: ids[i] has the bytes of parts[i], one after another.
+
+    fingerprint: of the enrichment (hex). The table's own fingerprint covers it, so that corpora of
+    enriched ids and of base ids are never taken for each other.
+    """
+    size = max(table.vocab_size, max(ids, default=-1) + 1)
+    pieces = [table.bytes_of(i) for i in range(size)]
+    for token_id, token in zip(ids, parts, strict=True):
+        pieces[token_id] = b"".join(table.bytes_of(part) for part in token)
+    offsets = np.zeros(size + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    return TokenBytes(
+        offsets,
+        np.frombuffer(b"".join(pieces), np.uint8),
+        table.special_ids,
+        table.strip_start,
+        hashlib.sha256(table.fingerprint + fingerprint.encode()).digest(),
     )
 
 

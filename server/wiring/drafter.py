@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter
+    from collections.abc import Sequence
+
+    from drafters.base import Drafter, DraftSession
     from drafters.options import OptionFile
     from server.engine.task_store import TaskMemory
     from server.types import SpeculationParams
+    from vocab_store.enrichment import Enrichment
 
-__all__ = ["WARM_UP", "content_id", "make_task_drafter"]
+__all__ = ["WARM_UP", "EnrichedDrafter", "content_id", "make_task_drafter"]
 
 WARM_UP = "warm-up"
 """The task of the requests that an engine answers itself before it is ready."""
@@ -31,13 +34,15 @@ def make_task_drafter(
     *,
     model: str | None = None,
     memory: TaskMemory | None = None,
+    enrichment: Enrichment | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
     memory: what the task has learned is drafted from too, and its calibration goes on.
     fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
-    another one are refused (None: not checked). Raises ValueError.
+    another one are refused (None: not checked). enrichment: the model writes its outputs in these
+    ids, so prompts are read in them, too. Raises ValueError.
     """
     from drafters.catalog import Need, make_drafter, spec_of
 
@@ -68,7 +73,41 @@ def make_task_drafter(
     drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:
         memory.calibrate(task, drafter, corpus_id)
-    return drafter
+    return drafter if enrichment is None else EnrichedDrafter(drafter, enrichment)
+
+
+class EnrichedDrafter:
+    """A drafter for a model with tokens of its own: it reads prompts as the model would write them.
+
+    A prompt keeps its base ids in the model; only here is it segmented, so that what the output
+    copies from it matches and is drafted in the output's ids. All else is the drafter's own.
+    """
+
+    def __init__(self, drafter: Drafter, enrichment: Enrichment) -> None:
+        self._drafter = drafter
+        self._segment = enrichment.segment
+        self.name = drafter.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> DraftSession:
+        """As Drafter.open; the span goes along with the ids."""
+        first, last = context_span or (0, len(prompt_ids))
+        before = self._segment(prompt_ids[:first])
+        inside = self._segment(prompt_ids[first:last])
+        span = None if context_span is None else (len(before), len(before) + len(inside))
+        return self._drafter.open(
+            [*before, *inside, *self._segment(prompt_ids[last:])],
+            context_span=span,
+            prediction_ids=self._segment(prediction_ids),
+        )
 
 
 def _read(file: OptionFile, name: str, task: str, fingerprint: str, model: str | None) -> Any:

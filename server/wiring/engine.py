@@ -17,6 +17,7 @@ from drafters import DRAFTER_NAMES
 from server.config import EngineConfig
 from server.errors import ModelError
 from server.wiring.drafter import WARM_UP, make_task_drafter
+from server.wiring.model import enrichment_of
 from server.wiring.profiles import ProfileFiles
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
     from server.types import ModelInfo, SpeculationParams, VocabularyMode
+    from vocab_store.enrichment import Enrichment
 
 __all__ = ["EngineOrder", "build_engine"]
 
@@ -115,7 +117,7 @@ def build_engine(order: EngineOrder) -> Engine:
         log.info("the first start of this model here: compiling and measuring, about a minute")
     engine = Engine(
         runner,
-        _drafter_makers(runner.info, fingerprint, memory),
+        _drafter_makers(runner.info, fingerprint, memory, enrichment_of(order.adapter)),
         _engine_settings(order),
         stop_table=stops,
         cost=load_or_measure(runner, cost_file),
@@ -145,7 +147,7 @@ def _engine_settings(order: EngineOrder) -> EngineSettings:
 
 
 def _drafter_makers(
-    info: ModelInfo, fingerprint: str, memory: TaskMemory
+    info: ModelInfo, fingerprint: str, memory: TaskMemory, enrichment: Enrichment | None
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
     """(task, speculation) -> Drafter, by the drafter's name. fingerprint: of the tokenizer."""
     return {
@@ -156,6 +158,7 @@ def _drafter_makers(
             info.eos_token_ids,
             model=info.fingerprint,
             memory=memory,
+            enrichment=enrichment,
         )
         for name in DRAFTER_NAMES
         if name != "off"

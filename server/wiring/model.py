@@ -12,8 +12,10 @@ from server.errors import ModelError
 
 if TYPE_CHECKING:
     from server.api.served_model import ServedModel
+    from server.token_bytes import TokenBytes
+    from vocab_store.enrichment import Enrichment
 
-__all__ = ["served_model", "table_file"]
+__all__ = ["enrichment_of", "served_model", "table_file"]
 
 log = logging.getLogger("tailor.server")
 
@@ -44,9 +46,13 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     table = token_bytes.load_or_build(tokenizer, table_file(folder), vocab_size)
+    enrichment = enrichment_of(model.adapter, table)
     # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
     known = tokenizer.get_vocab(with_added_tokens=True)
     vocab_size = min(vocab_size, max(known.values(), default=-1) + 1)
+    if enrichment is not None:
+        table = _enriched_table(folder, table, enrichment)
+        vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
     try:
         chat = load_chat_template(folder, tokenizer)
     except (OSError, ValueError) as error:
@@ -64,9 +70,46 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     )
 
 
-def table_file(folder: Path) -> Path:
+def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enrichment | None:
+    """What the ids of an adapter's own stand for; None where it brings none.
+
+    adapter: the adapter's folder. table: of the base tokenizer, which must be the enrichment's.
+    Raises ModelError.
+    """
+    from vocab_store.enrichment import Enrichment
+    from vocab_store.errors import EnrichmentFileError
+
+    file = None if adapter is None else Path(adapter).expanduser() / "enrichment.json"
+    if file is None or not file.is_file():
+        return None
+    try:
+        return Enrichment.load(file, tokenizer=None if table is None else table.fingerprint.hex())
+    except (EnrichmentFileError, OSError) as error:
+        raise ModelError(f"adapter {adapter}: {error}") from None
+
+
+def _enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> TokenBytes:
+    """The table with the enrichment's tokens, in its file, mapped."""
+    from server import token_bytes
+
+    wide = token_bytes.enriched(table, enrichment.ids, enrichment.parts, enrichment.hash)
+    file = table_file(folder, enrichment)
+    try:
+        if token_bytes.open_table(file).fingerprint == wide.fingerprint:
+            return token_bytes.open_table(file)
+    except (OSError, ValueError):
+        pass
+    token_bytes.save(wide, file)
+    return token_bytes.open_table(file)
+
+
+def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
+    """Where the id -> bytes table of a model's tokenizer is kept, with an enrichment's tokens."""
     from server.model.catalog import cache_dir, sha256_of
 
     tables = cache_dir() / "tokens"
     tables.mkdir(parents=True, exist_ok=True)
-    return tables / f"{sha256_of(folder / 'tokenizer.json')[:24]}.bin"
+    name = sha256_of(folder / "tokenizer.json")[:24]
+    if enrichment is not None:
+        name += f"-{enrichment.hash[:24]}"
+    return tables / f"{name}.bin"

@@ -22,7 +22,7 @@ from drafters import DRAFTER_NAMES
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
 from server.wiring.engine import EngineOrder, build_engine
-from server.wiring.model import served_model, table_file
+from server.wiring.model import enrichment_of, served_model, table_file
 from server.wiring.profiles import ProfileFiles
 from server.wiring.task_set import TaskSet
 
@@ -130,7 +130,7 @@ def _orders(
             device=device,
             dtype=model.dtype or config.engine.dtype,
             max_model_len=model.max_model_len or config.engine.max_model_len,
-            table=str(table_file(folder)),
+            table=str(table_file(folder, enrichment_of(model.adapter))),
             engine=engine,
             max_waiting_requests=config.limits.max_queued_requests,
             max_waiting_tokens=config.limits.max_queued_tokens,

@@ -1,0 +1,161 @@
+"""A model with tokens of its own, served: PEFT's ids, their text, and the same ids with drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.corpus import build_corpus
+from server.config import EngineConfig, ModelConfig, ServerConfig
+from server.engine.engine import Engine
+from server.errors import ModelError
+from server.training.lora import LoraOptions, prepare, save
+from server.types import Request, SamplingParams, SpeculationParams
+from server.wiring.drafter import EnrichedDrafter, make_task_drafter
+from server.wiring.engine import build_engine
+from server.wiring.model import served_model
+from server.wiring.server import plan_server
+from tests.model.tiny_models import save_tiny
+from vocab_store.enrichment import Enrichment
+
+pytest.importorskip("peft")
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+V, NEW = 128, 6
+PROMPTS = [(5, 9, 40, 8), (60, 61, 62, 60, 61, 62), (100, 7)]
+
+
+def _fingerprint(folder: Path) -> str:
+    return served_model(ModelConfig(name="m", path="m"), folder, None).table.fingerprint.hex()
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Enrichment, Any]:
+    """(model folder, adapter folder, enrichment, PEFT's merged model)."""
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    model = save_tiny(folder, "llama")
+    fingerprint = _fingerprint(folder)
+    parts = ((60, 61), (70, 71, 72), (61, 62), (9, 40), (62, 60), (100, 101, 102))
+    enrichment = Enrichment(fingerprint, V, tuple(range(V, V + NEW)), parts)
+    tuned = prepare(model, enrichment, LoraOptions(rank=4), tokenizer=fingerprint)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in tuned.model.named_parameters():
+            if parameter.requires_grad:
+                # Head rows that are large: the new ids win often.
+                factor = 1.0 if "lm_head" in name else 0.05
+                parameter.add_(torch.randn_like(parameter) * factor)
+    save(tuned, tmp_path / "adapter")
+    return folder, tmp_path / "adapter", enrichment, tuned.model.merge_and_unload().eval()
+
+
+def _config(adapter: Path) -> ServerConfig:
+    return ServerConfig(
+        models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),),
+        engine=EngineConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+
+
+def _answers(engine: Engine, speculation: SpeculationParams, **sampling: Any) -> list[list[int]]:
+    """The ids of every prompt's answer, all prompts at once."""
+    ids: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        settings = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}
+        engine.submit(
+            Request(str(i), "t", "m", prompt, SamplingParams(**settings), speculation=speculation)
+        )
+        ids[str(i)] = []
+    deltas = engine.take_deltas()
+    while engine.has_work:
+        deltas += engine.step()
+    for delta in deltas:
+        assert delta.error is None, delta.error
+        ids[delta.request_id] += delta.token_ids
+    return list(ids.values())
+
+
+def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(
+    served: tuple[Path, Path, Enrichment, Any],
+) -> None:
+    folder, adapter, enrichment, merged = served
+    plan = plan_server(_config(adapter), {}, {"m": folder})
+    [order] = plan.orders
+    engine = build_engine(order)
+    try:
+        plain = _answers(engine, SpeculationParams(drafter="off"))
+        for prompt, answer in zip(PROMPTS, plain, strict=True):
+            with torch.no_grad():
+                theirs = merged.generate(
+                    torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None,
+                    pad_token_id=0,
+                )  # fmt: skip
+            assert answer == theirs[0, len(prompt) :].tolist()
+        new = [i for answer in plain for i in answer if i >= V]
+        assert len(new) > 10, "the test is about ids of the adapter's own"
+        for drafter in ("suffix", "auto", "trie"):
+            drafts = SpeculationParams(drafter=drafter, max_draft_tokens=8)
+            assert _answers(engine, drafts) == plain
+            sampled = {"temperature": 1.0, "seed": 4}
+            assert _answers(engine, drafts, **sampled) == _answers(
+                engine, SpeculationParams(drafter="off"), **sampled
+            )
+    finally:
+        engine.close()
+
+    model = plan.models["m"]
+    assert model.vocab_size == V + NEW
+    for answer in plain:
+        text = model.table.join(answer, skip_special=False)
+        assert text == model.table.join(enrichment.expand(answer), skip_special=False)
+
+
+def test_a_corpus_of_base_ids_is_not_taken_for_one_of_enriched_ids(
+    served: tuple[Path, Path, Enrichment, Any], tmp_path: Path
+) -> None:
+    folder, adapter, enrichment, _ = served
+    model = plan_server(_config(adapter), {}, {"m": folder}).models["m"]
+    fingerprint = model.table.fingerprint.hex()
+    assert fingerprint != enrichment.tokenizer
+    outputs = [enrichment.segment([60, 61, 62, 9, 40, 2])] * 5
+    corpus = tmp_path / "t.corpus"
+    speculation = SpeculationParams(drafter="auto", corpus=str(corpus))
+    build_corpus([([5], o) for o in outputs], fingerprint=fingerprint).save(corpus)
+    drafter = make_task_drafter("auto", fingerprint, (2,), "t", speculation, enrichment=enrichment)
+    assert isinstance(drafter, EnrichedDrafter)
+    session = drafter.open([5])
+    drafted = session.propose(8, 8)
+    assert outputs[0][0] in drafted.token_ids.tolist()
+    session.close()
+    build_corpus([([5], [60, 61, 2])], fingerprint=enrichment.tokenizer).save(corpus)
+    with pytest.raises(ValueError, match=r"tokenizer|fingerprint"):
+        make_task_drafter("auto", fingerprint, (2,), "t", speculation, enrichment=enrichment)
+
+
+def test_what_a_prompt_holds_is_drafted_in_the_models_own_ids(
+    served: tuple[Path, Path, Enrichment, Any],
+) -> None:
+    _, _, enrichment, _ = served
+    drafter = make_task_drafter(
+        "prompt", "f", (2,), "t", SpeculationParams(drafter="prompt"), enrichment=enrichment
+    )
+    session = drafter.open([5, 30, 31, 60, 61, 70, 71, 72, 8, 9])
+    session.extend([30, 31])
+    tree = session.propose(4, 4)
+    assert tree.token_ids.tolist()[:2] == enrichment.segment([60, 61, 70, 71, 72])
+    session.close()
+
+
+def test_an_enrichment_of_another_tokenizer_is_refused_before_anything_is_loaded(
+    served: tuple[Path, Path, Enrichment, Any],
+) -> None:
+    folder, adapter, enrichment, _ = served
+    Enrichment("00" * 32, V, enrichment.ids, enrichment.parts).save(adapter / "enrichment.json")
+    with pytest.raises(ModelError, match="another tokenizer"):
+        plan_server(_config(adapter), {}, {"m": folder})
