@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 MAX_ECHO = 200
 """Most characters of a client's input that a message may repeat."""
@@ -130,17 +130,6 @@ class TailorError(Exception):
             retry_after_s=self.retry_after_s,
             headers=self.headers,
         )
-
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's shape."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
 
 
 class ConfigError(TailorError):

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
 
 from server.api.chat_intake import ChatOrder
-from server.api.engines.client import Submission
-from server.api.sources import (
-    RejectedDraft,
-    RejectedDrafts,
-    SourceRun,
-    join_runs,
-    text_by_source,
+from server.api.chunks import (
+    CallDelta,
+    ChatChunk,
+    ChatChunkChoice,
+    MessageDelta,
+    ToolCallDelta,
 )
+from server.api.engines.client import Submission
+from server.api.responses import (
+    CallPart,
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    RejectedDraft,
+    SourceRun,
+    TokenChance,
+    TokenLogprobs,
+    ToolCall,
+)
+from server.api.sources import RejectedDrafts, join_runs, text_by_source
 from server.api.streaming import (
     LOWEST_LOGPROB,
     ChunkFrame,
-    quote,
     shown_stop_reason,
     stream_events,
+    told_finish,
 )
 from server.api.text import TextStream
 from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
@@ -36,7 +50,7 @@ class _Piece:
     """What one Delta adds to a choice: content and calls in order, and facts about its tokens."""
 
     events: list[ToolEvent]
-    logprobs: list[dict[str, Any]]
+    logprobs: list[TokenLogprobs]
     token_ids: tuple[int, ...]
     sources: list[SourceRun]
     rejected: list[RejectedDraft]
@@ -83,7 +97,7 @@ class _Choice:
         rejected = [] if self._rejected is None else self._rejected.take(delta)
         return _Piece(events, self._logprobs(delta), delta.token_ids, sources, rejected)
 
-    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+    def _logprobs(self, delta: Delta) -> list[TokenLogprobs]:
         """Of the tokens that are the message's: an id that only ends it is none of them."""
         if self._order.order.logprobs is None:
             return []
@@ -92,18 +106,21 @@ class _Choice:
             entries = entries[:-1]
         return [self._entry(entry) for entry in entries]
 
-    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        return {
-            **self._token(entry.token_id, entry.logprob),
-            "top_logprobs": [self._token(token_id, value) for token_id, value in entry.top],
-        }
+    def _entry(self, entry: TokenLogprob) -> TokenLogprobs:
+        token_id = entry.token_id
+        return TokenLogprobs(
+            token=self._order.names[token_id],
+            logprob=max(entry.logprob, LOWEST_LOGPROB),
+            bytes=list(self._order.table.bytes_of(token_id)),
+            top_logprobs=[self._token(top_id, value) for top_id, value in entry.top],
+        )
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._order.names[token_id],
-            "logprob": max(logprob, LOWEST_LOGPROB),
-            "bytes": list(self._order.table.bytes_of(token_id)),
-        }
+    def _token(self, token_id: int, logprob: float) -> TokenChance:
+        return TokenChance(
+            token=self._order.names[token_id],
+            logprob=max(logprob, LOWEST_LOGPROB),
+            bytes=list(self._order.table.bytes_of(token_id)),
+        )
 
 
 def _choices(order: ChatOrder) -> list[_Choice]:
@@ -115,8 +132,8 @@ class _Message:
     """A choice's message, put together from its pieces."""
 
     content: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sources: list[SourceRun] = field(default_factory=list)
     rejected: list[RejectedDraft] = field(default_factory=list)
@@ -126,30 +143,25 @@ class _Message:
             if isinstance(event, str):
                 self.content.append(event)
             elif isinstance(event, CallStart):
-                function = {"name": event.name, "arguments": ""}
-                self.calls.append({"id": event.call_id, "type": "function", "function": function})
+                function = CallPart(name=event.name, arguments="")
+                self.calls.append(ToolCall(id=event.call_id, function=function))
             else:
-                self.calls[event.index]["function"]["arguments"] += event.text
+                self.calls[event.index].function.arguments += event.text
         self.logprobs += piece.logprobs
         self.token_ids += piece.token_ids
         self.sources += piece.sources
         self.rejected += piece.rejected
 
-    def object(self) -> dict[str, Any]:
+    def shown(self) -> ChatMessage:
         """OpenAI's message."""
         content = "".join(self.content)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content if content or not self.calls else None,
-            "refusal": None,
-            "annotations": [],
-        }
+        message = ChatMessage(content=content if content or not self.calls else None)
         if self.calls:
-            message["tool_calls"] = self.calls
+            message.tool_calls = self.calls
         return message
 
 
-async def chat_object(order: ChatOrder, submission: Submission) -> dict[str, Any]:
+async def chat_object(order: ChatOrder, submission: Submission) -> ChatAnswer:
     """The whole response, once every choice ended. Raises the TailorError that ended it early."""
     inner = order.order
     choices = _choices(order)
@@ -157,134 +169,131 @@ async def chat_object(order: ChatOrder, submission: Submission) -> dict[str, Any
     async for arrived in submission:
         for _, delta in arrived:
             messages[delta.choice_id].add(choices[delta.choice_id].take(delta))
-    shown = []
-    for choice, message in zip(choices, messages, strict=True):
-        entry: dict[str, Any] = {
-            "index": choice.index,
-            "message": message.object(),
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-        }
-        if inner.logprobs is not None:
-            entry["logprobs"] = {"content": message.logprobs, "refusal": None}
-        if (reason := shown_stop_reason(choice.stop_reason)) is not None:
-            entry["stop_reason"] = reason
-        if inner.return_token_ids:
-            entry["token_ids"] = message.token_ids
-            entry["prompt_token_ids"] = list(inner.requests[0].prompt_ids)
-        if inner.include_token_sources:
-            entry["token_sources"] = join_runs(message.sources)
-        if inner.include_rejected_drafts:
-            entry["rejected_drafts"] = message.rejected
-        shown.append(entry)
-    response = {
-        "id": inner.request_id,
-        "object": "chat.completion",
-        "created": inner.created,
-        "model": inner.label,
-        "choices": shown,
-        "usage": usage_report(submission.accounts),
-        "system_fingerprint": inner.model.fingerprint or None,
-    }
-    if order.service_tier is not None:
-        response["service_tier"] = order.service_tier
-    if inner.include_speculation:
-        response["speculation"] = speculation_report(submission.accounts)
-    return response
+    return ChatAnswer(
+        id=inner.request_id,
+        created=inner.created,
+        model=inner.label,
+        choices=[_shown(order, *pair) for pair in zip(choices, messages, strict=True)],
+        usage=usage_report(submission.accounts),
+        system_fingerprint=inner.model.fingerprint or None,
+        service_tier=_tier(order),
+        speculation=(
+            speculation_report(submission.accounts) if inner.include_speculation else UNSET
+        ),
+    )
+
+
+def _tier(order: ChatOrder) -> Literal["default"] | UnsetType:
+    return UNSET if order.service_tier is None else "default"
+
+
+def _shown(order: ChatOrder, choice: _Choice, message: _Message) -> ChatChoice:
+    """A choice that ended."""
+    inner = order.order
+    shown = ChatChoice(
+        index=choice.index,
+        message=message.shown(),
+        logprobs=None if inner.logprobs is None else ChatLogprobs(content=message.logprobs),
+        finish_reason=told_finish(choice.finish_reason),
+    )
+    if (reason := shown_stop_reason(choice.stop_reason)) is not None:
+        shown.stop_reason = reason
+    if inner.return_token_ids:
+        shown.token_ids = tuple(message.token_ids)
+        shown.prompt_token_ids = inner.requests[0].prompt_ids
+    if inner.include_token_sources:
+        shown.token_sources = join_runs(message.sources)
+    if inner.include_rejected_drafts:
+        shown.rejected_drafts = message.rejected
+    return shown
 
 
 class _ChunkWriter:
-    """Writes the chunks of a response as text."""
+    """Writes the chunks of a response as events."""
 
     def __init__(self, order: ChatOrder, submission: Submission) -> None:
-        tier = "" if order.service_tier is None else f'"service_tier":{quote(order.service_tier)},'
         self._order = order
         self._choices = _choices(order)
         self._num_open = len(self._choices)
         self._begun: set[int] = set()
         self._told_prompt: set[int] = set()
-        self.frame = ChunkFrame(order.order, submission, "chat.completion.chunk", tier)
+        self.frame = ChunkFrame(order.order, submission, ChatChunk, service_tier=_tier(order))
 
-    def write(self, arrived: list[tuple[int, Delta]]) -> str:
+    def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
         """The events of what arrived together."""
-        out: list[str] = []
+        out: list[bytes] = []
         for _, delta in arrived:
             self._num_open -= delta.finish_reason is not None
             choice = self._choices[delta.choice_id]
             out += self._chunks(choice, delta, choice.take(delta))
-        return "".join(out)
+        return b"".join(out)
 
-    def _chunks(self, choice: _Choice, delta: Delta, piece: _Piece) -> list[str]:
+    def _chunks(self, choice: _Choice, delta: Delta, piece: _Piece) -> list[bytes]:
         """The chunks of one Delta: the role before anything else, one for each piece of content and
         of a call, and one without a delta that has the finish_reason."""
-        self.frame.num_sent += len(delta.token_ids)
         ended = delta.finish_reason is not None
         deltas = [_delta_of(event) for event in piece.events]
-        extra = self._extra(choice, piece)
-        has_more = bool(piece.logprobs) or bool(extra)
-        if has_more and not deltas:
-            deltas.append('"content":""')
+        if not deltas and (piece.logprobs or self._has_extras(piece)):
+            deltas.append(MessageDelta(content=""))
         # Whether a message begins with content or with a call is not known before either is there.
         waits = self._order.style is not None and not deltas and not ended
-        chunks: list[str] = []
+        chunks: list[bytes] = []
         if choice.index not in self._begun and not waits:
             self._begun.add(choice.index)
-            if deltas and deltas[0].startswith('"tool_calls"'):
-                deltas[0] = f'"role":"assistant","content":null,{deltas[0]},"refusal":null'
+            if deltas and deltas[0].tool_calls is not UNSET:
+                deltas[0].role, deltas[0].content, deltas[0].refusal = "assistant", None, None
             else:
-                chunks.append(
-                    self._chunk(choice, '"role":"assistant","content":"","refusal":null', "null")
-                )
-        for i, text in enumerate(deltas):
-            logprobs = "null"
+                role = MessageDelta(role="assistant", content="", refusal=None)
+                chunks.append(self._chunk(ChatChunkChoice(index=choice.index, delta=role)))
+        self.frame.num_sent += len(delta.token_ids)
+        for i, part in enumerate(deltas):
+            shown = ChatChunkChoice(index=choice.index, delta=part)
             if self._order.order.logprobs is not None and i == 0:
-                logprobs = json.dumps({"content": piece.logprobs, "refusal": None})
-            chunks.append(self._chunk(choice, text, logprobs, extra=extra if i == 0 else ""))
+                shown.logprobs = ChatLogprobs(content=piece.logprobs)
+            if i == 0:
+                self._add_extras(shown, piece)
+            chunks.append(self._chunk(shown))
         if ended:
-            reason = shown_stop_reason(choice.stop_reason)
-            told = "" if reason is None else f',"stop_reason":{json.dumps(reason)}'
-            finish = quote(str(choice.finish_reason))
-            chunks.append(self._chunk(choice, "", "null", finish=finish, extra=told))
+            shown = ChatChunkChoice(index=choice.index, delta=MessageDelta())
+            shown.finish_reason = told_finish(choice.finish_reason)
+            if (reason := shown_stop_reason(choice.stop_reason)) is not None:
+                shown.stop_reason = reason
+            chunks.append(self._chunk(shown))
         return chunks
 
-    def _extra(self, choice: _Choice, piece: _Piece) -> str:
+    def _has_extras(self, piece: _Piece) -> bool:
+        has_ids = self._order.order.return_token_ids and bool(piece.token_ids)
+        return has_ids or bool(piece.sources or piece.rejected)
+
+    def _add_extras(self, shown: ChatChunkChoice, piece: _Piece) -> None:
         """Members beside OpenAI's, for the Delta's first chunk."""
         inner = self._order.order
-        extra = ""
         if inner.return_token_ids and piece.token_ids:
-            extra = f',"token_ids":{json.dumps(piece.token_ids)}'
-            if choice.index not in self._told_prompt:
-                self._told_prompt.add(choice.index)
-                extra += f',"prompt_token_ids":{json.dumps(inner.requests[0].prompt_ids)}'
+            shown.token_ids = piece.token_ids
+            if shown.index not in self._told_prompt:
+                self._told_prompt.add(shown.index)
+                shown.prompt_token_ids = inner.requests[0].prompt_ids
         if piece.sources:
-            extra += f',"token_sources":{json.dumps(piece.sources)}'
+            shown.token_sources = piece.sources
         if piece.rejected:
-            extra += f',"rejected_drafts":{json.dumps(piece.rejected)}'
-        return extra
+            shown.rejected_drafts = piece.rejected
 
-    def _chunk(
-        self, choice: _Choice, delta: str, logprobs: str, *, finish: str = "null", extra: str = ""
-    ) -> str:
-        return self.frame.chunk(
-            f'{{"index":{choice.index},"delta":{{{delta}}},"logprobs":{logprobs},'
-            f'"finish_reason":{finish}{extra}}}',
-            is_last=not self._num_open and finish != "null",
-        )
+    def _chunk(self, choice: ChatChunkChoice) -> bytes:
+        is_last = not self._num_open and choice.finish_reason is not None
+        return self.frame.chunk(choice, is_last=is_last)
 
 
-def _delta_of(event: ToolEvent) -> str:
-    """The members of a chunk's delta, as JSON text."""
+def _delta_of(event: ToolEvent) -> MessageDelta:
+    """A chunk's delta."""
     if isinstance(event, str):
-        return f'"content":{quote(event)}'
+        return MessageDelta(content=event)
     if isinstance(event, CallStart):
-        return (
-            f'"tool_calls":[{{"index":{event.index},"id":{quote(event.call_id)},'
-            f'"type":"function","function":{{"name":{quote(event.name)},"arguments":""}}}}]'
-        )
-    assert isinstance(event, ArgumentsPiece)
-    return (
-        f'"tool_calls":[{{"index":{event.index},"function":{{"arguments":{quote(event.text)}}}}}]'
-    )
+        start = CallDelta(name=event.name, arguments="")
+        call = ToolCallDelta(index=event.index, id=event.call_id, type="function", function=start)
+    else:
+        assert isinstance(event, ArgumentsPiece)
+        call = ToolCallDelta(index=event.index, function=CallDelta(arguments=event.text))
+    return MessageDelta(tool_calls=[call])
 
 
 def chat_events(order: ChatOrder, submission: Submission) -> AsyncGenerator[bytes, None]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Any
 
+from msgspec import UNSET
+
+from server.api.chunks import CompletionChunk, CompletionChunkChoice
 from server.api.engines.client import Submission
 from server.api.intake import CompletionOrder
 from server.api.intake_prompts import PromptText
-from server.api.sources import (
+from server.api.responses import (
+    CompletionAnswer,
+    CompletionChoice,
+    Logprobs,
     RejectedDraft,
-    RejectedDrafts,
     SourceRun,
-    join_runs,
-    text_by_source,
 )
+from server.api.sources import RejectedDrafts, join_runs, text_by_source
 from server.api.streaming import (
     LOWEST_LOGPROB,
     ChunkFrame,
-    quote,
     shown_stop_reason,
     stream_events,
+    told_finish,
 )
 from server.api.text import CharCounter, TextStream, TokenNames
 from server.api.usage import speculation_report, usage_report
@@ -36,7 +38,7 @@ class _Piece:
     """What one Delta adds to a choice's answer."""
 
     text: str
-    logprobs: dict[str, list[Any]] | None
+    logprobs: Logprobs | None
     token_ids: tuple[int, ...]
     sources: list[SourceRun]
     rejected: list[RejectedDraft]
@@ -78,9 +80,9 @@ class _Choice:
     def take(self, delta: Delta, prompt_logprobs: tuple[TokenLogprob | None, ...]) -> _Piece:
         """Add one Delta. prompt_logprobs: those of the prompt (echo with logprobs)."""
         text = ""
-        logprobs: dict[str, list[Any]] | None = None
+        logprobs: Logprobs | None = None
         if self._logprobs is not None:
-            logprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+            logprobs = Logprobs()
         if not self._started:
             self._started = True
             if self._echo:
@@ -101,9 +103,7 @@ class _Choice:
         rejected = [] if self._rejected is None else self._rejected.take(delta)
         return _Piece(text, logprobs, delta.token_ids, sources, rejected)
 
-    def _echo_logprobs(
-        self, logprobs: dict[str, list[Any]], entries: tuple[TokenLogprob | None, ...]
-    ) -> None:
+    def _echo_logprobs(self, logprobs: Logprobs, entries: tuple[TokenLogprob | None, ...]) -> None:
         counter = CharCounter()
         for i, piece in enumerate(self._prompt.pieces):
             offset = counter.push(piece)
@@ -111,10 +111,10 @@ class _Choice:
             if entry is not None:
                 _add_logprob(logprobs, offset, entry, self._names)
             else:
-                logprobs["text_offset"].append(offset)
-                logprobs["tokens"].append(self._names[self.request.prompt_ids[i]])
-                logprobs["token_logprobs"].append(None)
-                logprobs["top_logprobs"].append(None)
+                logprobs.text_offset.append(offset)
+                logprobs.tokens.append(self._names[self.request.prompt_ids[i]])
+                logprobs.token_logprobs.append(None)
+                logprobs.top_logprobs.append(None)
 
     @property
     def mean_logprob(self) -> float:
@@ -122,18 +122,16 @@ class _Choice:
         return self.sum_logprob / self.num_tokens if self.num_tokens else float("-inf")
 
 
-def _add_logprob(
-    logprobs: dict[str, list[Any]], offset: int, entry: TokenLogprob, names: TokenNames
-) -> None:
+def _add_logprob(logprobs: Logprobs, offset: int, entry: TokenLogprob, names: TokenNames) -> None:
     name, logprob = names[entry.token_id], max(entry.logprob, LOWEST_LOGPROB)
     top: dict[str, float] = {}
     for token_id, value in entry.top:
         top.setdefault(names[token_id], max(value, LOWEST_LOGPROB))
     top.setdefault(name, logprob)
-    logprobs["text_offset"].append(offset)
-    logprobs["tokens"].append(name)
-    logprobs["token_logprobs"].append(logprob)
-    logprobs["top_logprobs"].append(top)
+    logprobs.text_offset.append(offset)
+    logprobs.tokens.append(name)
+    logprobs.token_logprobs.append(logprob)
+    logprobs.top_logprobs.append(top)
 
 
 class _Choices:
@@ -158,7 +156,7 @@ class _Choices:
             yield choice, delta, choice.take(delta, self._prompt_logprobs.get(i, ()))
 
 
-async def completion_object(order: CompletionOrder, submission: Submission) -> dict[str, Any]:
+async def completion_object(order: CompletionOrder, submission: Submission) -> CompletionAnswer:
     """The whole response, once every choice ended. Raises the TailorError that ended it early."""
     choices = _Choices(order)
     pieces: dict[int, list[_Piece]] = {}
@@ -172,97 +170,96 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> d
             best = sorted(of_prompt, key=lambda c: (-c.mean_logprob, c.index))[: order.num_choices]
         for k, choice in enumerate(best):
             own = pieces.get(choice.index, [])
-            entry: dict[str, Any] = {
-                "text": "".join(piece.text for piece in own),
-                "index": i * order.num_choices + k,
-                "logprobs": _join_logprobs(own) if order.logprobs is not None else None,
-                "finish_reason": choice.finish_reason,
-            }
-            if choice.stop_reason is not None:
-                entry["stop_reason"] = shown_stop_reason(choice.stop_reason)
-            if order.return_token_ids:
-                entry["token_ids"] = [t for piece in own for t in piece.token_ids]
-                entry["prompt_token_ids"] = list(order.requests[i].prompt_ids)
-            if order.include_token_sources:
-                entry["token_sources"] = join_runs([run for piece in own for run in piece.sources])
-            if order.include_rejected_drafts:
-                entry["rejected_drafts"] = [draft for piece in own for draft in piece.rejected]
-            shown.append(entry)
-    response = {
-        "id": order.request_id,
-        "object": "text_completion",
-        "created": order.created,
-        "model": order.label,
-        "system_fingerprint": order.model.fingerprint or None,
-        "choices": shown,
-        "usage": usage_report(submission.accounts),
-    }
-    if order.include_speculation:
-        response["speculation"] = speculation_report(submission.accounts)
-    return response
+            shown.append(_shown(order, choice, own, i * order.num_choices + k))
+    return CompletionAnswer(
+        id=order.request_id,
+        created=order.created,
+        model=order.label,
+        system_fingerprint=order.model.fingerprint or None,
+        choices=shown,
+        usage=usage_report(submission.accounts),
+        speculation=(
+            speculation_report(submission.accounts) if order.include_speculation else UNSET
+        ),
+    )
 
 
-def _join_logprobs(pieces: list[_Piece]) -> dict[str, list[Any]]:
-    joined: dict[str, list[Any]] = {
-        "text_offset": [],
-        "token_logprobs": [],
-        "tokens": [],
-        "top_logprobs": [],
-    }
+def _shown(
+    order: CompletionOrder, choice: _Choice, pieces: list[_Piece], index: int
+) -> CompletionChoice:
+    """A choice that ended, put together from its pieces."""
+    shown = CompletionChoice(
+        text="".join(piece.text for piece in pieces),
+        index=index,
+        logprobs=_join_logprobs(pieces) if order.logprobs is not None else None,
+        finish_reason=told_finish(choice.finish_reason),
+    )
+    if choice.stop_reason is not None:
+        shown.stop_reason = shown_stop_reason(choice.stop_reason)
+    if order.return_token_ids:
+        shown.token_ids = tuple(t for piece in pieces for t in piece.token_ids)
+        shown.prompt_token_ids = choice.request.prompt_ids
+    if order.include_token_sources:
+        shown.token_sources = join_runs([run for piece in pieces for run in piece.sources])
+    if order.include_rejected_drafts:
+        shown.rejected_drafts = [draft for piece in pieces for draft in piece.rejected]
+    return shown
+
+
+def _join_logprobs(pieces: list[_Piece]) -> Logprobs:
+    joined = Logprobs()
     for piece in pieces:
         if piece.logprobs is not None:
-            for name, values in piece.logprobs.items():
-                joined[name] += values
+            joined.text_offset += piece.logprobs.text_offset
+            joined.token_logprobs += piece.logprobs.token_logprobs
+            joined.tokens += piece.logprobs.tokens
+            joined.top_logprobs += piece.logprobs.top_logprobs
     return joined
 
 
 class _ChunkWriter:
-    """Writes the chunks of a response as text."""
+    """Writes the chunks of a response as events."""
 
     def __init__(self, order: CompletionOrder, submission: Submission) -> None:
         self._order = order
         self._choices = _Choices(order)
         self._num_open = sum(len(of_prompt) for of_prompt in self._choices.of)
         self._seen: set[int] = set()
-        self.frame = ChunkFrame(order, submission, "text_completion")
+        self.frame = ChunkFrame(order, submission, CompletionChunk)
 
-    def write(self, arrived: list[tuple[int, Delta]]) -> str:
+    def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
         """The events of what arrived together."""
-        out: list[str] = []
+        out: list[bytes] = []
         for choice, delta, piece in self._choices.take(arrived):
             self._num_open -= delta.finish_reason is not None
             out.append(self._chunk(choice, delta, piece))
-        return "".join(out)
+        return b"".join(out)
 
-    def _chunk(self, choice: _Choice, delta: Delta, piece: _Piece) -> str:
-        """The chunk of one Delta, "" while its text may still be part of a stop string."""
+    def _chunk(self, choice: _Choice, delta: Delta, piece: _Piece) -> bytes:
+        """The chunk of one Delta, b"" while its text may still be part of a stop string."""
         order = self._order
         self.frame.num_sent += len(delta.token_ids)
         ended = delta.finish_reason is not None
-        has_logprobs = piece.logprobs is not None and bool(piece.logprobs["tokens"])
+        has_logprobs = piece.logprobs is not None and bool(piece.logprobs.tokens)
         has_ids = order.return_token_ids and bool(piece.token_ids)
         has_drafts = bool(piece.sources or piece.rejected)
         if not (piece.text or ended or has_logprobs or has_ids or has_drafts):
-            return ""
-        extra = ""
+            return b""
+        shown = CompletionChunkChoice(text=piece.text, index=choice.index, logprobs=piece.logprobs)
+        if ended:
+            shown.finish_reason = told_finish(choice.finish_reason)
         if order.return_token_ids:
-            extra = f',"token_ids":{json.dumps(piece.token_ids)}'
+            shown.token_ids = piece.token_ids
             if choice.index not in self._seen:
                 self._seen.add(choice.index)
-                extra += f',"prompt_token_ids":{json.dumps(choice.request.prompt_ids)}'
+                shown.prompt_token_ids = choice.request.prompt_ids
         if order.include_token_sources:
-            extra += f',"token_sources":{json.dumps(piece.sources)}'
+            shown.token_sources = piece.sources
         if order.include_rejected_drafts:
-            extra += f',"rejected_drafts":{json.dumps(piece.rejected)}'
+            shown.rejected_drafts = piece.rejected
         if choice.stop_reason is not None:
-            extra += f',"stop_reason":{json.dumps(shown_stop_reason(choice.stop_reason))}'
-        finish = quote(str(choice.finish_reason)) if ended else "null"
-        logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
-        return self.frame.chunk(
-            f'{{"text":{quote(piece.text)},"index":{choice.index},'
-            f'"logprobs":{logprobs},"finish_reason":{finish}{extra}}}',
-            is_last=not self._num_open,
-        )
+            shown.stop_reason = shown_stop_reason(choice.stop_reason)
+        return self.frame.chunk(shown, is_last=not self._num_open)
 
 
 def completion_events(

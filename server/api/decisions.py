@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from server.api.decision_body import (
     ChoiceQuestion,
@@ -28,6 +27,17 @@ from server.api.decision_body import (
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
 from server.api.engines.client import Submission
 from server.api.intake import Intake
+from server.api.responses import (
+    ChoiceAnswer,
+    ChoiceChance,
+    Decision,
+    DecisionUsage,
+    InputDetails,
+    LevelChance,
+    OutputDetails,
+    PredicateAnswer,
+    ScoreAnswer,
+)
 from server.api.served_model import ServedModel
 from server.api.usage import RequestAccount
 from server.errors import (
@@ -183,7 +193,7 @@ class DecisionRun:
         if self._submission is not None:
             self._submission.abort()
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> Decision:
         """The whole response. Raises the TailorError that ended it early."""
         logprobs: list[tuple[float, ...]] = []
         for wave in _waves(self._order.requests):
@@ -199,25 +209,25 @@ class DecisionRun:
                 break
             logprobs += [found[i] for i in range(len(wave))]
         order = self._order
-        return {
-            "model": order.label,
-            "answers": [
+        return Decision(
+            model=order.label,
+            answers=[
                 _answer(question, probabilities_of(values))
                 for question, values in zip(order.questions, logprobs, strict=False)
             ],
-            "usage": self._usage(),
-        }
+            usage=self._usage(),
+        )
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> DecisionUsage:
         num = sum(account.num_prompt_tokens for account in self._accounts)
         cached = sum(account.num_cached_tokens for account in self._accounts)
-        return {
-            "input_tokens": num,
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": 0,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num,
-        }
+        return DecisionUsage(
+            input_tokens=num,
+            input_tokens_details=InputDetails(cached_tokens=cached),
+            output_tokens=0,
+            output_tokens_details=OutputDetails(),
+            total_tokens=num,
+        )
 
 
 def _waves(requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -247,30 +257,30 @@ def probabilities_of(logprobs: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _answer(question: Question, chances: list[float]) -> dict[str, Any]:
+def _answer(
+    question: Question, chances: list[float]
+) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
     if isinstance(question, PredicateQuestion):
-        return {"type": "predicate", "name": question.name, "probability": chances[0]}
+        return PredicateAnswer(name=question.name, probability=chances[0])
     num = len(chances)
     best = max(range(num), key=lambda i: (chances[i], -i))
     confidence = min(1.0, max(0.0, (num * chances[best] - 1) / (num - 1)))
     if isinstance(question, ChoiceQuestion):
-        return {
-            "type": "choice",
-            "name": question.name,
-            "choice": question.choices[best].value,
-            "confidence": confidence,
-            "probabilities": [
-                {"value": option.value, "probability": chance}
+        return ChoiceAnswer(
+            name=question.name,
+            choice=question.choices[best].value,
+            confidence=confidence,
+            probabilities=[
+                ChoiceChance(value=option.value, probability=chance)
                 for option, chance in zip(question.choices, chances, strict=True)
             ],
-        }
-    return {
-        "type": "score",
-        "name": question.name,
-        "score": math.fsum(i * chance for i, chance in enumerate(chances)),
-        "confidence": confidence,
-        "probabilities": [
-            {"label": level.label, "value": i, "probability": chance}
+        )
+    return ScoreAnswer(
+        name=question.name,
+        score=math.fsum(i * chance for i, chance in enumerate(chances)),
+        confidence=confidence,
+        probabilities=[
+            LevelChance(label=level.label, value=i, probability=chance)
             for i, (level, chance) in enumerate(zip(question.levels, chances, strict=True))
         ],
-    }
+    )

@@ -7,7 +7,6 @@ gets around them; unknown paths need a key too.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKey, Keyring, Visit, check_admin
+from server.api.responses import encode_ascii, error_answer
 from server.api.spans import request_fields, request_span
 from server.errors import ServerError, TailorError
 from server.metrics.series import Metrics
@@ -38,7 +38,7 @@ def error_response(
     error: TailorError,
 ) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
     """(status, body, headers) of an error in OpenAI's shape."""
-    body = json.dumps(error.body()).encode()
+    body = encode_ascii(error_answer(error))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

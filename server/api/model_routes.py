@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api.openapi import described
-from server.api.protocol import DetokenizeBody, TokenizeBody, model_object, validate
+from server.api.protocol import DetokenizeBody, TokenizeBody, validate
+from server.api.responses import AnswerResponse, Detokenized, ModelEntry, ModelList, Tokens
 from server.api.route_context import RouteContext, visit_of
 from server.errors import ModelNotFoundError
 
@@ -23,18 +21,19 @@ class ModelRoutes:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
 
-    def entry(self, name: str) -> dict[str, Any]:
+    def entry(self, name: str) -> ModelEntry:
         """One model or task as GET /v1/models tells it."""
         task, model = self._context.intake.find(name)
-        return model_object(
-            name,
+        return ModelEntry(
+            id=name,
             created=model.created,
             root=model.name,
+            parent=None if model.name == name else model.name,
             max_model_len=self._context.room(model),
             description="" if name == model.name else task.description,
         )
 
-    def models(self, request: HttpRequest) -> dict[str, Any]:
+    def models(self, request: HttpRequest) -> ModelList:
         """GET /v1/models: what the caller may use."""
         intake = self._context.intake
         names = [*intake.models, *(name for name in intake.tasks if name not in intake.models)]
@@ -42,9 +41,9 @@ class ModelRoutes:
         if key is not None:
             found = {name: intake.find(name) for name in names}
             names = [n for n, (task, model) in found.items() if key.may_use(task.name, model.name)]
-        return {"object": "list", "data": [self.entry(name) for name in names]}
+        return ModelList(data=[self.entry(name) for name in names])
 
-    async def tokenize(self, request: HttpRequest) -> dict[str, Any]:
+    async def tokenize(self, request: HttpRequest) -> Tokens:
         """POST /tokenize."""
         context = self._context
         body = validate(TokenizeBody, await context.body(request))
@@ -52,38 +51,38 @@ class ModelRoutes:
         add_special = body.add_special_tokens
         ids = await context.intake.encode(model, body.prompt, add_special=add_special)
         names = [model.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-        return {
-            "count": len(ids),
-            "max_model_len": context.room(model),
-            "tokens": ids,
-            "token_strs": names,
-        }
+        return Tokens(
+            count=len(ids),
+            max_model_len=context.room(model),
+            tokens=ids,
+            token_strs=names,
+        )
 
-    async def detokenize(self, request: HttpRequest) -> dict[str, Any]:
+    async def detokenize(self, request: HttpRequest) -> Detokenized:
         """POST /detokenize."""
         context = self._context
         body = validate(DetokenizeBody, await context.body(request))
         _, model = context.find(request, body.model)
-        return {"prompt": await context.intake.decode(model, body.tokens)}
+        return Detokenized(prompt=await context.intake.decode(model, body.tokens))
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
 
         @app.get("/v1/models")
         async def list_models(request: HttpRequest) -> Response:
-            return JSONResponse(self.models(request))
+            return AnswerResponse(self.models(request))
 
         @app.get("/v1/models/{model:path}")
         async def get_model(request: HttpRequest, model: str) -> Response:
             if not model:
                 raise ModelNotFoundError("The name of the model is empty.", param="model")
             self._context.find(request, model)
-            return JSONResponse(self.entry(model))
+            return AnswerResponse(self.entry(model))
 
         @app.post("/tokenize", **described(TokenizeBody, "Token ids of a text"))
         async def tokenize(request: HttpRequest) -> Response:
-            return JSONResponse(await self.tokenize(request))
+            return AnswerResponse(await self.tokenize(request))
 
         @app.post("/detokenize", **described(DetokenizeBody, "Text of token ids"))
         async def detokenize(request: HttpRequest) -> Response:
-            return JSONResponse(await self.detokenize(request))
+            return AnswerResponse(await self.detokenize(request))

@@ -38,7 +38,6 @@ __all__ = [
     "TokenizeBody",
     "VocabularyBody",
     "joined_texts",
-    "model_object",
     "validate",
 ]
 
@@ -340,19 +339,3 @@ def _invalid(problem: ErrorDetails, body: Mapping[str, Any], at: str) -> Excepti
         return InvalidRequestError(f"The field {param} is required.", param=param)
     message = message[:1].lower() + message[1:]
     return InvalidRequestError(f"{param}: {message}; got {echoed(value)}.", param=param)
-
-
-def model_object(
-    name: str, *, created: int, root: str, max_model_len: int, description: str
-) -> dict[str, Any]:
-    """One entry of GET /v1/models: OpenAI's fields, vLLM's root and max_model_len, and more."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "tailor",
-        "root": root,
-        "parent": None if root == name else root,
-        "max_model_len": max_model_len,
-        "description": description,
-    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from fastapi.responses import JSONResponse
+from msgspec import Struct
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -17,6 +17,7 @@ from server.api.engines.client import EngineClient, Submission
 from server.api.intake import CompletionOrder, Intake
 from server.api.keys import Visit
 from server.api.middleware import CLIENT_GONE
+from server.api.responses import AnswerResponse
 from server.api.served_model import ServedModel
 from server.api.sse import DisconnectWatch, EventStream
 from server.config import LimitsConfig, TaskConfig, TaskLimits
@@ -77,7 +78,7 @@ class RouteContext:
         request: HttpRequest,
         order: CompletionOrder,
         events: Callable[[_O, Submission], AsyncGenerator[bytes, None]],
-        whole: Callable[[_O, Submission], Awaitable[dict[str, Any]]],
+        whole: Callable[[_O, Submission], Awaitable[Struct]],
         shape: _O,
     ) -> Response:
         """Submit what was ordered and answer: streamed by `events` or at once by `whole`, which
@@ -97,7 +98,7 @@ class RouteContext:
     async def whole(
         self,
         request: HttpRequest,
-        make: Callable[[], Awaitable[dict[str, Any]]],
+        make: Callable[[], Awaitable[Struct]],
         abort: Callable[[], None],
     ) -> Response:
         """The answer that `make` gives, unless the client leaves first. abort: frees its work."""
@@ -108,7 +109,7 @@ class RouteContext:
                 abort()
         if watch.gone:
             return Response(status_code=CLIENT_GONE)
-        return JSONResponse(body)
+        return AnswerResponse(body)
 
 
 def _tighter(a: float | None, b: float | None) -> float | None:

@@ -10,26 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TypedDict
 
+from server.api.responses import RejectedDraft, SourceRun
 from server.api.text import CharCounter, TextStream
 from server.token_bytes import TokenBytes
 from server.types import Delta
 
-__all__ = ["RejectedDraft", "RejectedDrafts", "SourceRun", "join_runs", "text_by_source"]
-
-
-class SourceRun(TypedDict):
-    """Neighbouring tokens of one source.
-
-    source: the drafter's source whose drafts were accepted, null for tokens that the model drew
-    without one. tokens: how many (one that ends the choice counts, its text may be empty). text:
-    what they let go of; a character or a possible stop string that spans runs is in the last one.
-    """
-
-    source: str | None
-    tokens: int
-    text: str
+__all__ = ["RejectedDrafts", "join_runs", "text_by_source"]
 
 
 def text_by_source(stream: TextStream, delta: Delta, wanted: bool) -> tuple[str, list[SourceRun]]:
@@ -39,7 +26,7 @@ def text_by_source(stream: TextStream, delta: Delta, wanted: bool) -> tuple[str,
         if finish_reason is None:
             return stream.push(ids), []
         text = stream.finish(ids, finish_reason, delta.stop_reason)
-        held: SourceRun = {"source": None, "tokens": 0, "text": text}
+        held = SourceRun(source=None, tokens=0, text=text)
         return text, [held] if wanted and text else []
     names = delta.sources or ("",) * len(ids)
     lengths = [(name, len(list(same))) for name, same in groupby(names)]
@@ -52,38 +39,22 @@ def text_by_source(stream: TextStream, delta: Delta, wanted: bool) -> tuple[str,
             text = stream.finish(part, finish_reason, delta.stop_reason)
         else:
             text = stream.push(part)
-        runs.append({"source": name or None, "tokens": num_tokens, "text": text})
-    return "".join(run["text"] for run in runs), runs
+        runs.append(SourceRun(source=name or None, tokens=num_tokens, text=text))
+    return "".join(run.text for run in runs), runs
 
 
 def join_runs(runs: Iterable[SourceRun]) -> list[SourceRun]:
     """The runs of several Deltas as one list, neighbours of one source joined."""
     joined: list[SourceRun] = []
     for run in runs:
-        if joined and joined[-1]["source"] == run["source"]:
-            joined[-1] = {
-                "source": run["source"],
-                "tokens": joined[-1]["tokens"] + run["tokens"],
-                "text": joined[-1]["text"] + run["text"],
-            }
+        if joined and joined[-1].source == run.source:
+            last = joined[-1]
+            joined[-1] = SourceRun(
+                source=run.source, tokens=last.tokens + run.tokens, text=last.text + run.text
+            )
         else:
             joined.append(run)
     return joined
-
-
-class RejectedDraft(TypedDict):
-    """One path of a draft tree from where it left the output to its end.
-
-    token: index in the choice's tokens of the one that stands in its place. offset: characters of
-    the choice's text (without an echoed prompt) before that token. source: the drafter's, of the
-    path's first token. tokens: how many. text: theirs.
-    """
-
-    token: int
-    offset: int
-    source: str
-    tokens: int
-    text: str
 
 
 class RejectedDrafts:
@@ -106,12 +77,12 @@ class RejectedDrafts:
         before = self._num_tokens
         self._num_tokens += len(offsets)
         return [
-            {
-                "token": before + at,
-                "offset": offsets[at],
-                "source": source,
-                "tokens": len(ids),
-                "text": self._table.join(ids, skip_special=False).decode(errors="replace"),
-            }
+            RejectedDraft(
+                token=before + at,
+                offset=offsets[at],
+                source=source,
+                tokens=len(ids),
+                text=self._table.join(ids, skip_special=False).decode(errors="replace"),
+            )
             for at, source, ids in delta.rejected_drafts
         ]

@@ -8,29 +8,32 @@ that it is served.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
-from typing import Any
 
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.responses import encode_ascii, error_answer
 from server.errors import TailorError
 
-__all__ = ["DONE", "DisconnectWatch", "EventStream", "event"]
+__all__ = ["DONE", "DisconnectWatch", "EventStream", "error_event", "event"]
 
 DONE = b"data: [DONE]\n\n"
 HEADER_WAIT_S = 1.0
 COMMENT = b": keep-alive\n\n"
 
-_encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
+
+def event(data: Struct) -> bytes:
+    """One event, its data in ASCII."""
+    return b"data: " + encode_ascii(data) + b"\n\n"
 
 
-def event(data: Any) -> bytes:
-    """One event. ASCII only: some clients split lines at U+2028 or U+0085 too."""
-    return b"data: " + _encode(data).encode() + b"\n\n"
+def error_event(error: TailorError) -> bytes:
+    """An error where there is no status left to set."""
+    return event(error_answer(error))
 
 
 class DisconnectWatch:
@@ -124,7 +127,7 @@ class EventStream(Response):
                 except TailorError as error:
                     if done:
                         raise  # its status can still be told
-                    data = event(error.body()) + DONE
+                    data = error_event(error) + DONE
                 if done:
                     await send(start)
                     keeper = self._keep(send)

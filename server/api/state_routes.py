@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from starlette.responses import Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
+from server.api.responses import AnswerResponse, EngineState, Health, Ready, Version
 from server.metrics.series import CONTENT_TYPE_LATEST, Metrics
 
 __all__ = ["StateRoutes"]
@@ -24,26 +27,25 @@ class StateRoutes:
         """GET /health: 200 while an engine is there or on its first way up."""
         client = self._client
         states = [engine["state"] for engine in client.engines()]
+        status: Literal["ok", "degraded", "loading", "dead"]
         if not client.is_alive:
             status = "dead"
         elif "ready" not in states:
             status = "loading"
         else:
             status = "ok" if all(state == "ready" for state in states) else "degraded"
-        return JSONResponse(
-            {"status": status, "engines": client.engines()},
-            status_code=200 if client.is_alive else 503,
-        )
+        engines = [EngineState(**engine) for engine in client.engines()]
+        answer = Health(status=status, engines=engines)
+        return AnswerResponse(answer, 200 if client.is_alive else 503)
 
     def ready(self) -> Response:
         """GET /ready: 200 while requests are taken."""
         client = self._client
+        status: Literal["ready", "loading", "draining"]
         status = "draining" if client.is_draining else "ready" if client.is_ready else "loading"
-        return JSONResponse(
-            {"status": status},
-            status_code=200 if status == "ready" else 503,
-            headers={} if status == "ready" else {"retry-after": "1"},
-        )
+        if status == "ready":
+            return AnswerResponse(Ready(status=status))
+        return AnswerResponse(Ready(status=status), 503, {"retry-after": "1"})
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
@@ -58,7 +60,7 @@ class StateRoutes:
 
         @app.get("/version")
         async def version() -> Response:
-            return JSONResponse({"version": __version__})
+            return AnswerResponse(Version(version=__version__))
 
         @app.get("/metrics", response_class=PlainTextResponse, summary="Prometheus metrics")
         async def get_metrics() -> Response:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -30,6 +30,19 @@ from server.api.body import parse_object, read_body
 from server.api.engines.client import EngineClient
 from server.api.intake import Intake
 from server.api.openapi import described
+from server.api.responses import (
+    AnswerResponse,
+    CalibrationRow,
+    CorpusAnswer,
+    CorpusDeleted,
+    CorpusSize,
+    EngineReport,
+    Learned,
+    ReloadAnswer,
+    TaskAnswer,
+    TaskEntry,
+    TaskList,
+)
 from server.config import LimitsConfig, TaskConfig, task_version
 from server.errors import (
     ConfigError,
@@ -88,6 +101,51 @@ class TaskAdmin(Protocol):
     async def delete(self, task: str) -> Mapping[str, TaskConfig]: ...
 
 
+@dataclass(slots=True)
+class _Report:
+    """What the engines of a task's model know of it, summed."""
+
+    num_steps: float = 0.0
+    num_tokens: float = 0.0
+    learned: Learned = field(default_factory=lambda: Learned(tokens=0, outputs=0, scopes=0))
+    engines: list[EngineReport] = field(default_factory=list)
+    calibration: list[CalibrationRow] = field(default_factory=list)
+
+    def add(self, value: Mapping[str, Any]) -> None:
+        """One engine's answer."""
+        self.num_steps += float(value.get("num_steps", 0.0))
+        self.num_tokens += float(value.get("num_tokens", 0.0))
+        self.learned.tokens += int(value.get("num_learned_tokens", 0))
+        self.learned.outputs += int(value.get("num_learned_outputs", 0))
+        self.learned.scopes += int(value.get("num_learned_scopes", 0))
+
+
+def _add_cells(
+    cells: dict[tuple[str, int, float], list[float]], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    for row in rows:
+        at = (row["source"], row["min_match_length"], row["predicted_share"])
+        cell = cells.setdefault(at, [0.0, 0.0])
+        cell[0] += row["offered"]
+        cell[1] += row["accepted"]
+
+
+def _rows_of(cells: Mapping[tuple[str, int, float], list[float]]) -> list[CalibrationRow]:
+    return [
+        CalibrationRow(
+            source=source,
+            min_match_length=length,
+            predicted_share=share,
+            offered=round(offered, 1),
+            accepted=round(accepted, 1),
+            chance=round((accepted + 1) / (offered + 2), 4),
+        )
+        for (source, length, share), (offered, accepted) in sorted(
+            cells.items(), key=lambda item: -item[1][0]
+        )
+    ]
+
+
 class TaskRoutes:
     """The routes' work. `add_to` puts them into an app; `reload` is SIGHUP's too.
 
@@ -112,45 +170,44 @@ class TaskRoutes:
 
     # -- what is there ----------------------------------------------------------------------
 
-    def tasks(self) -> dict[str, Any]:
+    def tasks(self) -> TaskList:
         """GET /v1/tasks."""
-        return {"object": "list", "data": [self._entry(t) for t in self._intake.tasks.values()]}
+        return TaskList(data=[TaskEntry(**self._entry(t)) for t in self._intake.tasks.values()])
 
-    async def task(self, name: str) -> dict[str, Any]:
+    async def task(self, name: str) -> TaskAnswer:
         """GET /v1/tasks/{task}."""
         task = self._find(name)
         report = await self._report(task)
-        steps = report["num_steps"]
+        steps = report.num_steps
         spec = task.speculation.model_dump(mode="json", by_alias=True, exclude={"corpus"})
-        return {
+        return TaskAnswer(
             **self._entry(task),
-            "version": task_version(task),
-            "sampling": task.sampling.model_dump(mode="json", exclude_none=True),
-            "limits": task.limits.model_dump(mode="json", exclude_none=True),
-            "speculation": spec,
-            "vocabulary": await self._vocabulary(task),
-            "learned": report["learned"],
-            "expected_tokens_per_step": round(report["num_tokens"] / steps, 3) if steps else None,
-            "measured_steps": round(steps),
-            "engines": report["engines"],
-            "calibration": report["calibration"],
-        }
+            version=task_version(task),
+            sampling=task.sampling.model_dump(mode="json", exclude_none=True),
+            limits=task.limits.model_dump(mode="json", exclude_none=True),
+            speculation=spec,
+            vocabulary=await self._vocabulary(task),
+            learned=report.learned,
+            expected_tokens_per_step=round(report.num_tokens / steps, 3) if steps else None,
+            measured_steps=round(steps),
+            engines=report.engines,
+            calibration=report.calibration,
+        )
 
-    async def corpus(self, name: str) -> dict[str, Any]:
+    async def corpus(self, name: str) -> CorpusAnswer:
         """GET /v1/tasks/{task}/corpus."""
         task = self._find(name)
         report = await self._report(task)
-        return {
-            "object": "task.corpus",
-            "task": task.name,
-            "corpus": self._corpus(task),
-            "learn": task.speculation.learn,
-            "learned": report["learned"],
-        }
+        return CorpusAnswer(
+            task=task.name,
+            corpus=self._corpus(task),
+            learn=task.speculation.learn,
+            learned=report.learned,
+        )
 
     # -- changes ----------------------------------------------------------------------------
 
-    async def reload(self) -> dict[str, Any]:
+    async def reload(self) -> ReloadAnswer:
         """POST /v1/tasks/reload. Raises InvalidRequestError; the old tasks then stay."""
         admin = self._need_admin()
         old = dict(self._intake.tasks)
@@ -163,21 +220,20 @@ class TaskRoutes:
         await self._serve(tasks)
         new = self._intake.tasks
         log.info("the tasks were reloaded: %s", ", ".join(new))
-        return {
-            "object": "task.reload",
-            "tasks": list(new),
-            "added": [name for name in new if name not in old],
-            "removed": [name for name in old if name not in new],
-            "changed": [
+        return ReloadAnswer(
+            tasks=list(new),
+            added=[name for name in new if name not in old],
+            removed=[name for name in old if name not in new],
+            changed=[
                 name
                 for name in new
                 if name in old and task_version(new[name]) != task_version(old[name])
             ],
-        }
+        )
 
     async def upload(
         self, name: str, examples: Sequence[Mapping[str, Any]], *, append: bool
-    ) -> dict[str, Any]:
+    ) -> CorpusAnswer:
         """POST /v1/tasks/{task}/corpus."""
         admin, task = self._need_admin(), self._find(name)
         try:
@@ -189,7 +245,7 @@ class TaskRoutes:
         await self._serve(tasks)
         return await self.corpus(task.name)
 
-    async def delete(self, name: str) -> dict[str, Any]:
+    async def delete(self, name: str) -> CorpusDeleted:
         """DELETE /v1/tasks/{task}/corpus. Raises EngineError when an engine does not answer."""
         admin, task = self._need_admin(), self._find(name)
         # First the engines, which write what they have learned; then the files of all engines.
@@ -200,7 +256,7 @@ class TaskRoutes:
         except ConfigError as error:
             raise InvalidRequestError(f"The corpus was not deleted: {error.message}") from None
         await self._serve(tasks)
-        return {"object": "task.corpus.deleted", "task": task.name, "deleted": True}
+        return CorpusDeleted(task=task.name)
 
     # -- parts ------------------------------------------------------------------------------
 
@@ -218,7 +274,6 @@ class TaskRoutes:
     def _entry(self, task: TaskConfig) -> dict[str, Any]:
         return {
             "id": task.name,
-            "object": "task",
             "description": task.description,
             "model": self._intake.model_of(task).name,
             "drafter": task.speculation.drafter,
@@ -227,16 +282,16 @@ class TaskRoutes:
             "corpus": self._corpus(task),
         }
 
-    def _corpus(self, task: TaskConfig) -> dict[str, Any] | None:
+    def _corpus(self, task: TaskConfig) -> CorpusSize | None:
         size = None if self._admin is None else self._admin.corpus_size(task.name)
         if size is None:
             return None
-        return {
-            "documents": size.num_documents,
-            "tokens": size.num_tokens,
-            "bytes": size.num_bytes,
-            "uploaded": size.uploaded,
-        }
+        return CorpusSize(
+            documents=size.num_documents,
+            tokens=size.num_tokens,
+            bytes=size.num_bytes,
+            uploaded=size.uploaded,
+        )
 
     async def _vocabulary(self, task: TaskConfig) -> dict[str, Any]:
         """The task's settings, with what its profile holds where it names one."""
@@ -258,7 +313,7 @@ class TaskRoutes:
     def _note_sizes(self) -> None:
         sizes = {name: self._corpus(task) for name, task in self._intake.tasks.items()}
         self._metrics.corpus_sizes(
-            {name: 0 if size is None else int(size["tokens"]) for name, size in sizes.items()}
+            {name: 0 if size is None else size.tokens for name, size in sizes.items()}
         )
 
     async def _tell_engines(self, control: str, payload: Any) -> bool:
@@ -275,7 +330,7 @@ class TaskRoutes:
                 log.warning("engine %s did not do %s: %s", name, control, _reason(answer))
         return done
 
-    async def _report(self, task: TaskConfig) -> dict[str, Any]:
+    async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in
         time are left out, and told in `engines`."""
         model = self._intake.model_of(task).name
@@ -294,65 +349,39 @@ class TaskRoutes:
             ),
             return_exceptions=True,
         )
-        told = []
-        sums = {"num_steps": 0.0, "num_tokens": 0.0}
-        learned = {"tokens": 0, "outputs": 0, "scopes": 0}
+        report = _Report()
         cells: dict[tuple[str, int, float], list[float]] = {}
         for engine, answer in zip(engines, answers, strict=True):
             value = None
             if isinstance(answer, dict) and answer.get("ok") is True:
                 value = answer["value"]
-            told.append(
-                {
-                    "name": engine["name"],
-                    "state": engine["state"],
-                    "answered": value is not None,
-                }
+                report.add(value)
+                _add_cells(cells, value.get("calibration", ()))
+            told = EngineReport(
+                name=engine["name"], state=engine["state"], answered=value is not None
             )
-            if value is None:
-                continue
-            for key in sums:
-                sums[key] += float(value.get(key, 0.0))
-            for key in learned:
-                learned[key] += int(value.get(f"num_learned_{key}", 0))
-            for row in value.get("calibration", ()):
-                at = (row["source"], row["min_match_length"], row["predicted_share"])
-                cell = cells.setdefault(at, [0.0, 0.0])
-                cell[0] += row["offered"]
-                cell[1] += row["accepted"]
-        rows = [
-            {
-                "source": source,
-                "min_match_length": length,
-                "predicted_share": share,
-                "offered": round(offered, 1),
-                "accepted": round(accepted, 1),
-                "chance": round((accepted + 1) / (offered + 2), 4),
-            }
-            for (source, length, share), (offered, accepted) in sorted(
-                cells.items(), key=lambda item: -item[1][0]
-            )
-        ]
-        return {**sums, "learned": learned, "calibration": rows, "engines": told}
+            report.engines.append(told)
+        report.calibration = _rows_of(cells)
+        return report
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes. `reload` comes before {task}: no task's name hides it."""
 
         @app.get("/v1/tasks")
         async def list_tasks() -> Response:
-            return JSONResponse(self.tasks())
+            return AnswerResponse(self.tasks())
 
         @app.post("/v1/tasks/reload")
         async def reload_tasks() -> Response:
-            return JSONResponse(await self.reload())
+            return AnswerResponse(await self.reload())
 
         @app.get("/v1/tasks/{task}")
         async def get_task(task: str) -> Response:
-            return JSONResponse(await self.task(task))
+            return AnswerResponse(await self.task(task))
 
         @app.get("/v1/tasks/{task}/corpus")
         async def get_corpus(task: str) -> Response:
-            return JSONResponse(await self.corpus(task))
+            return AnswerResponse(await self.corpus(task))
 
         @app.post(
             "/v1/tasks/{task}/corpus", **described(protocol.CorpusBody, "Upload a task's examples")
@@ -363,11 +392,11 @@ class TaskRoutes:
             raw = await read_body(request, limits.max_upload_bytes, limits.body_timeout_s)
             # Megabytes: read in a thread, so that the streams of others go on.
             examples, append = await asyncio.to_thread(_read_upload, raw)
-            return JSONResponse(await self.upload(task, examples, append=append))
+            return AnswerResponse(await self.upload(task, examples, append=append))
 
         @app.delete("/v1/tasks/{task}/corpus")
         async def delete_corpus(task: str) -> Response:
-            return JSONResponse(await self.delete(task))
+            return AnswerResponse(await self.delete(task))
 
 
 def _read_upload(raw: bytes) -> tuple[list[dict[str, Any]], bool]:

@@ -10,10 +10,20 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
+from server.api.responses import (
+    CompletionDetails,
+    PromptDetails,
+    SourceSums,
+    Speculation,
+    Usage,
+    VocabularyUse,
+)
 from server.metrics.series import Metrics
 from server.types import Delta, Request, VocabularyCounts
 
-__all__ = ["RequestAccount", "speculation_report", "usage_report", "vocabulary_report"]
+__all__ = ["RequestAccount", "speculation_report", "usage_report"]
 
 
 class RequestAccount:
@@ -132,8 +142,11 @@ def _add(sums: list[int], more: tuple[int, ...]) -> None:
         sums[i] += number
 
 
-def usage_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
-    """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count."""
+def usage_report(accounts: Iterable[RequestAccount], num_sent: int | None = None) -> Usage:
+    """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count.
+
+    num_sent: completion tokens told so far, where a stream has not told all that arrived.
+    """
     prompt = cached = completion = accepted = rejected = 0
     for account in accounts:
         prompt += account.num_prompt_tokens
@@ -141,31 +154,26 @@ def usage_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
         completion += account.num_completion_tokens
         accepted += account.accepted_prediction_tokens
         rejected += account.rejected_prediction_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "audio_tokens": 0,
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-        },
-    }
+    if num_sent is not None:
+        completion = num_sent
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+        ),
+    )
 
 
-def speculation_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
-    """The `speculation` object (include_speculation): sums over all prompts and choices.
-
-    mean_tokens_per_step counts every decode step, drafted or not; it is null when no step was made.
-    `vocabulary` is there unless the mode is "full".
-    """
+def speculation_report(accounts: Iterable[RequestAccount]) -> Speculation:
+    """The `speculation` object (include_speculation): sums over all prompts and choices."""
     accounts = list(accounts)
     steps = drafts = drafted = accepted = tokens = 0
     by_depth: list[int] = []
     offered: list[int] = []
-    sources: dict[str, list[int]] = {}
+    sources: dict[str, SourceSums] = {}
     drafter = "off"
     for account in accounts:
         drafter = account.request.speculation.drafter
@@ -177,54 +185,44 @@ def speculation_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
         _add(by_depth, tuple(account.accepted_by_depth))
         _add(offered, tuple(account.offered_by_depth))
         for source, (num_drafted, num_accepted) in account.by_source.items():
-            sums = sources.setdefault(source, [0, 0])
-            sums[0] += num_drafted
-            sums[1] += num_accepted
-    return {
-        "drafter": drafter,
-        "steps": steps,
-        "drafts": drafts,
-        "drafted_tokens": drafted,
-        "accepted_tokens": accepted,
-        "mean_tokens_per_step": tokens / steps if steps else None,
-        "accepted_by_depth": by_depth,
-        "offered_by_depth": offered,
-        "by_source": {
-            source: {"drafted_tokens": d, "accepted_tokens": a}
-            for source, (d, a) in sorted(sources.items())
-        },
-        **vocabulary_report(accounts),
-    }
+            sums = sources.setdefault(source, SourceSums(drafted_tokens=0, accepted_tokens=0))
+            sums.drafted_tokens += num_drafted
+            sums.accepted_tokens += num_accepted
+    return Speculation(
+        drafter=drafter,
+        steps=steps,
+        drafts=drafts,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+        mean_tokens_per_step=tokens / steps if steps else None,
+        accepted_by_depth=by_depth,
+        offered_by_depth=offered,
+        by_source=dict(sorted(sources.items())),
+        vocabulary=_vocabulary_use(accounts),
+    )
 
 
-def vocabulary_report(accounts: Iterable[RequestAccount]) -> dict[str, Any]:
-    """{"vocabulary": what LM-head slices did}, or {} in mode "full".
-
-    slice_size: ids of the largest slice. steps_from_slice, steps_from_full_head: decode steps by
-    what they were drawn from; head_rows: head rows computed, verification included. loaded_rows:
-    rows copied for these requests. misses: proposed tokens that the full head replaced (`exact`);
-    dropped_tokens: tokens taken back with them, never sent. verify_every: tokens in a window now.
-    """
+def _vocabulary_use(accounts: Iterable[RequestAccount]) -> VocabularyUse | UnsetType:
+    """What LM-head slices did, UNSET in mode "full"."""
     sliced = [a for a in accounts if a.request.vocabulary.mode != "full"]
     if not sliced:
-        return {}
-    sums = {name: sum(a.vocabulary[name] for a in sliced) for name in _VOCABULARY_SUMS}
-    mode = sliced[0].request.vocabulary.mode
-    report: dict[str, Any] = {
-        "mode": mode,
-        "slice_size": max(a.num_slice_ids for a in sliced),
-        "loaded_rows": sums["num_loaded"],
-        "steps_from_slice": sums["num_slice_steps"],
-        "steps_from_full_head": sums["num_full_steps"],
-        "head_rows": sums["head_rows"],
+        return UNSET
+    sums: dict[str, Any] = {
+        name: sum(a.vocabulary[name] for a in sliced) for name in _VOCABULARY_SUMS
     }
-    if mode == "exact":
-        report |= {
-            "verify_every": max(a.window for a in sliced),
-            "windows": sums["num_windows"],
-            "verified_tokens": sums["num_checked"],
-            "misses": sums["num_missed"],
-            "dropped_tokens": sums["num_dropped"],
-            "verify_seconds": round(sums["verify_s"], 6),
-        }
-    return {"vocabulary": report}
+    use = VocabularyUse(
+        mode=sliced[0].request.vocabulary.mode,
+        slice_size=max(a.num_slice_ids for a in sliced),
+        loaded_rows=sums["num_loaded"],
+        steps_from_slice=sums["num_slice_steps"],
+        steps_from_full_head=sums["num_full_steps"],
+        head_rows=sums["head_rows"],
+    )
+    if use.mode == "exact":
+        use.verify_every = max(a.window for a in sliced)
+        use.windows = sums["num_windows"]
+        use.verified_tokens = sums["num_checked"]
+        use.misses = sums["num_missed"]
+        use.dropped_tokens = sums["num_dropped"]
+        use.verify_seconds = round(sums["verify_s"], 6)
+    return use

@@ -1,0 +1,488 @@
+"""Every answer of the API, declared once: for the encoder, the type check and /openapi.json.
+
+A member whose default is UNSET may be absent; any other is always there. What streams is in
+server.api.chunks. `encode` writes a body, `encode_ascii` one that travels in an event.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.responses import Response
+
+from server.errors import TailorError
+
+__all__ = [
+    "AnswerResponse", "CallPart", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage",
+    "ChoiceAnswer", "ChoiceChance", "CompletionAnswer", "CompletionChoice", "CompletionDetails",
+    "CorpusAnswer", "CorpusDeleted", "CorpusSize", "Decision", "DecisionUsage", "Detokenized",
+    "ErrorAnswer", "ErrorDetail", "FinishReason", "Health", "InputDetails", "Learned",
+    "LevelChance", "Logprobs", "ModelEntry", "ModelList", "OutputDetails", "PredicateAnswer",
+    "PromptDetails", "Ready", "RejectedDraft", "ReloadAnswer", "ScoreAnswer", "SourceRun",
+    "SourceSums", "Speculation", "TaskAnswer", "TaskEntry", "TaskList", "TokenChance",
+    "TokenLogprobs", "Tokens", "ToolCall", "Usage", "Version", "VocabularyUse", "encode",
+    "encode_ascii", "error_answer",
+]  # fmt: skip
+
+Count = Annotated[int, Meta(ge=0)]
+Chance = Annotated[float, Meta(ge=0, le=1)]
+FinishReason = Literal["stop", "length", "content_filter", "tool_calls", "function_call"]
+
+
+class Shape(Struct, forbid_unknown_fields=True, gc=False):
+    """What all answers are: named members and no others."""
+
+
+# --- errors ---
+
+
+class ErrorDetail(Shape, kw_only=True):
+    """What went wrong, and the field that is to blame."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Shape, kw_only=True):
+    """OpenAI's shape of an error."""
+
+    error: ErrorDetail
+
+
+def error_answer(error: TailorError) -> ErrorAnswer:
+    """An error as it is answered."""
+    detail = ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)
+    return ErrorAnswer(error=detail)
+
+
+# --- what generation tells of itself ---
+
+
+class PromptDetails(Shape, kw_only=True):
+    cached_tokens: Count
+    audio_tokens: Count = 0
+
+
+class CompletionDetails(Shape, kw_only=True):
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+    reasoning_tokens: Count = 0
+    audio_tokens: Count = 0
+
+
+class Usage(Shape, kw_only=True):
+    """Prompts count once, all choices (best_of too) count."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class SourceSums(Shape, kw_only=True):
+    drafted_tokens: Count
+    accepted_tokens: Count
+
+
+class VocabularyUse(Shape, kw_only=True):
+    """What LM-head slices did.
+
+    slice_size: ids of the largest slice. steps_from_slice, steps_from_full_head: decode steps by
+    what they were drawn from; head_rows: head rows computed, verification included. loaded_rows:
+    rows copied for these requests. misses: proposed tokens that the full head replaced (`exact`);
+    dropped_tokens: tokens taken back with them, never sent. verify_every: tokens in a window now.
+    """
+
+    mode: str
+    slice_size: Count
+    loaded_rows: Count
+    steps_from_slice: Count
+    steps_from_full_head: Count
+    head_rows: Count
+    verify_every: Count | UnsetType = UNSET
+    windows: Count | UnsetType = UNSET
+    verified_tokens: Count | UnsetType = UNSET
+    misses: Count | UnsetType = UNSET
+    dropped_tokens: Count | UnsetType = UNSET
+    verify_seconds: float | UnsetType = UNSET
+
+
+class Speculation(Shape, kw_only=True):
+    """Sums over all prompts and choices (include_speculation).
+
+    mean_tokens_per_step counts every decode step, drafted or not; it is null when no step was made.
+    `vocabulary` is there unless the mode is "full".
+    """
+
+    drafter: str
+    steps: Count
+    drafts: Count
+    drafted_tokens: Count
+    accepted_tokens: Count
+    mean_tokens_per_step: float | None
+    accepted_by_depth: list[Count]
+    offered_by_depth: list[Count]
+    by_source: dict[str, SourceSums]
+    vocabulary: VocabularyUse | UnsetType = UNSET
+
+
+class SourceRun(Shape, kw_only=True):
+    """Neighbouring tokens of one source.
+
+    source: the drafter's source whose drafts were accepted, null for tokens that the model drew
+    without one. tokens: how many (one that ends the choice counts, its text may be empty). text:
+    what they let go of; a character or a possible stop string that spans runs is in the last one.
+    """
+
+    source: str | None
+    tokens: Count
+    text: str
+
+
+class RejectedDraft(Shape, kw_only=True):
+    """One path of a draft tree from where it left the output to its end.
+
+    token: index in the choice's tokens of the one that stands in its place. offset: characters of
+    the choice's text (without an echoed prompt) before that token. source: the drafter's, of the
+    path's first token. tokens: how many. text: theirs.
+    """
+
+    token: Count
+    offset: Count
+    source: str
+    tokens: Count
+    text: str
+
+
+class Extras(Shape, kw_only=True):
+    """Members of a choice beside OpenAI's."""
+
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: tuple[Count, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[Count, ...] | UnsetType = UNSET
+    token_sources: list[SourceRun] | UnsetType = UNSET
+    rejected_drafts: list[RejectedDraft] | UnsetType = UNSET
+
+
+# --- /v1/completions ---
+
+
+class Logprobs(Shape, kw_only=True):
+    """One entry of each list per token; null where a token has none (a prompt's first)."""
+
+    text_offset: list[Count] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class CompletionChoice(Extras, kw_only=True):
+    text: str
+    index: Count
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
+
+
+class CompletionAnswer(Shape, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: Count
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage
+    speculation: Speculation | UnsetType = UNSET
+
+
+# --- /v1/chat/completions ---
+
+
+class TokenChance(Shape, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[Count]
+
+
+class TokenLogprobs(TokenChance, kw_only=True):
+    top_logprobs: list[TokenChance]
+
+
+class ChatLogprobs(Shape, kw_only=True):
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class CallPart(Shape, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CallPart
+
+
+class ChatMessage(Shape, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    annotations: list[Any] = []
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Extras, kw_only=True):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatAnswer(Shape, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: Count
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: Literal["default"] | UnsetType = UNSET
+    speculation: Speculation | UnsetType = UNSET
+
+
+# --- /v1/decisions ---
+
+
+class InputDetails(Shape, kw_only=True):
+    cached_tokens: Count
+    cache_write_tokens: Count = 0
+
+
+class OutputDetails(Shape, kw_only=True):
+    reasoning_tokens: Count = 0
+
+
+class DecisionUsage(Shape, kw_only=True):
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class PredicateAnswer(Shape, tag="predicate", kw_only=True):
+    name: str | None
+    probability: Chance
+
+
+class ChoiceChance(Shape, kw_only=True):
+    value: str | bool
+    probability: Chance
+
+
+class ChoiceAnswer(Shape, tag="choice", kw_only=True):
+    name: str | None
+    choice: str | bool
+    confidence: Chance
+    probabilities: list[ChoiceChance]
+
+
+class LevelChance(Shape, kw_only=True):
+    label: str
+    value: Count
+    probability: Chance
+
+
+class ScoreAnswer(Shape, tag="score", kw_only=True):
+    name: str | None
+    score: Annotated[float, Meta(ge=0)]
+    confidence: Chance
+    probabilities: list[LevelChance]
+
+
+class Decision(Shape, kw_only=True):
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    usage: DecisionUsage
+
+
+# --- models, tokens, state ---
+
+
+class ModelEntry(Shape, kw_only=True):
+    """OpenAI's members, vLLM's root and max_model_len, and a description."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: Count
+    owned_by: str = "tailor"
+    root: str
+    parent: str | None
+    max_model_len: Count
+    description: str
+
+
+class ModelList(Shape, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
+
+
+class Tokens(Shape, kw_only=True):
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(Shape, kw_only=True):
+    prompt: str
+
+
+class EngineState(Shape, kw_only=True):
+    name: str
+    model: str
+    device: str
+    state: Literal["loading", "ready", "restarting", "failed", "stopped"]
+    restarts: Count
+    open_requests: Count
+
+
+class Health(Shape, kw_only=True):
+    status: Literal["ok", "degraded", "loading", "dead"]
+    engines: list[EngineState]
+
+
+class Ready(Shape, kw_only=True):
+    status: Literal["ready", "loading", "draining"]
+
+
+class Version(Shape, kw_only=True):
+    version: str
+
+
+# --- /v1/tasks ---
+
+
+class CorpusSize(Shape, kw_only=True):
+    documents: Count
+    tokens: Count
+    bytes: Count
+    uploaded: bool
+
+
+class Learned(Shape, kw_only=True):
+    tokens: Count
+    outputs: Count
+    scopes: Count
+
+
+class TaskEntry(Shape, kw_only=True):
+    id: str
+    object: Literal["task"] = "task"
+    description: str
+    model: str
+    drafter: str
+    max_draft_tokens: Count
+    learn: bool
+    corpus: CorpusSize | None
+
+
+class TaskList(Shape, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[TaskEntry]
+
+
+class EngineReport(Shape, kw_only=True):
+    name: str
+    state: str
+    answered: bool
+
+
+class CalibrationRow(Shape, kw_only=True):
+    source: str
+    min_match_length: Count
+    predicted_share: float
+    offered: float
+    accepted: float
+    chance: Chance
+
+
+class TaskAnswer(TaskEntry, kw_only=True):
+    """sampling, limits, speculation, vocabulary: keys of the task's file."""
+
+    version: str
+    sampling: dict[str, Any]
+    limits: dict[str, Any]
+    speculation: dict[str, Any]
+    vocabulary: dict[str, Any]
+    learned: Learned
+    expected_tokens_per_step: float | None
+    measured_steps: Count
+    engines: list[EngineReport]
+    calibration: list[CalibrationRow]
+
+
+class CorpusAnswer(Shape, kw_only=True):
+    object: Literal["task.corpus"] = "task.corpus"
+    task: str
+    corpus: CorpusSize | None
+    learn: bool
+    learned: Learned
+
+
+class CorpusDeleted(Shape, kw_only=True):
+    object: Literal["task.corpus.deleted"] = "task.corpus.deleted"
+    task: str
+    deleted: Literal[True] = True
+
+
+class ReloadAnswer(Shape, kw_only=True):
+    object: Literal["task.reload"] = "task.reload"
+    tasks: list[str]
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
+
+
+# --- encoding ---
+
+_encoder = msgspec.json.Encoder()
+_WIDE = re.compile(r"[^\x00-\x7f]")
+
+
+def encode(answer: Struct) -> bytes:
+    """The answer as JSON in UTF-8."""
+    return _encoder.encode(answer)
+
+
+def encode_ascii(answer: Struct) -> bytes:
+    """The same in ASCII: some clients of event streams split lines at U+2028 or U+0085 too."""
+    data = _encoder.encode(answer)
+    if data.isascii():
+        return data
+    return _WIDE.sub(_escape, data.decode()).encode()
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    code -= 0x10000
+    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
+
+
+class AnswerResponse(Response):
+    """An answer as an HTTP response."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, answer: Struct, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(encode(answer), status, headers)
