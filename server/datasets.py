@@ -1,32 +1,27 @@
-"""`tailor corpus build` and `tailor corpus show`: a task's corpus from its training data.
+"""Data of a task: JSON lines of prompts and outputs, tokenized as a model would see them.
 
 Completions are tokenized *in place*, behind their prompt, so that the leading space and the merges
-are the model's own, and end with EOS. The file names the tokenizer it was made with, and an engine
-refuses it for another.
+are the model's own, and end with EOS.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from server.errors import ConfigError
 
 __all__ = [
-    "build",
     "example_of",
     "ids_of",
     "json_lines",
     "open_tokenizer",
     "read_examples",
-    "show",
     "tokenize_in_place",
 ]
 
-Progress = Callable[[str, float], None]
 Example = tuple[list[int], list[int]]
 
 
@@ -131,83 +126,3 @@ def open_tokenizer(folder: Path) -> tuple[Any, str, int]:
     if not isinstance(eos, int):
         raise ConfigError(f"{folder}: the model names no EOS id")
     return tokenizer, fingerprint, eos
-
-
-def build(
-    folder: Path,
-    data: list[Path],
-    output: Path,
-    *,
-    field: str = "completion",
-    prompt_field: str = "prompt",
-    n_max: int = 5,
-    p_min: int = 5,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Build a corpus and write it atomically to `output`; returns its figures.
-
-    folder: the model's. Raises ConfigError for data that cannot be read and for no data at all.
-    """
-    from drafters.corpus import build_corpus
-
-    tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
-    # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
-    examples = itertools.chain.from_iterable(
-        read_examples(path, field, prompt_field, tokenizer, eos_token_id) for path in data
-    )
-    first = next(examples, None)
-    if first is None:
-        raise ConfigError(f"{', '.join(map(str, data))}: no examples")
-    examples = itertools.chain([first], examples)
-    try:
-        corpus = build_corpus(
-            examples, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
-        )
-        corpus.save(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return {
-        "file": str(output),
-        "bytes": output.stat().st_size,
-        "documents": corpus.num_documents,
-        "tokens": corpus.num_tokens,
-    }
-
-
-def show(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
-    """What a corpus holds, as lines for people; n-grams as text when the model's folder is given.
-
-    Raises ConfigError for a file that is no corpus, or another tokenizer's.
-    """
-    from drafters.corpus import ArrayFileError, Corpus, FingerprintError
-
-    tokenizer, fingerprint = None, None
-    if folder is not None:
-        tokenizer, fingerprint, _ = open_tokenizer(folder)
-    try:
-        corpus = Corpus.load(file, fingerprint=fingerprint)
-    except (FingerprintError, ArrayFileError) as error:
-        raise ConfigError(f"{file}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    entropy, k80 = corpus.bigram_measures()
-    lines = [
-        f"file        {file}, {file.stat().st_size / 1e6:.1f} MB",
-        f"tokenizer   {corpus.fingerprint[:16]}",
-        f"outputs     {corpus.num_documents:,}, {corpus.num_tokens:,} tokens",
-        f"bigrams     entropy {entropy:.2f} bits, K80 {k80:,} (TASC, table 1; of tokens)",
-    ]
-    for n in range(1, 6):
-        grams, counts = corpus.count_grams(n)
-        lines.append(f"{n}-grams     {counts.shape[0]:,} distinct")
-        if n in (2, 5):
-            for gram, count in zip(grams[:num_top].tolist(), counts[:num_top], strict=True):
-                text = (
-                    " ".join(map(str, gram))
-                    if tokenizer is None
-                    else repr(tokenizer.decode(gram, skip_special_tokens=False))
-                )
-                lines.append(f"  {count:8,}  {text}")
-    return lines

@@ -63,8 +63,8 @@ ALLOWED: dict[str, set[str] | None] = {
         "drafters",
         "vocab_store",
     },
-    "server.datasets": {"server.errors", "server.token_bytes", "drafters"},
-    "server.commands.record": {
+    "server.datasets": {"server.errors", "server.token_bytes"},
+    "server.commands.recorder": {
         "server.datasets",
         "server.engine.engine",
         "server.errors",
@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "server.datasets",
         "server.engine",
         "server.errors",
-        "server.commands.record",
+        "server.commands.recorder",
         "server.token_bytes",
         "server.types",
         "drafters",

@@ -1,10 +1,10 @@
-"""`tailor vocab profile` and `tailor vocab show` as functions of the command line's arguments."""
+"""`tailor vocab profile` and `tailor vocab show`, without their command line."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vocab_store.profile import (
 )
 from vocab_store.slice import RequiredIds, TokenTexts
 
-__all__ = ["model_facts", "profile", "show"]
+__all__ = ["ProfileOrder", "model_facts", "profile", "show"]
 
 TokensOf = Callable[[Any, int], TokenTexts]
 """(tokenizers.Tokenizer, the model's vocabulary size) -> its token texts; token_bytes.build is one.
@@ -54,33 +54,44 @@ def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
     )
 
 
-def profile(args: argparse.Namespace, tokens_of: TokensOf, progress: Progress | None = None) -> str:
-    """Build a profile, write it, and return the report. args.model is a model folder.
+@dataclass(frozen=True, slots=True)
+class ProfileOrder:
+    """A profile to be made. model: the model's folder. heldout: documents to report on; None: every
+    10th of the data. joint: put between prompt and completion where neither has a blank.
+    edge_llm: a folder where the ids are also written as vocab_map.safetensors."""
 
-    Without --heldout every 10th document is kept out of the corpus and reported on.
+    model: Path
+    data: Path
+    output: Path
+    heldout: Path | None = None
+    joint: str = " "
+    edge_llm: Path | None = None
+
+
+def profile(
+    order: ProfileOrder,
+    settings: ProfileSettings,
+    tokens_of: TokensOf,
+    progress: Progress | None = None,
+) -> str:
+    """Build a profile, write it, and return the report.
 
     Raises VocabStoreError (and its subclasses), UnknownBlockError, OSError.
     """
     from tokenizers import Tokenizer
 
-    vocab_size, hidden_size, eos_ids = model_facts(args.model)
-    tokenizer = Tokenizer.from_file(str(Path(args.model) / "tokenizer.json"))
+    vocab_size, hidden_size, eos_ids = model_facts(order.model)
+    tokenizer = Tokenizer.from_file(str(order.model / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokens = tokens_of(tokenizer, vocab_size)
     required = RequiredIds.from_tokens(tokens, eos_ids)
-    settings = ProfileSettings(
-        input_aware=not args.no_input_aware,
-        languages=tuple(args.language),
-        extra_blocks=tuple(args.block),
-        tolerance=args.tolerance,
-    )
     examples = tokenize_pairs(
-        list(read_pairs(args.data)), tokenizer, joint=args.joint, progress=progress
+        list(read_pairs(order.data)), tokenizer, joint=order.joint, progress=progress
     )
-    if args.heldout:
+    if order.heldout:
         heldout = tokenize_pairs(
-            list(read_pairs(args.heldout)), tokenizer, joint=args.joint, progress=progress
+            list(read_pairs(order.heldout)), tokenizer, joint=order.joint, progress=progress
         )
     else:
         heldout = examples[9::10]
@@ -94,15 +105,15 @@ def profile(args: argparse.Namespace, tokens_of: TokensOf, progress: Progress | 
         head_row_bytes=4 * hidden_size,
         progress=progress,
     )
-    made.save(args.output)
-    if args.export_edge_llm:
-        export_vocab_map(made.slice, args.export_edge_llm)
-    return f"{report_of(made.manifest).text()}\nwritten to         {args.output}"
+    made.save(order.output)
+    if order.edge_llm:
+        export_vocab_map(made.slice, order.edge_llm)
+    return f"{report_of(made.manifest).text()}\nwritten to         {order.output}"
 
 
-def show(args: argparse.Namespace) -> str:
+def show(file: Path) -> str:
     """What a profile file holds. Raises ProfileFileError, OSError."""
-    made = VocabProfile.load(args.profile)
+    made = VocabProfile.load(file)
     manifest = made.manifest
     return "\n".join(
         [

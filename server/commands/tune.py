@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from drafters.catalog import Need, catalog, that_use
-from server.commands.record import Answer, Failure, Prompt, ask_engine, prompt_of
+from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
 from server.datasets import example_of, json_lines
 from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams

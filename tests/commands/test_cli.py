@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from server import __version__
-from server.commands import cli
-from server.commands.cli import build_parser, main
+from server.commands.cli import build_app, main
+from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config import MemorySize
 from server.errors import ConfigError
-from tests.setup.test_readme import COMMANDS
+from tests.commands.command_line import ALL as COMMANDS
+from tests.commands.command_line import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,14 +31,10 @@ def test_every_command_has_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command.split()[1:]
-    with pytest.raises(SystemExit) as caught:
-        main([*words, "--help"])
-    assert caught.value.code == 0
+    assert main([*words, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"example: {command}" in " ".join(out.split())
-    # The example parses.
-    example = COMMANDS[command].epilog.removeprefix("example: ").split()[1:]
-    assert build_parser().parse_args(example).command
+    assert callable(parse(shlex.split(COMMANDS[command].example)[1:])), "the example parses"
 
 
 @pytest.mark.parametrize("words", [[], ["tasks"], ["models"]])
@@ -44,12 +42,68 @@ def test_half_a_command_prints_help_and_fails(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert "usage: tailor" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "Usage: tailor" in told.err and not told.out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_names_of_before_still_work_and_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--task", "t", "--in", "a.jsonl", "--out=b.jsonl"]
+    assert parse(words) is parse(["run", "--task", "t", "--data", "a.jsonl", "-o", "b.jsonl"])
+    assert parse(["replay", "--drafter", "auto", "--data", "a", "--budget", "4"])
+    assert parse(["task", "check", "configs/tasks"]) is parse(["tasks", "check", "configs/tasks"])
+    assert main(["run", "--help"]) == 0
+    assert "--in" not in capsys.readouterr().out.split()
+
+
+def test_options_that_mean_the_same_have_one_name() -> None:
+    """An option is called alike wherever it is, and names of before are nobody's first name."""
+    options = {name: facts.options for name, facts in COMMANDS.items()}
+    for command in ("run", "record", "replay", "corpus build", "tasks tune", "vocab profile"):
+        assert "--data" in options[f"tailor {command}"], command
+    for command in ("run", "record", "corpus build", "corpus bigrams", "vocab profile"):
+        assert {"--output", "-o"} <= options[f"tailor {command}"], command
+    for command in ("run", "complete", "record", "corpus generate"):
+        assert {"--url", "--api-key", "--timeout", "--task"} <= options[f"tailor {command}"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "max-num-batched-tokens" in script and "bigrams" in script
+
+
+def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(**more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "server.commands.cli", "serve", "--help"],
+            capture_output=True, text=True, cwd=ROOT, env=os.environ | more,
+        )  # fmt: skip
+        assert done.returncode == 0
+        return done.stdout
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in told(FORCE_COLOR="1")
+    assert "\x1b[3" not in told(FORCE_COLOR="1", NO_COLOR="1")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from server.commands.cli import main; main(['--help'])\n"
+        "heavy = {'numpy', 'torch', 'pydantic', 'tokenizers', 'httpx', 'yaml'}\n"
+        "print('heavy:', *sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1].strip() == "heavy:", done.stderr
 
 
 def test_tasks_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +153,12 @@ def test_as_a_program(tmp_path: Path) -> None:
 
 
 def _config(*words: str):  # type: ignore[no-untyped-def]
-    args: argparse.Namespace = build_parser().parse_args(["serve", *words])
-    return cli._server_config(args)
+    _, bound, _ = build_app().parse_args(["serve", *words])
+    given = bound.arguments
+    return server_config(
+        given.get("place", Place()), given.get("what", ModelChoice()),
+        given.get("how", EngineOptions()),
+    )  # fmt: skip
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:

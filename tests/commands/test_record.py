@@ -13,7 +13,7 @@ import pytest
 
 from drafters.replay import read_recordings
 from server.commands.cli import main
-from server.commands.record import (
+from server.commands.recorder import (
     Answer,
     Failure,
     Prompt,

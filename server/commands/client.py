@@ -1,0 +1,99 @@
+"""`tailor run` and `tailor complete`: a running server, from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from server.commands.options import CallOptions, OutputFile
+from server.errors import ConfigError
+
+__all__ = ["complete", "run"]
+
+_CALL = CallOptions()
+
+TaskName = Annotated[str, Parameter(metavar="NAME", help="a task, or a model")]
+MaxTokens = Annotated[int | None, Parameter(help="longest output (the task's)")]
+
+
+def run(
+    *,
+    task: TaskName,
+    data: Annotated[
+        Path,
+        Parameter(
+            metavar="FILE",
+            help="JSON lines: a string, or an object with prompt or messages, id, and request for "
+            "further fields of its request",
+        ),
+    ],
+    output: OutputFile,
+    concurrency: Annotated[int, Parameter(help="requests open at once (8)")] = 8,
+    retries: Annotated[int, Parameter(help="times a line is tried again (10)")] = 10,
+    max_tokens: MaxTokens = None,
+    call: CallOptions = _CALL,
+) -> int:
+    import asyncio
+
+    from server.client.bulk import BulkRun
+    from server.client.progress import BulkProgress
+
+    try:
+        job = BulkRun(
+            call.endpoint(),
+            task,
+            data,
+            output,
+            concurrency=concurrency,
+            max_retries=retries,
+            timeout_s=call.timeout,
+            max_tokens=max_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    with BulkProgress() as progress:
+        try:
+            outcome = asyncio.run(job.run(progress))
+        except KeyboardInterrupt:
+            progress.say("Stopped. The same command goes on from here.")
+            raise
+        finally:
+            progress.close(job.outcome)
+    return 1 if outcome.num_failed else 0
+
+
+def complete(
+    prompt: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="the prompt; - reads it from stdin")
+    ],
+    /,
+    *,
+    task: TaskName,
+    max_tokens: MaxTokens = None,
+    temperature: Annotated[float | None, Parameter(help="0 is greedy (the task's)")] = None,
+    seed: Annotated[int | None, Parameter(help="of the draws, with a temperature")] = None,
+    drafter: Annotated[
+        str | None, Parameter(metavar="NAME", help="default: the task's; off drafts none")
+    ] = None,
+    call: CallOptions = _CALL,
+) -> int:
+    from rich.console import Console
+
+    from server.client import complete as client
+
+    body: dict[str, Any] = {"model": task, "prompt": sys.stdin.read() if prompt == "-" else prompt}
+    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    body |= {name: value for name, value in given.items() if value is not None}
+    if drafter is not None:
+        body["speculation"] = {"drafter": drafter}
+    client.complete(
+        call.endpoint(),
+        body,
+        out=Console(highlight=False),
+        note=Console(stderr=True, highlight=False),
+        timeout_s=call.timeout,
+    )
+    return 0

@@ -1,0 +1,183 @@
+"""`tailor corpus`: a task's corpus from its training data, what one holds, a model's bigrams."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from server.commands.options import DEFAULT_MODEL, FieldOptions, ModelOptions, OutputFile
+from server.commands.own_engine import own_engine
+from server.commands.progress import Bar, Stages
+from server.datasets import open_tokenizer, read_examples
+from server.errors import ConfigError
+
+__all__ = ["bigrams", "build", "build_file", "describe", "show"]
+
+_FIELDS, _MODEL = FieldOptions(), ModelOptions()
+
+
+def build(
+    *,
+    data: Annotated[
+        tuple[Path, ...],
+        Parameter(
+            metavar="FILE",
+            help="JSON lines with a prompt and a completion; may be repeated",
+        ),
+    ],
+    output: OutputFile,
+    model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
+    fields: FieldOptions = _FIELDS,
+    n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
+    p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
+) -> int:
+    from server.model.catalog import model_folder
+
+    with Stages() as stages:
+        figures = build_file(
+            model_folder(model),
+            list(data),
+            output,
+            field=fields.field,
+            prompt_field=fields.prompt_field,
+            n_max=n_max,
+            p_min=p_min,
+            progress=lambda what, share: stages(f"{what} {share:.0%}"),
+        )
+    print(json.dumps(figures))
+    return 0
+
+
+def show(
+    file: Annotated[Path, Parameter(help="the corpus")],
+    /,
+    *,
+    model: Annotated[str | None, Parameter(help="show n-grams as this model's text")] = None,
+    top: Annotated[int, Parameter(help="commonest n-grams (10)")] = 10,
+) -> int:
+    from server.model.catalog import model_folder
+
+    folder = None if model is None else model_folder(model)
+    for line in describe(file, folder, top):
+        print(line)
+    return 0
+
+
+def bigrams(
+    *,
+    output: OutputFile,
+    k: Annotated[int, Parameter(name="-k", help="next tokens kept for each token (10)")] = 10,
+    model: ModelOptions = _MODEL,
+) -> int:
+    from server.engine.bigrams import take_bigrams
+
+    if not 1 <= k <= 20:
+        raise ConfigError("-k: must lie in 1..20")
+    with Bar() as bar, own_engine(model, bar, ()) as (served, engine):
+        table = take_bigrams(
+            engine,
+            k,
+            bos_token_id=_bos_of(served.tokenizer),
+            progress=lambda done, total: bar("bigrams", done, total),
+        )
+        try:
+            table.save(output)
+        except OSError as error:
+            raise ConfigError(f"{output}: {error.strerror}") from None
+    num, kept = table.next_ids.shape
+    print(json.dumps({"file": str(output), "tokens": num, "next": kept}))
+    return 0
+
+
+def _bos_of(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before every text, if it does."""
+    ids: list[int] = tokenizer.encode("", add_special_tokens=True).ids
+    return ids[0] if ids else None
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def build_file(
+    folder: Path,
+    data: list[Path],
+    output: Path,
+    *,
+    field: str = "completion",
+    prompt_field: str = "prompt",
+    n_max: int = 5,
+    p_min: int = 5,
+    progress: Callable[[str, float], None] | None = None,
+) -> dict[str, Any]:
+    """Build a corpus and write it atomically to `output`; returns its figures.
+
+    folder: the model's. Raises ConfigError for data that cannot be read and for no data at all.
+    """
+    from drafters.corpus import build_corpus
+
+    tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
+    # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
+    examples = itertools.chain.from_iterable(
+        read_examples(path, field, prompt_field, tokenizer, eos_token_id) for path in data
+    )
+    first = next(examples, None)
+    if first is None:
+        raise ConfigError(f"{', '.join(map(str, data))}: no examples")
+    examples = itertools.chain([first], examples)
+    try:
+        corpus = build_corpus(
+            examples, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
+        )
+        corpus.save(output)
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return {
+        "file": str(output),
+        "bytes": output.stat().st_size,
+        "documents": corpus.num_documents,
+        "tokens": corpus.num_tokens,
+    }
+
+
+def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
+    """What a corpus holds, as lines for people; n-grams as text when the model's folder is given.
+
+    Raises ConfigError for a file that is no corpus, or another tokenizer's.
+    """
+    from drafters.corpus import ArrayFileError, Corpus, FingerprintError
+
+    tokenizer, fingerprint = None, None
+    if folder is not None:
+        tokenizer, fingerprint, _ = open_tokenizer(folder)
+    try:
+        corpus = Corpus.load(file, fingerprint=fingerprint)
+    except (FingerprintError, ArrayFileError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    entropy, k80 = corpus.bigram_measures()
+    lines = [
+        f"file        {file}, {file.stat().st_size / 1e6:.1f} MB",
+        f"tokenizer   {corpus.fingerprint[:16]}",
+        f"outputs     {corpus.num_documents:,}, {corpus.num_tokens:,} tokens",
+        f"bigrams     entropy {entropy:.2f} bits, K80 {k80:,} (TASC, table 1; of tokens)",
+    ]
+    for n in range(1, 6):
+        grams, counts = corpus.count_grams(n)
+        lines.append(f"{n}-grams     {counts.shape[0]:,} distinct")
+        if n in (2, 5):
+            for gram, count in zip(grams[:num_top].tolist(), counts[:num_top], strict=True):
+                text = (
+                    " ".join(map(str, gram))
+                    if tokenizer is None
+                    else repr(tokenizer.decode(gram, skip_special_tokens=False))
+                )
+                lines.append(f"  {count:8,}  {text}")
+    return lines

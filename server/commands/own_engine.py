@@ -1,0 +1,91 @@
+"""A model in the command's own process: its folder, its name, its Engine."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.api.served_model import ServedModel
+    from server.commands.options import ModelOptions
+    from server.commands.progress import Bar
+    from server.config import ModelConfig
+    from server.engine.engine import Engine
+
+__all__ = ["model_name", "own_engine", "ready_folder"]
+
+
+def model_name(model: str) -> str:
+    """What requests call a model that was given without a name."""
+    from server.model.catalog import BUILT_IN
+
+    path = Path(model).expanduser()
+    if model in BUILT_IN:
+        return model
+    if path.suffix == ".gguf":
+        return path.stem
+    if path.is_dir() or model.startswith((".", "/", "~")):
+        return path.resolve().name
+    return model.partition("@")[0]
+
+
+def ready_folder(model: ModelConfig) -> Path:
+    """The model's folder. Fetching and converting, once, is done by a process of its own, because
+    it loads torch and the whole model, and this one will only speak HTTP."""
+    from server.model.catalog import cached_folder
+
+    folder = cached_folder(model.path)
+    if folder is None:
+        command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            raise SystemExit(done.returncode)  # it has said why
+        folder = Path(done.stdout.strip().splitlines()[-1])
+    return folder
+
+
+@contextlib.contextmanager
+def own_engine(
+    options: ModelOptions, bar: Bar, drafters: tuple[str, ...]
+) -> Iterator[tuple[ServedModel, Engine]]:
+    """(the model as the API knows it, its Engine in this process) of a command's options.
+
+    drafters: to be compiled before the Engine is given. Raises ConfigError, ModelError.
+    """
+    from dataclasses import replace
+
+    from server.config import EngineConfig, ModelConfig, ServerConfig, parse_device_list
+    from server.wiring.engine import build_engine
+    from server.wiring.server import plan_server
+
+    try:
+        devices = parse_device_list(options.device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from None
+    try:
+        name = ModelConfig(name=model_name(options.model), path=options.model).name
+    except ValueError:
+        name = "model"
+    model = ModelConfig(
+        name=name,
+        path=options.model,
+        adapter=options.adapter,
+        devices=devices[:1],
+        dtype=options.dtype,
+    )
+    if options.threads is not None and options.threads < 1:
+        raise ConfigError("--threads: must be at least 1")
+    config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
+    plan = plan_server(config, {}, {name: ready_folder(model)})
+    bar("loading the model (the first time here: compiling and measuring too)", 0, None)
+    engine = build_engine(replace(plan.orders[0], drafters=drafters, log_level="WARNING"))
+    try:
+        yield plan.models[name], engine
+    finally:
+        engine.close()

@@ -1,0 +1,90 @@
+"""How far a long command is, on stderr: bars and spinners on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+__all__ = ["Bar", "Stages"]
+
+
+class Bar:
+    """A progress bar on a terminal; in a log, a line now and then and when a stage is done.
+
+    Called with (stage, done, total or None).
+    """
+
+    LOG_EVERY_S = 10.0
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._console = Console(stderr=True, highlight=False)
+        self._bars = Progress(console=self._console, transient=True)
+        self._tasks: dict[str, Any] = {}
+        self._told_s = time.monotonic()
+
+    def __enter__(self) -> Bar:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        if self._console.is_terminal:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total)
+            self._bars.update(self._tasks[stage], completed=done, total=total)
+        elif total is not None and done >= total and (stage, total) not in self._tasks.items():
+            self._tasks[stage] = total
+            self._console.print(f"{stage} {done}", soft_wrap=True, markup=False)
+        elif total is None and stage not in self._tasks:
+            self._tasks[stage] = None
+            self._console.print(stage, soft_wrap=True, markup=False)
+        elif total and done < total and time.monotonic() - self._told_s >= self.LOG_EVERY_S:
+            self._told_s = time.monotonic()
+            self._console.print(f"{stage} {done} of {total}", soft_wrap=True, markup=False)
+
+
+class Stages:
+    """Tells the stages of a long command: a spinner with seconds on a terminal, else plain lines.
+
+    Called with one line when a stage begins; leaving the context ends the last one.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True, highlight=False)
+        self._live = contextlib.ExitStack()
+        self._line = ""
+        self._start_s = 0.0
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._end(kind is None)
+
+    def __call__(self, line: str) -> None:
+        self._end(True)
+        self._line, self._start_s = line, time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(line, soft_wrap=True, markup=False)
+        elif line.startswith("Fetching"):  # pip draws its own bar
+            self._console.print(line, markup=False)
+        else:
+            self._live.enter_context(self._console.status(line))
+
+    def _end(self, well: bool) -> None:
+        self._live.close()
+        if self._line and self._console.is_terminal:
+            took_s = time.monotonic() - self._start_s
+            mark = "done" if well else "failed"
+            self._console.print(f"  {self._line}: {mark}, {took_s:.0f} s", markup=False)
+        self._line = ""

@@ -1,0 +1,298 @@
+"""`tailor serve`: options over a server.yaml, then a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter, Token
+
+from server.commands.options import DEFAULT_MODEL, DEFAULT_TASKS, Dtype
+from server.commands.own_engine import model_name, ready_folder
+from server.config import (
+    DEFAULT_TASK,
+    KeyConfig,
+    MemorySize,
+    ModelConfig,
+    ServerConfig,
+    TaskConfig,
+    load_server_config,
+    load_tasks,
+    parse_device_list,
+    parse_memory,
+)
+from server.config import with_overrides as over
+from server.errors import ConfigError
+
+__all__ = ["EngineOptions", "ModelChoice", "Place", "serve", "server_config", "server_tasks"]
+
+HELLO_PROMPT = "The capital of France is"
+
+_WHERE = Group("Where", sort_key=1)
+_WHAT = Group("What", sort_key=2)
+_HOW = Group("How", sort_key=3)
+
+
+def _devices(_: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return parse_device_list(tokens[0].value)
+
+
+def _memory(_: Any, tokens: Sequence[Token]) -> MemorySize:
+    return parse_memory(tokens[0].value)
+
+
+@Parameter(name="*", group=_WHERE)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the server listens, and for whom."""
+
+    config: Annotated[Path | None, Parameter(metavar="FILE", help="a server.yaml; options win")] = (
+        None
+    )
+    host: Annotated[str | None, Parameter(help="address to listen on (127.0.0.1)")] = None
+    port: Annotated[int | None, Parameter(help="port to listen on (8000); 0 takes a free one")] = (
+        None
+    )
+    api_key: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="KEY",
+            help="a key that clients must send; may be repeated. Better: set TAILOR_API_KEY, "
+            "because other users of a machine can see its command lines",
+        ),
+    ] = ()
+
+
+@Parameter(name="*", group=_WHAT)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoice:
+    """Which model and which tasks are served."""
+
+    model: Annotated[
+        str | None,
+        Parameter(
+            help=f"a built-in name, a folder, a GGUF file or a Hugging Face id ({DEFAULT_MODEL})"
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None, Parameter(metavar="NAME", help="what requests call the model")
+    ] = None
+    adapter: Annotated[
+        str | None, Parameter(metavar="DIR", help="a PEFT LoRA to merge into the model")
+    ] = None
+    tasks: Annotated[
+        Path | None, Parameter(metavar="DIR", help=f"folder of task files ({DEFAULT_TASKS})")
+    ] = None
+
+
+@Parameter(name="*", group=_HOW)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How the engines run the model."""
+
+    device: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            converter=_devices,
+            n_tokens=1,
+            metavar="LIST",
+            help="cpu, cuda or cuda:N; several with commas run one engine each (cpu)",
+        ),
+    ] = None
+    dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
+    max_model_len: Annotated[int | None, Parameter(help="longest prompt + output")] = None
+    max_num_seqs: Annotated[int | None, Parameter(help="sequences in one step (64)")] = None
+    max_num_batched_tokens: Annotated[int | None, Parameter(help="rows in one step (512)")] = None
+    kv_cache_memory: Annotated[
+        MemorySize | None,
+        Parameter(
+            converter=_memory,
+            n_tokens=1,
+            accepts_keys=False,
+            metavar="SIZE",
+            help='a fraction of free memory ("0.4", "40%") or an amount ("2GiB")',
+        ),
+    ] = None
+    threads: Annotated[int | None, Parameter(help="CPU threads of an engine")] = None
+    no_prefix_cache: Annotated[
+        bool, Parameter(help="do not share KV blocks between equal prompt starts")
+    ] = False
+
+
+_PLACE, _MODEL, _ENGINE = Place(), ModelChoice(), EngineOptions()
+
+
+def serve(
+    place: Place = _PLACE,
+    what: ModelChoice = _MODEL,
+    how: EngineOptions = _ENGINE,
+    *,
+    hello: Annotated[
+        bool,
+        Parameter(
+            help="when ready, complete a prompt over HTTP, print it, and say what to type next"
+        ),
+    ] = False,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None, Parameter(help="(info)")
+    ] = None,
+    log_format: Annotated[
+        Literal["console", "json"] | None, Parameter(help="lines for people or for machines")
+    ] = None,
+) -> int:
+    start_s = time.monotonic()
+    config = server_config(place, what, how)
+    config = over(config, "log", {"format": log_format, "level": log_level})
+    keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
+    if len(set(keys)) != len(keys):
+        raise ConfigError("keys: two keys have the same secret")
+    tasks = server_tasks(config)
+    _check_task_lists(config, tasks)
+    from server import logs
+    from server.wiring.server import listen, plan_server, run_server
+
+    logs.configure(config.log.format, config.log.level)
+    listener = listen(config.listen.host, config.listen.port)
+    folders = {m.name: ready_folder(m) for m in config.models}
+    plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
+
+    def on_ready(port: int) -> None:
+        host = config.listen.host
+        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+        took_s = time.monotonic() - start_s
+        print(f"Tailor is ready on {url} after {took_s:.1f} s.", flush=True)
+        if hello:
+            threading.Thread(
+                target=_hello,
+                args=(url, config.models[0].name, keys[0] if keys else None),
+                name="hello",
+                daemon=True,
+            ).start()
+
+    return run_server(plan, listener, on_ready=on_ready)
+
+
+def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:
+    """server.yaml (or the defaults) with the command line's options over it. Raises ConfigError."""
+    config = ServerConfig() if place.config is None else load_server_config(place.config)
+    config = over(config, "listen", {"host": place.host, "port": place.port})
+    config = over(
+        config,
+        "engine",
+        {
+            "dtype": how.dtype,
+            "max_model_len": how.max_model_len,
+            "max_num_seqs": how.max_num_seqs,
+            "max_num_batched_tokens": how.max_num_batched_tokens
+            or _rows_for(how.max_num_seqs, config.engine.max_num_batched_tokens),
+            "kv_cache_memory": how.kv_cache_memory,
+            "threads": how.threads,
+            "prefix_cache": False if how.no_prefix_cache else None,
+        },
+    )
+    tasks = str(what.tasks) if what.tasks is not None else config.tasks
+    return config.model_copy(
+        update={
+            "models": _models(config.models, what, how.device),
+            "keys": (*config.keys, *_keys(place.api_key)),
+            "tasks": tasks,
+        }
+    )
+
+
+def _models(
+    models: tuple[ModelConfig, ...], what: ModelChoice, devices: tuple[str, ...] | None
+) -> tuple[ModelConfig, ...]:
+    """The models of server.yaml, or the one that the options name."""
+    if what.model is not None:
+        name = what.served_model_name or model_name(what.model)
+        try:
+            models = (ModelConfig(name=name, path=what.model),)
+        except ValueError:
+            raise ConfigError(
+                f"--model: {name!r} cannot be a model's name; give one with --served-model-name"
+            ) from None
+    elif what.served_model_name is not None:
+        raise ConfigError("--served-model-name needs --model")
+    if what.adapter is not None:
+        if len(models) != 1:
+            raise ConfigError("--adapter needs --model when server.yaml has several models")
+        models = (models[0].model_copy(update={"adapter": what.adapter}),)
+    if devices is not None:
+        models = tuple(model.model_copy(update={"devices": devices}) for model in models)
+    return models
+
+
+def _keys(given: Sequence[str]) -> tuple[KeyConfig, ...]:
+    """The keys of the command line and of the environment."""
+    from pydantic import SecretStr
+
+    plain = [*given, *filter(None, [os.environ.get("TAILOR_API_KEY")])]
+    keys = tuple(
+        KeyConfig(id=f"command-line-{i}", key=SecretStr(key)) for i, key in enumerate(plain, 1)
+    )
+    if os.environ.get("TAILOR_ADMIN_KEY"):
+        admin = SecretStr(os.environ["TAILOR_ADMIN_KEY"])
+        keys += (KeyConfig(id="command-line-admin", key=admin, admin=True),)
+    return keys
+
+
+def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> None:
+    """A key's task list names what is there: a slip would lock its users out without a word."""
+    names = {*tasks, *(model.name for model in config.models)}
+    for key in config.keys:
+        for name in key.tasks or ():
+            if name not in names:
+                raise ConfigError(f"keys: {key.id}: tasks: there is no task or model {name!r}")
+
+
+def _rows_for(max_num_seqs: int | None, rows: int) -> int | None:
+    """More sequences than rows would be refused: raise the rows that nobody chose."""
+    return max_num_seqs if max_num_seqs is not None and max_num_seqs > rows else None
+
+
+def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
+    """The tasks that a server of this configuration serves. Raises ConfigError."""
+    from drafters import DRAFTER_NAMES
+
+    models = tuple(model.name for model in config.models)
+    if config.tasks is not None:
+        return load_tasks(Path(config.tasks), models, DRAFTER_NAMES)
+    if DEFAULT_TASKS.is_dir():
+        return load_tasks(DEFAULT_TASKS, models, DRAFTER_NAMES)
+    return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
+
+
+def _hello(url: str, model: str, key: str | None) -> None:
+    """A first completion over HTTP, as a client would ask for it, and what to type next."""
+    import urllib.error
+    import urllib.request
+
+    body = {"model": model, "prompt": HELLO_PROMPT, "max_tokens": 24, "temperature": 0}
+    headers = {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    except (urllib.error.URLError, OSError, KeyError, ValueError) as error:
+        print(f"The first completion failed: {error}", file=sys.stderr, flush=True)
+        return
+    auth = '  -H "authorization: Bearer $TAILOR_API_KEY" \\\n' if key is not None else ""
+    print(
+        f"\n{HELLO_PROMPT}{text}\n\n"
+        "Next, in another terminal:\n\n"
+        f"curl {url}/v1/completions -H 'content-type: application/json' \\\n{auth}"
+        f"  -d '{json.dumps(body)}'\n\n"
+        f"curl {url}/v1/models\n\n"
+        "Ctrl-C stops the server.",
+        flush=True,
+    )

@@ -1,0 +1,99 @@
+"""`tailor vocab`: vocabulary profiles of tasks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from server.commands.options import DEFAULT_MODEL, OutputFile
+from server.commands.progress import Bar, Stages
+from server.errors import ConfigError
+
+__all__ = ["profile", "show"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterOptions:
+    """The filters of VocabTailor's Algorithm 1."""
+
+    no_input_aware: Annotated[bool, Parameter(help="count output tokens of the own prompt too")] = (
+        False
+    )
+    language: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="TAG",
+            help="keep only tokens of this language's Unicode blocks; may be repeated",
+        ),
+    ] = ()
+    block: Annotated[tuple[str, ...], Parameter(help="keep a further block; may be repeated")] = ()
+    tolerance: Annotated[
+        float,
+        Parameter(metavar="TAU", help="share of documents that may lose a token (0.01)"),
+    ] = 0.01
+
+
+_FILTERS = FilterOptions()
+
+
+def profile(
+    *,
+    data: Annotated[Path, Parameter(metavar="FILE", help="JSON lines with prompt and completion")],
+    output: OutputFile,
+    model: Annotated[str, Parameter(help=f"the model ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
+    heldout: Annotated[
+        Path | None,
+        Parameter(metavar="FILE", help="report on these; default: every 10th line of --data"),
+    ] = None,
+    filters: FilterOptions = _FILTERS,
+    joint: Annotated[
+        str, Parameter(help="put between prompt and completion where neither has a blank")
+    ] = " ",
+    export_edge_llm: Annotated[
+        Path | None, Parameter(metavar="DIR", help="also write vocab_map.safetensors here")
+    ] = None,
+) -> int:
+    from server import token_bytes
+    from server.model.catalog import model_folder
+    from vocab_store import command
+    from vocab_store.profile import ProfileSettings
+
+    with Stages() as stages:
+        folder = model_folder(model, report=stages)
+    order = command.ProfileOrder(folder, data, output, heldout, joint, export_edge_llm)
+    with Bar() as bar, _errors():
+        settings = ProfileSettings(
+            input_aware=not filters.no_input_aware,
+            languages=filters.language,
+            extra_blocks=filters.block,
+            tolerance=filters.tolerance,
+        )
+        report = command.profile(order, settings, token_bytes.build, bar)
+    print(report)
+    return 0
+
+
+def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /) -> int:
+    from vocab_store import command
+
+    with _errors():
+        shown = command.show(profile)
+    print(shown)
+    return 0
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """What is wrong with a profile's files or settings, as an error of the command line."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError) as error:  # VocabStoreError, UnknownBlockError, wrong settings
+        raise ConfigError(str(error.args[0] if error.args else error)) from None
