@@ -59,6 +59,25 @@ COMMANDS = (
         "on a part that is held back, and choose by what this machine's steps cost",
         "tailor tasks tune --model smollm2-135m-instruct --data train.jsonl --name slots",
     ),
+    Command(
+        "tasks analyze",
+        "enrich:analyze",
+        "measure how a task's outputs repeat, and say what would make it fast",
+        "tailor tasks analyze --model smollm2-135m-instruct --data train.jsonl",
+    ),
+    Command(
+        "tasks enrich",
+        "enrich:enrich",
+        "find tokens of a task's own: the n-grams of its outputs that save most ids (TASC-ft)",
+        "tailor tasks enrich --data train.jsonl -o slots.enrichment.json",
+    ),
+    Command(
+        "tasks train",
+        "train:train",
+        "fine-tune an adapter for a task (LoRA), with tokens of its own where there are some; "
+        "started again, it goes on where it stopped",
+        "tailor tasks train --data train.jsonl --enrichment slots.enrichment.json -o slots-adapter",
+    ),
     Command("models list", "models:list_models", "list the built-in models", "tailor models list"),
     Command(
         "models fetch",

@@ -1,0 +1,115 @@
+"""The life of a fine-tuned task at tiny size: analyze, enrich, train, serve; what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from server.commands.cli import main
+from server.config import EngineConfig, ModelConfig, ServerConfig
+from server.types import Request, SamplingParams, SpeculationParams
+from server.wiring.engine import build_engine
+from server.wiring.server import plan_server
+from tests.model.tiny_models import save_tiny
+from vocab_store.enrichment import Enrichment
+
+pytest.importorskip("peft")
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    made = tmp_path / "tiny"
+    made.mkdir()
+    save_tiny(made, "llama")
+    return made
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    lines = [
+        {"prompt": f"{'abcdefgh'[i % 8]}:", "completion": f" !!ok!! {'xy'[i % 2]} ##"}
+        for i in range(60)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_from_data_to_a_served_adapter(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = ["--model", str(folder), "--data", str(data)]
+    assert main(["tasks", "analyze", *shared, "--tokens", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ids_per_answer"]["4"] < 0.6 * report["ids_per_answer"]["0"]
+    assert report["passes"]["base"]["0"] == pytest.approx(report["ids_per_answer"]["0"])
+    assert report["passes"]["base"]["4"] < report["passes"]["base"]["0"]
+    assert report["gains"]["1"]["drafting"] > 1.5
+
+    file = tmp_path / "t.enrichment.json"
+    assert main(["tasks", "enrich", *shared, "--tokens", "4", "-o", str(file)]) == 0
+    printed = capsys.readouterr().out
+    enrichment = Enrichment.load(file)
+    assert "fewer" in printed and str(file) in printed
+    assert 1 <= len(enrichment) <= 4
+
+    adapter = tmp_path / "adapter"
+    trained = ["tasks", "train", *shared, "--enrichment", str(file), "-o", str(adapter),
+               "--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate", "0.05",
+               "--batch-size", "8", "--rank", "4"]  # fmt: skip
+    assert main(trained) == 0
+    printed = capsys.readouterr().out
+    assert f"--adapter {adapter}" in printed
+    figures = json.loads((adapter / "training.json").read_text())
+    assert figures["nats_after"] < 0.2 * figures["nats_before"]
+    assert main(trained) == 1
+    assert "an adapter is there already" in capsys.readouterr().err
+
+    config = ServerConfig(
+        models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),),
+        engine=EngineConfig(max_num_seqs=2, max_num_batched_tokens=64),
+    )
+    plan = plan_server(config, {}, {"m": folder})
+    model = plan.models["m"]
+    engine = build_engine(plan.orders[0])
+    try:
+        prompt = tuple(model.tokenizer.encode("c:", add_special_tokens=False).ids)
+        engine.submit(
+            Request("r", "t", "m", prompt, SamplingParams(temperature=0.0, max_tokens=24),
+                    speculation=SpeculationParams(drafter="auto"))
+        )  # fmt: skip
+        deltas = engine.take_deltas()
+        while engine.has_work:
+            deltas += engine.step()
+        ids = [i for delta in deltas for i in delta.token_ids]
+        assert deltas[-1].finish_reason == "stop"
+        assert model.table.join(ids, skip_special=True) == b"!!ok!!x##"  # its alphabet has no blank
+        assert len(ids) < 0.6 * len(enrichment.expand(ids))
+    finally:
+        engine.close()
+
+
+def test_what_cannot_be_done_is_said(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text(data.read_text().splitlines()[0] + "\n")
+    out = str(tmp_path / "x.json")
+    shared = ["--model", str(folder)]
+    cases = [
+        (["tasks", "enrich", *shared, "--data", str(short), "-o", out], "20 are needed"),
+        (["tasks", "enrich", *shared, "--data", str(data), "-o", out, "--tokens", "0"], "budget"),
+        (["tasks", "enrich", *shared, "--data", str(data), "-o", f"{data}/x"], "Not a directory"),
+        (["tasks", "train", *shared, "--data", str(data), "-o", str(tmp_path / "a"),
+          "--enrichment", str(data)], "no enrichment"),
+        (["tasks", "analyze", *shared, "--data", str(tmp_path / "none")], "No such file"),
+    ]  # fmt: skip
+    for words, message in cases:
+        assert main(words) == 1, words
+        assert message in capsys.readouterr().err
