@@ -65,6 +65,7 @@ ALLOWED: dict[str, set[str] | None] = {
     },
     "server.datasets": {"server.errors", "server.token_bytes"},
     "server.commands.recorder": {
+        "server.client",
         "server.datasets",
         "server.engine.engine",
         "server.errors",

@@ -12,10 +12,7 @@ written anew in the order of the input. A run that was stopped, by anything, goe
 lines that have an answer are not sent again, those with an error are. `key` is a hash of the
 request, so that answers to other prompts are noticed.
 
-An answer of 429, 502, 503 or 504 and a lost connection are tried again, after Retry-After where
-the server says one; everybody waits then. An answer of 500 is tried again twice, and only its line
-waits: the line itself may be what the server fails at. With `x-should-retry: false` nothing is
-tried again, and any other error belongs to its line.
+What is tried again, and when, is server.client.http's; any other error belongs to its line.
 """
 
 from __future__ import annotations
@@ -23,35 +20,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
-import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import quote
+from typing import Any
 
 import httpx
-from filelock import FileLock, Timeout
 
-from server.client.connection import CallFailedError, Endpoint, refusal_of
+from server.client.answer_file import AnswerFile, AnswerFileError
+from server.client.connection import CallFailedError, Endpoint
+from server.client.http import Caller, RefusedError
 from server.client.speculation import Tally
-from server.errors import TailorError
 
 __all__ = ["BulkError", "BulkOutcome", "BulkRun"]
 
 MAX_LINE_BYTES = 64 << 20
-MAX_WAIT_S = 60.0
-FIRST_WAIT_S = 0.5
-MAX_FAULT_RETRIES = 2
 
-
-class BulkError(TailorError):
-    """The input or output file cannot be used; the message names file and line."""
-
-    code = "bulk_error"
+BulkError = AnswerFileError
+"""The input or output file cannot be used; the message names file and line."""
 
 
 @dataclass(slots=True)
@@ -136,8 +123,6 @@ class BulkRun:
         self._max_retries = max_retries
         self._timeout_s = timeout_s
         self._defaults: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
-        self._resume_at_s = 0.0
-        self._random = random.Random()
 
     async def run(self, on_progress: Callable[[BulkOutcome], None] = lambda _: None) -> BulkOutcome:
         """Answer every line that has no answer yet. on_progress: called after each line.
@@ -146,32 +131,25 @@ class BulkRun:
         there or knows neither key nor task; what was answered until then is in the file.
         """
         started_s = time.monotonic()
-        lock = FileLock(f"{self._target}.lock")
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise BulkError(f"{self._target}: another run is writing to it") from None
-        except OSError as error:
-            raise BulkError(f"{self._target}: {error.strerror or error}") from None
-        try:
-            answered = self._take_up()
-            limits = httpx.Limits(
-                max_connections=self._concurrency, max_keepalive_connections=self._concurrency
-            )
-            async with httpx.AsyncClient(
-                headers=self._endpoint.headers,
-                timeout=httpx.Timeout(self._timeout_s, connect=10.0),
-                limits=limits,
-            ) as client:
-                if len(answered) < self.outcome.num_lines:
-                    await self._check_task(client)
-                on_progress(self.outcome)
-                await self._answer_all(client, answered, on_progress)
-            self._sort()
+            with AnswerFile(self._target) as file:
+                keys = {line.number: line.key for line in self._lines()}
+                self.outcome.num_lines = len(keys)
+                answered = set(file.take_up(keys))
+                self.outcome.num_before = len(answered)
+                async with Caller(
+                    self._endpoint,
+                    num_open=self._concurrency,
+                    max_retries=self._max_retries,
+                    timeout_s=self._timeout_s,
+                ) as caller:
+                    if len(answered) < self.outcome.num_lines:
+                        await caller.check_task(self._task)
+                    on_progress(self.outcome)
+                    await self._answer_all(caller, file, answered, on_progress)
+                file.sort()
         finally:
             self.outcome.wall_s = time.monotonic() - started_s
-            lock.release()
-            Path(lock.lock_file).unlink(missing_ok=True)
         return self.outcome
 
     # -- files ------------------------------------------------------------------------------
@@ -214,95 +192,26 @@ class BulkRun:
         route = "/completions" if named[0] == "prompt" else "/chat/completions"
         return _Line(number, value.get("id"), route, body, digest)
 
-    def _take_up(self) -> set[int]:
-        """Check both files; the numbers of answered lines, which alone stay in the file."""
-        keys = {line.number: line.key for line in self._lines()}
-        self.outcome.num_lines = len(keys)
-        kept: dict[int, bytes] = {}
-        num_read = 0
-        try:
-            if not self._target.exists():
-                self._target.touch()
-                return set()
-            with self._target.open("rb") as file:
-                for raw in file:
-                    num_read += 1
-                    record = _record(raw)
-                    if record is None:
-                        if raw.endswith(b"\n"):
-                            raise BulkError(f"{self._target}:{num_read}: not a line of answers")
-                        continue  # torn by the end of an earlier run
-                    number = record["line"]
-                    if keys.get(number) != record["key"]:
-                        raise BulkError(
-                            f"{self._target}:{num_read}: an answer to another request; give the "
-                            "answers to these prompts another file"
-                        )
-                    if "error" not in record:
-                        kept[number] = raw if raw.endswith(b"\n") else raw + b"\n"
-            if len(kept) != num_read:
-                self._replace(kept.values())
-        except OSError as error:
-            raise BulkError(f"{self._target}: {error.strerror or error}") from None
-        self.outcome.num_before = len(kept)
-        return set(kept)
-
-    def _sort(self) -> None:
-        """The answers in the order of the input."""
-        with self._target.open("rb") as file:
-            lines = sorted(((_record(raw) or {"line": 0})["line"], raw) for raw in file)
-        self._replace(raw for _, raw in lines)
-
-    def _replace(self, lines: Any) -> None:
-        """Write the output file anew, atomically."""
-        temporary = self._target.with_name(f"{self._target.name}.tmp")
-        with temporary.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._target)
-
     # -- requests ---------------------------------------------------------------------------
-
-    async def _check_task(self, client: httpx.AsyncClient) -> None:
-        """Learn of a wrong address, key or task before the first line. Raises CallFailedError."""
-        url = f"{self._endpoint.base}/models/{quote(self._task)}"
-        for attempt in range(self._max_retries + 1):
-            try:
-                response = await client.get(url)
-            except httpx.HTTPError as error:
-                raise CallFailedError(
-                    f"{self._endpoint.base} cannot be reached: {error or type(error).__name__}"
-                ) from None
-            if response.is_success:
-                return
-            refusal = refusal_of(response)
-            if not refusal.may_retry or attempt == self._max_retries:
-                break
-            await asyncio.sleep(self._wait_s(attempt, refusal.retry_after_s))
-        raise CallFailedError(f"{self._endpoint.base}: {refusal.message}")
 
     async def _answer_all(
         self,
-        client: httpx.AsyncClient,
+        caller: Caller,
+        answers: AnswerFile,
         answered: set[int],
         on_progress: Callable[[BulkOutcome], None],
     ) -> None:
         todo = (line for line in self._lines() if line.number not in answered)
 
-        async def work(file: BinaryIO) -> None:
+        async def work(append: Callable[[dict[str, Any]], None]) -> None:
             for line in todo:  # one generator, shared: every line is taken once
-                record = await self._answer(client, line)
-                _append(file, json.dumps(record).encode() + b"\n")
+                append(await self._answer(caller, line))
                 on_progress(self.outcome)
 
-        # Unbuffered: a line is in the file with one write, or not at all.
-        with self._target.open("ab", buffering=0) as file:
-            workers = [asyncio.create_task(work(file)) for _ in range(self._concurrency)]
+        with answers.appending() as append:
+            workers = [asyncio.create_task(work(append)) for _ in range(self._concurrency)]
             try:
                 await asyncio.gather(*workers)
-            except OSError as error:
-                raise BulkError(f"{self._target}: {error.strerror or error}") from None
             except _Stopped as stopped:
                 raise CallFailedError(
                     f"{stopped}; {self.outcome.num_done} of {self.outcome.num_lines} lines are "
@@ -313,42 +222,21 @@ class BulkRun:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _answer(self, client: httpx.AsyncClient, line: _Line) -> dict[str, Any]:
+    async def _answer(self, caller: Caller, line: _Line) -> dict[str, Any]:
         """One line's record. Raises _Stopped when the server is lost."""
         head = {"line": line.number, "id": line.caller_id}
-        attempt = 0
-        while True:
-            while (pause_s := self._resume_at_s - time.monotonic()) > 0:
-                await asyncio.sleep(pause_s)
-            try:
-                response = await client.post(self._endpoint.base + line.route, json=line.body)
-            except httpx.HTTPError as error:
-                refusal, why = None, f"the server is lost: {error or type(error).__name__}"
-            else:
-                if response.is_success:
-                    return self._answered(head, line, response)
-                refusal = refusal_of(response)
-                if response.status_code in (401, 403):
-                    raise _Stopped(refusal.message)
-                why = refusal.message
-            most = self._max_retries
-            alone = refusal is not None and refusal.is_fault
-            if alone:
-                most = min(most, MAX_FAULT_RETRIES)
-            if attempt < most and (refusal is None or refusal.may_retry or alone):
-                self.outcome.num_retries += 1
-                wait_s = self._wait_s(attempt, refusal.retry_after_s if refusal else None)
-                attempt += 1
-                if alone:
-                    await asyncio.sleep(wait_s)
-                else:
-                    self._resume_at_s = max(self._resume_at_s, time.monotonic() + wait_s)
-                continue
-            if refusal is None:
-                raise _Stopped(why)
+        try:
+            response = await caller.post(line.route, line.body)
+        except httpx.HTTPError as error:
+            raise _Stopped(f"the server is lost: {error or type(error).__name__}") from None
+        except RefusedError as error:
+            if error.refusal.status in (401, 403):
+                raise _Stopped(error.refusal.message) from None
             self.outcome.num_failed += 1
-            error_record = refusal.record() if refusal is not None else {"message": why}
-            return {**head, "error": error_record, "key": line.key}
+            return {**head, "error": error.refusal.record(), "key": line.key}
+        finally:
+            self.outcome.num_retries = caller.num_retries
+        return self._answered(head, line, response)
 
     def _answered(
         self, head: dict[str, Any], line: _Line, response: httpx.Response
@@ -372,30 +260,6 @@ class BulkRun:
         )
         return {**head, **shown, "usage": answer.get("usage"), "key": line.key}
 
-    def _wait_s(self, attempt: int, retry_after_s: float | None) -> float:
-        """Seconds before the next attempt: what the server says, else doubling with some chance."""
-        if retry_after_s is not None and math.isfinite(retry_after_s):
-            return min(MAX_WAIT_S, retry_after_s) + 0.1 * self._random.random()
-        return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())
-
-
-def _append(file: BinaryIO, data: bytes) -> None:
-    """Write all of it to an unbuffered file, which may take less at once."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _record(raw: bytes) -> dict[str, Any] | None:
-    """A line of the output, or None for one that is none."""
-    try:
-        record = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("line")) is not int:
-        return None
-    return record if isinstance(record.get("key"), str) else None

@@ -6,49 +6,22 @@ is no terminal the text is written as it is, without colours.
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.text import Text
 
-from server.client.connection import CallFailedError, Endpoint, refusal_of
+from server.client.connection import Endpoint
+from server.client.http import events
 from server.client.speculation import Tally
 
-__all__ = ["complete", "events"]
+__all__ = ["complete"]
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def events(endpoint: Endpoint, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed POST /v1/completions. Raises CallFailedError."""
-    url = f"{endpoint.base}/completions"
-    timeout = httpx.Timeout(timeout_s, connect=10.0)
-    try:
-        with httpx.stream(
-            "POST", url, json=body, headers=endpoint.headers, timeout=timeout
-        ) as response:
-            if not response.is_success:
-                response.read()
-                raise CallFailedError(refusal_of(response).message)
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    chunk = json.loads(line[6:])
-                    if "error" in chunk:
-                        raise CallFailedError(str(chunk["error"].get("message")))
-                    yield chunk
-    except httpx.HTTPError as error:
-        raise CallFailedError(f"{endpoint.base}: {error or type(error).__name__}") from None
-    except ValueError:
-        raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
-    raise CallFailedError(f"{endpoint.base}: the stream ended too early")
 
 
 def complete(
@@ -76,7 +49,7 @@ def complete(
     started_s = clock()
     first_s: float | None = None
     shown = ""
-    for chunk in events(endpoint, body, timeout_s):
+    for chunk in events(endpoint, "/completions", body, timeout_s):
         for choice in chunk.get("choices", ()):
             if first_s is None:
                 first_s = clock()

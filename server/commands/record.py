@@ -24,6 +24,7 @@ from server.commands.progress import Bar
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from server.client.connection import Endpoint
     from server.commands.recorder import Answer, Failure, Prompt
 
     Ask = Callable[[Iterable[Prompt]], Iterator[Answer | Failure]]
@@ -116,8 +117,8 @@ def _server(
         raise ConfigError("--concurrency: must be at least 1")
     endpoint = call.endpoint()
     fields = tuple(sampling.fields().items())
-    name = task or _first_model(endpoint.url, endpoint.api_key)
-    address = ServerAddress(endpoint.url, name, endpoint.api_key, fields)
+    name = task or _first_model(endpoint)
+    address = ServerAddress(endpoint, name, fields, call.timeout)
     return functools.partial(ask_server, address, num_open=num_open), json.dumps(
         [endpoint.url, name, fields]
     )
@@ -148,15 +149,11 @@ def _record(prompts: PromptOptions, output: Path, ask: Ask, identity: str, bar: 
     return 0
 
 
-def _first_model(url: str, key: str | None) -> str:
-    """The name of a server's first model."""
-    import urllib.error
-    import urllib.request
+def _first_model(endpoint: Endpoint) -> str:
+    """The name of a server's first model. Raises CallFailedError."""
+    from server.client.http import call
 
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{url}: {error}; is a Tailor server running there?") from None
+        return str(call(endpoint, "GET", "/models")["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"{endpoint.url}: is a Tailor server running there?") from None

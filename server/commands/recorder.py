@@ -2,7 +2,7 @@
 
 One line a prompt, in the order of the data: {"prompt_ids", "output_ids", "finish_reason",
 "prompt", "completion"}; an output that ended by itself ends with its EOS id. That is what
-`tailor corpus build`, `tailor task tune` and `tailor replay` read.
+`tailor corpus build`, `tailor tasks tune` and `tailor replay` read.
 
 The model is an Engine in this process (`ask_engine`) or a running server (`ask_server`). Until
 everything is there the answers are kept in FILE.partial, a line each as they come, so that an
@@ -11,16 +11,21 @@ interrupted run goes on where it stopped.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
+from server.client.answer_file import AnswerFile, AnswerFileError, replace_file
+from server.client.connection import CallFailedError, Endpoint
+from server.client.http import Caller, RefusedError
 from server.datasets import ids_of, json_lines
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams
@@ -35,15 +40,11 @@ __all__ = [
     "ServerAddress",
     "ask_engine",
     "ask_server",
+    "entry_of",
     "prompt_of",
     "read_prompts",
     "record",
-    "recording_line",
 ]
-
-_TRIES = 8
-_TIMEOUT_S = 600.0
-_LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ def prompt_of(number: int, entry: dict[str, Any], data: Path, prompt_field: str)
     return Prompt(number, prompt)
 
 
-def recording_line(answer: Answer) -> str:
-    """An answer as one JSON line, without the line's end."""
+def entry_of(answer: Answer) -> dict[str, Any]:
+    """An answer as one line of a recording holds it."""
     prompt = answer.prompt
     entry: dict[str, Any] = {
         "prompt_ids": list(prompt.ids or ()),
@@ -112,7 +113,7 @@ def recording_line(answer: Answer) -> str:
     if prompt.text is not None:
         entry["prompt"] = prompt.text
     entry["completion"] = answer.text
-    return json.dumps(entry, ensure_ascii=False)
+    return entry
 
 
 # --- an engine in this process --------------------------------------------------------------------
@@ -145,41 +146,17 @@ def ask_engine(
                 if prompt is None:
                     more = False
                     break
-                ids = prompt.ids
-                if ids is None:
-                    ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
-                prompt = replace(prompt, ids=ids)
-                room = engine.info.max_model_len - len(ids)
-                if not ids or room < 1 or max(ids) >= engine.info.vocab_size:
-                    yield Failure(
-                        prompt,
-                        f"{len(ids)} tokens do not fit the model (context "
-                        f"{engine.info.max_model_len}, vocabulary {engine.info.vocab_size})",
-                    )
+                request = _request(engine, tokenizer, prompt, sampling, speculation)
+                if isinstance(request, Failure):
+                    yield request
                     continue
-                name = f"record-{prompt.line}"
-                asked[name], outputs[name] = prompt, []
-                engine.submit(
-                    Request(
-                        request_id=name,
-                        task="record",
-                        model=engine.info.name,
-                        prompt_ids=ids,
-                        sampling=replace(
-                            sampling,
-                            max_tokens=min(sampling.max_tokens, room),
-                            seed=(sampling.seed + prompt.line) % (1 << 63),
-                        ),
-                        speculation=speculation,
-                        arrival_s=time.monotonic(),
-                    )
-                )
+                name = request.request_id
+                asked[name] = replace(prompt, ids=request.prompt_ids)
+                outputs[name] = []
+                engine.submit(request)
             if not asked:
                 return
-            deltas = engine.take_deltas()
-            if not deltas:
-                deltas = engine.step()
-            for delta in deltas:
+            for delta in engine.take_deltas() or engine.step():
                 name = delta.request_id
                 if name not in asked:
                     continue
@@ -198,6 +175,39 @@ def ask_engine(
         engine.take_deltas()
 
 
+def _request(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+) -> Request | Failure:
+    """What the engine is asked for one prompt; a Failure where it does not fit the model."""
+    ids = prompt.ids
+    if ids is None:
+        ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
+    room = engine.info.max_model_len - len(ids)
+    if not ids or room < 1 or max(ids) >= engine.info.vocab_size:
+        return Failure(
+            replace(prompt, ids=ids),
+            f"{len(ids)} tokens do not fit the model (context {engine.info.max_model_len}, "
+            f"vocabulary {engine.info.vocab_size})",
+        )
+    return Request(
+        request_id=f"record-{prompt.line}",
+        task="record",
+        model=engine.info.name,
+        prompt_ids=ids,
+        sampling=replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens, room),
+            seed=(sampling.seed + prompt.line) % (1 << 63),
+        ),
+        speculation=speculation,
+        arrival_s=time.monotonic(),
+    )
+
+
 # --- a running server -----------------------------------------------------------------------------
 
 
@@ -205,17 +215,14 @@ def ask_engine(
 class ServerAddress:
     """A running server. model: what the `model` field says, a task's name or a model's.
 
-    fields: further fields of each body; what is left out is the task's own.
+    fields: further fields of each body; what is left out is the task's own. timeout_s: longest
+    silence of the server during one request.
     """
 
-    url: str
+    endpoint: Endpoint
     model: str
-    key: str | None = None
     fields: tuple[tuple[str, Any], ...] = ()
-
-
-class _Refused(Exception):
-    """The server refused one prompt; the others go on."""
+    timeout_s: float = 600.0
 
 
 def ask_server(
@@ -223,87 +230,71 @@ def ask_server(
 ) -> Iterator[Answer | Failure]:
     """Answers as they finish, at most `num_open` requests at once.
 
-    429 and 503 are tried again after what Retry-After says. Raises ConfigError when the server
-    cannot be reached or refuses every request (a wrong key, an unknown model).
+    What is tried again, and when, is server.client.http's. Raises CallFailedError when the server
+    cannot be reached, refuses every request (a wrong key, an unknown model) or is no Tailor server.
     """
     waiting = iter(prompts)
-    pool = ThreadPoolExecutor(num_open, thread_name_prefix="record")
-    asked: dict[Future[Answer], Prompt] = {}
-    more = True
+    with asyncio.Runner() as runner:
+        caller = runner.run(_open(server, num_open))
+        asked: set[asyncio.Task[Answer | Failure]] = set()
+        try:
+            while True:
+                for prompt in itertools.islice(waiting, num_open - len(asked)):
+                    asked.add(runner.get_loop().create_task(_ask(server, caller, prompt)))
+                if not asked:
+                    return
+                done, asked = runner.run(_first(asked))
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in asked:
+                task.cancel()
+            runner.run(caller.__aexit__(None, None, None))
+
+
+async def _open(server: ServerAddress, num_open: int) -> Caller:
+    caller = Caller(server.endpoint, num_open=num_open, timeout_s=server.timeout_s)
     try:
-        while True:
-            while more and len(asked) < num_open:
-                prompt = next(waiting, None)
-                if prompt is None:
-                    more = False
-                    break
-                asked[pool.submit(_ask, server, prompt)] = prompt
-            if not asked:
-                return
-            done, _ = wait(asked, return_when=FIRST_COMPLETED)
-            for future in done:
-                prompt = asked.pop(future)
-                try:
-                    answer: Answer | Failure = future.result()
-                except _Refused as error:
-                    answer = Failure(prompt, str(error))
-                yield answer
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        await caller.check_task(server.model)
+    except BaseException:
+        await caller.__aexit__(None, None, None)
+        raise
+    return caller
 
 
-def _ask(server: ServerAddress, prompt: Prompt) -> Answer:
-    import http.client
-    import urllib.error
-    import urllib.request
+async def _first(
+    asked: set[asyncio.Task[Answer | Failure]],
+) -> tuple[set[asyncio.Task[Answer | Failure]], set[asyncio.Task[Answer | Failure]]]:
+    return await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
 
+
+async def _ask(server: ServerAddress, caller: Caller, prompt: Prompt) -> Answer | Failure:
     body: dict[str, Any] = {
         "model": server.model,
         "prompt": prompt.text if prompt.ids is None else list(prompt.ids),
         "return_token_ids": True,
         **dict(server.fields),
     }
-    headers = {"content-type": "application/json"}
-    if server.key is not None:
-        headers["authorization"] = f"Bearer {server.key}"
-    url = f"{server.url.rstrip('/')}/v1/completions"
-    for attempt in range(_TRIES):
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-                choice = json.load(response)["choices"][0]
-            return Answer(
-                replace(prompt, ids=tuple(choice["prompt_token_ids"])),
-                tuple(choice["token_ids"]),
-                str(choice["finish_reason"]),
-                str(choice["text"]),
-            )
-        except urllib.error.HTTPError as error:
-            with error:
-                told = _message(error.read(4096)) or f"HTTP {error.code}"
-                status, after = error.code, error.headers.get("retry-after", "")
-            if status in (429, 503) and attempt + 1 < _TRIES:
-                wait_s = float(after) if after.replace(".", "", 1).isdigit() else 2.0**attempt
-                time.sleep(min(wait_s, _LONGEST_WAIT_S))
-                continue
-            if status in (401, 403, 404, 405):
-                raise ConfigError(f"{url}: {told}") from None
-            raise _Refused(told) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise ConfigError(f"{url}: {reason}") from None
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise ConfigError(
-                f"{url}: the answer has no token ids: only a Tailor server gives them"
-            ) from None
-    raise AssertionError("the loop returns or raises")
-
-
-def _message(body: bytes) -> str:
+    base = server.endpoint.base
     try:
-        return str(json.loads(body)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return ""
+        choice = (await caller.post("/completions", body)).json()["choices"][0]
+        return Answer(
+            replace(prompt, ids=tuple(choice["prompt_token_ids"])),
+            tuple(choice["token_ids"]),
+            str(choice["finish_reason"]),
+            str(choice["text"]),
+        )
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise CallFailedError(f"{base}: the server is lost: {reason}") from None
+    except RefusedError as error:
+        if error.refusal.status in (401, 403, 404, 405):
+            raise CallFailedError(f"{base}: {error}") from None
+        return Failure(prompt, str(error)[:300])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise CallFailedError(
+            f"{base}: the answer has no token ids: only a Tailor server gives them"
+        ) from None
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -324,90 +315,53 @@ def record(
     (done, all). Raises ConfigError for another run's FILE.partial, for a file that cannot be
     written, and when no prompt was answered.
     """
-    partial = output.with_name(output.name + ".partial")
-    header = json.dumps({"recordings_of": _digest(prompts, identity)})
-    done = _resume(partial, header)
-    todo = [prompt for prompt in prompts if prompt.line not in done]
-    num_resumed = len(prompts) - len(todo)
+    keys = dict.fromkeys((prompt.line for prompt in prompts), _digest(prompts, identity))
     failures: list[Failure] = []
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("a", encoding="utf-8") as file:
-            if partial.stat().st_size == 0:
-                file.write(header + "\n")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with AnswerFile(output.with_name(output.name + ".partial")) as partial:
+            done = _take_up(partial, keys)
+            num_resumed = len(done)
             if progress is not None:
                 progress(num_resumed, len(prompts))
-            for answer in ask(todo):
-                if isinstance(answer, Failure):
-                    failures.append(answer)
-                else:
-                    line = recording_line(answer)
-                    done[answer.prompt.line] = line
-                    file.write(f'{{"line": {answer.prompt.line}, "recording": {line}}}\n')
-                    file.flush()
-                if progress is not None:
-                    progress(len(done) + len(failures), len(prompts))
-        if not done:
-            partial.unlink()
-            raise ConfigError(
-                f"no prompt was answered; line {failures[0].prompt.line}: {failures[0].message}"
-            )
-        _write(output, "".join(done[number] + "\n" for number in sorted(done)))
-        partial.unlink()
+            with partial.appending() as append:
+                for answer in ask([prompt for prompt in prompts if prompt.line not in done]):
+                    if isinstance(answer, Failure):
+                        failures.append(answer)
+                    else:
+                        line = answer.prompt.line
+                        done[line] = entry_of(answer)
+                        append({"line": line, "key": keys[line], "recording": done[line]})
+                    if progress is not None:
+                        progress(len(done) + len(failures), len(prompts))
+            if done:
+                recordings = (json.dumps(done[n], ensure_ascii=False) + "\n" for n in sorted(done))
+                replace_file(output, (line.encode() for line in recordings))
+            partial.path.unlink()
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}") from None
+    if not done:
+        raise ConfigError(
+            f"no prompt was answered; line {failures[0].prompt.line}: {failures[0].message}"
+        )
     return len(done), num_resumed, failures
 
 
 def _digest(prompts: Sequence[Prompt], identity: str) -> str:
+    """Names a run: the same prompts of the same model and settings."""
     digest = hashlib.sha256(identity.encode())
     for prompt in prompts:
         digest.update(f"\n{prompt.line} {prompt.text!r} {prompt.ids!r}".encode())
     return digest.hexdigest()
 
 
-def _resume(partial: Path, header: str) -> dict[int, str]:
-    """Recordings by line number of an interrupted run; a last line cut short is dropped."""
+def _take_up(partial: AnswerFile, keys: dict[int, str]) -> dict[int, dict[str, Any]]:
+    """Recordings by line number of an interrupted run."""
     try:
-        text = partial.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ConfigError(f"{partial}: {error.strerror}") from None
-    head, _, rest = text.partition("\n")
-    if head != header:
+        found = partial.take_up(keys)
+    except AnswerFileError:
         raise ConfigError(
-            f"{partial}: left by a run with another model, other settings or other data; delete it"
-        )
-    done: dict[int, str] = {}
-    for line in rest.split("\n"):
-        try:
-            entry = json.loads(line)
-            done[int(entry["line"])] = json.dumps(entry["recording"], ensure_ascii=False)
-        except (ValueError, KeyError, TypeError):
-            continue
-    _write(
-        partial,
-        header
-        + "\n"
-        + "".join(
-            f'{{"line": {number}, "recording": {done[number]}}}\n' for number in sorted(done)
-        ),
-    )
-    return done
-
-
-def _write(path: Path, text: str) -> None:
-    """Atomically, into the file's own folder."""
-    import tempfile
-
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            f"{partial.path}: left by a run with another model, other settings or other data; "
+            "delete it"
+        ) from None
+    return {line: record["recording"] for line, record in found.items()}

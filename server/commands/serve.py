@@ -29,7 +29,7 @@ from server.config import (
     parse_memory,
 )
 from server.config import with_overrides as over
-from server.errors import ConfigError
+from server.errors import ConfigError, TailorError
 
 __all__ = ["EngineOptions", "ModelChoice", "Place", "serve", "server_config", "server_tasks"]
 
@@ -272,18 +272,14 @@ def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
 
 def _hello(url: str, model: str, key: str | None) -> None:
     """A first completion over HTTP, as a client would ask for it, and what to type next."""
-    import urllib.error
-    import urllib.request
+    from server.client.connection import Endpoint
+    from server.client.http import call
 
     body = {"model": model, "prompt": HELLO_PROMPT, "max_tokens": 24, "temperature": 0}
-    headers = {"content-type": "application/json"}
-    if key is not None:
-        headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            text = json.load(answer)["choices"][0]["text"]
-    except (urllib.error.URLError, OSError, KeyError, ValueError) as error:
+        answer = call(Endpoint(url, key), "POST", "/completions", body, timeout_s=120.0)
+        text = answer["choices"][0]["text"]
+    except (TailorError, KeyError, TypeError) as error:
         print(f"The first completion failed: {error}", file=sys.stderr, flush=True)
         return
     auth = '  -H "authorization: Bearer $TAILOR_API_KEY" \\\n' if key is not None else ""

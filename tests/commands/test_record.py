@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from drafters.replay import read_recordings
+from server.client.connection import CallFailedError, Endpoint
 from server.commands.cli import main
 from server.commands.recorder import (
     Answer,
@@ -206,6 +207,10 @@ class _Handler(BaseHTTPRequestHandler):
     tried: ClassVar[set[str]] = set()
     keys: ClassVar[set[str | None]] = set()
 
+    def do_GET(self) -> None:
+        known = not self.path.endswith("/none")
+        self._say(200, {"id": "m"}) if known else self._say(404, {"error": {"message": "no none"}})
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         prompt = body["prompt"]
@@ -232,9 +237,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.tried.add(prompt)
             status, answer = 429, {"error": {"message": "busy"}}
             headers = {"retry-after": "0.01"}
+        self._say(status, answer, headers)
+
+    def _say(self, status: int, answer: Any, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(answer).encode()
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -259,7 +267,7 @@ def url() -> Iterator[str]:
 
 def test_a_server_is_asked_again_when_it_is_busy(url: str) -> None:
     prompts = [*_prompts(5), Prompt(6, "a bad one"), Prompt(7, "q", None)]
-    server = ServerAddress(url, "task", "key", (("max_tokens", 9),))
+    server = ServerAddress(Endpoint(url, "key"), "task", (("max_tokens", 9),))
     answers = {a.prompt.line: a for a in ask_server(server, prompts, num_open=3)}
     failure = answers.pop(6)
     assert isinstance(failure, Failure) and failure.message == "prompt: too long"
@@ -283,13 +291,13 @@ def test_the_record_command_asks_the_running_server(url: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("model", "told"), [("none", "there is no model none"), ("other", "only a Tailor server")]
+    ("model", "told"), [("none", "no none"), ("other", "only a Tailor server")]
 )
 def test_a_server_that_cannot_help_ends_it(url: str, model: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        list(ask_server(ServerAddress(url, model), [Prompt(1, "x")]))
+    with pytest.raises(CallFailedError, match=told):
+        list(ask_server(ServerAddress(Endpoint(url), model), [Prompt(1, "x")]))
 
 
 def test_no_server_at_all() -> None:
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/.*refused"):
-        list(ask_server(ServerAddress("http://127.0.0.1:9", "m"), [Prompt(1, "x")]))
+    with pytest.raises(CallFailedError, match=r"127\.0\.0\.1:9/.*cannot be reached"):
+        list(ask_server(ServerAddress(Endpoint("http://127.0.0.1:9"), "m"), [Prompt(1, "x")]))

@@ -1,0 +1,191 @@
+"""The one HTTP client: how a server is called, and when a request is sent again.
+
+An answer of 429, 502, 503 or 504 and a lost connection are tried again, after Retry-After where
+the server says one; everybody waits then. An answer of 500 is tried again twice, and only its
+request waits: the request itself may be what the server fails at. With `x-should-retry: false`
+nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+from urllib.parse import quote
+
+import httpx
+import stamina
+import stamina.instrumentation
+
+from server.client.connection import CallFailedError, Endpoint, Refusal, refusal_of
+
+__all__ = ["Caller", "RefusedError", "call", "events"]
+
+MAX_WAIT_S = 60.0
+FIRST_WAIT_S = 0.5
+MAX_FAULT_RETRIES = 2
+CONNECT_S = 10.0
+
+# stamina would write a log line and count a Prometheus series for every request that is sent again.
+stamina.instrumentation.set_on_retry_hooks(())
+
+
+class RefusedError(Exception):
+    """The server refused one request for good; `refusal` says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Caller:
+    """Requests to one server, with one pause for all of them. An async context manager.
+
+    num_open: most connections. max_retries: times that one request is sent again. timeout_s:
+    longest silence of the server during one request. num_retries: of all requests so far.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, *, num_open: int, max_retries: int = 10, timeout_s: float = 600.0
+    ) -> None:
+        self.endpoint = endpoint
+        self.num_retries = 0
+        self._max_retries = max_retries
+        self._resume_at_s = 0.0
+        self._random = random.Random()
+        self._client = httpx.AsyncClient(
+            headers=endpoint.headers,
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=num_open, max_keepalive_connections=num_open),
+        )
+
+    async def __aenter__(self) -> Caller:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.aclose()
+
+    async def check_task(self, task: str) -> None:
+        """Learn of a wrong address, key or task at once. Raises CallFailedError."""
+        base = self.endpoint.base
+        try:
+            await self._send("GET", f"{base}/models/{quote(task)}", None, may_be_lost=False)
+        except httpx.HTTPError as error:
+            raise _unreachable(self.endpoint, error) from None
+        except RefusedError as error:
+            raise CallFailedError(f"{base}: {error}") from None
+
+    async def post(self, route: str, body: dict[str, Any]) -> httpx.Response:
+        """The successful answer to a body. route: below /v1.
+
+        Raises RefusedError, and httpx.HTTPError for a server that stayed lost.
+        """
+        return await self._send("POST", self.endpoint.base + route, body, may_be_lost=True)
+
+    async def _send(
+        self, method: str, url: str, body: dict[str, Any] | None, *, may_be_lost: bool
+    ) -> httpx.Response:
+        num_sent = num_faults = 0
+
+        def again_after(error: Exception) -> float | bool:
+            """Seconds until the request is sent again; False: it failed for good."""
+            nonlocal num_faults
+            refusal = error.refusal if isinstance(error, RefusedError) else None
+            if refusal is None and not (may_be_lost and isinstance(error, httpx.HTTPError)):
+                return False
+            num_faults += refusal is not None and refusal.is_fault
+            if num_sent > self._max_retries or num_faults > MAX_FAULT_RETRIES:
+                return False
+            if refusal is not None and not (refusal.may_retry or refusal.is_fault):
+                return False
+            self.num_retries += 1
+            wait_s = self._wait_s(num_sent - 1, refusal.retry_after_s if refusal else None)
+            if refusal is None or not refusal.is_fault:
+                self._resume_at_s = max(self._resume_at_s, time.monotonic() + wait_s)
+            return wait_s
+
+        async for attempt in stamina.retry_context(on=again_after, attempts=None, timeout=None):
+            with attempt:
+                while (pause_s := self._resume_at_s - time.monotonic()) > 0:
+                    await asyncio.sleep(pause_s)
+                num_sent += 1
+                response = await self._client.request(method, url, json=body)
+                if response.is_success:
+                    return response
+                raise RefusedError(refusal_of(response))
+        raise AssertionError("the loop returns or raises")
+
+    def _wait_s(self, attempt: int, retry_after_s: float | None) -> float:
+        """Seconds before the next attempt: what the server says, else doubling with some chance."""
+        if retry_after_s is not None and math.isfinite(retry_after_s):
+            return min(MAX_WAIT_S, retry_after_s) + 0.1 * self._random.random() + 1e-6
+        return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())
+
+
+def call(
+    endpoint: Endpoint,
+    method: Literal["GET", "POST"],
+    route: str,
+    body: dict[str, Any] | None = None,
+    timeout_s: float = 30.0,
+) -> Any:
+    """The JSON that a server answers to one request, which is not sent again.
+
+    Raises CallFailedError.
+    """
+    try:
+        response = httpx.request(
+            method,
+            endpoint.base + route,
+            json=body,
+            headers=endpoint.headers,
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+        )
+        if not response.is_success:
+            raise CallFailedError(f"{endpoint.base}: {refusal_of(response).message}")
+        return response.json()
+    except httpx.HTTPError as error:
+        raise _unreachable(endpoint, error) from None
+    except ValueError:
+        raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
+
+
+def events(
+    endpoint: Endpoint, route: str, body: dict[str, Any], timeout_s: float
+) -> Iterator[dict[str, Any]]:
+    """The chunks of a streamed answer. Raises CallFailedError."""
+    timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+    try:
+        with httpx.stream(
+            "POST", endpoint.base + route, json=body, headers=endpoint.headers, timeout=timeout
+        ) as response:
+            if not response.is_success:
+                response.read()
+                raise CallFailedError(refusal_of(response).message)
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise CallFailedError(str(chunk["error"].get("message")))
+                    yield chunk
+    except httpx.HTTPError as error:
+        raise CallFailedError(f"{endpoint.base}: {error or type(error).__name__}") from None
+    except ValueError:
+        raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
+    raise CallFailedError(f"{endpoint.base}: the stream ended too early")
+
+
+def _unreachable(endpoint: Endpoint, error: httpx.HTTPError) -> CallFailedError:
+    return CallFailedError(f"{endpoint.base} cannot be reached: {error or type(error).__name__}")
