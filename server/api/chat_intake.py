@@ -14,8 +14,6 @@ from typing import Any
 
 from server.api.chat_protocol import (
     ChatBody,
-    ChosenTools,
-    chosen_tools,
     refuse_unsupported,
     template_messages,
 )
@@ -25,6 +23,7 @@ from server.api.protocol import INT31, CompletionBody, GenerationBody
 from server.api.served_model import ServedModel
 from server.api.structured import grammar_of_schema
 from server.api.text import TokenNames
+from server.api.tools.chosen import ChosenTools, chosen_tools
 from server.api.tools.reader import (
     MARKERS,
     ForcedCall,
@@ -49,6 +48,9 @@ TEMPLATE_KWARGS: Mapping[str, type] = {
     "tools_in_user_message": bool,
 }
 """What chat_template_kwargs may set, where the model's template reads it."""
+
+THINKING = frozenset({"enable_thinking", "preserve_thinking", "thinking"})
+EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
 _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 """A chat's names of fields, by their keys."""
@@ -269,6 +271,10 @@ def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict
     """What the client sets in the template. Raises UnsupportedFieldError for what it ignores."""
     variables: dict[str, Any] = {}
     for name, value in (body.chat_template_kwargs or {}).items():
+        if value is None or (
+            value is False and name in THINKING and not template.uses(name, with_tools=with_tools)
+        ):
+            continue  # a template that does not read it thinks of nothing anyway
         at = f"chat_template_kwargs.{echoed(name, 40).strip(chr(39))}"
         kind = TEMPLATE_KWARGS.get(name)
         if kind is None or not template.uses(name, with_tools=with_tools):
@@ -281,15 +287,26 @@ def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict
             told = "true or false" if kind is bool else "a string of at most 256 characters"
             raise InvalidRequestError(f"{at}: must be {told}; got {echoed(value)}.", param=at)
         variables[name] = value
-    effort = body.reasoning_effort
-    if effort is not None:
-        if template.uses("reasoning_effort", with_tools=with_tools):
-            variables["reasoning_effort"] = effort
-        elif effort == "none" and template.uses("enable_thinking", with_tools=with_tools):
-            variables["enable_thinking"] = False
-        elif effort != "none":
-            raise UnsupportedFieldError(
-                "reasoning_effort: this model's chat template does not read it.",
-                param="reasoning_effort",
-            )
+    if body.reasoning_effort is not None:
+        variables |= _effort(body.reasoning_effort, template, with_tools)
     return variables
+
+
+def _effort(effort: str, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
+    """What reasoning_effort sets in the template.
+
+    A template that reads it gets it. One that can only switch thinking gets it off for none and
+    minimal, and on for more. One that knows no thinking does none: the efforts that ask for little
+    are what happens anyway, the others are refused.
+    """
+    if template.uses("reasoning_effort", with_tools=with_tools):
+        return {"reasoning_effort": effort}
+    if template.uses("enable_thinking", with_tools=with_tools) and effort in EFFORTS:
+        return {"enable_thinking": effort not in ("none", "minimal")}
+    if effort in ("none", "minimal", "low"):
+        return {}
+    raise UnsupportedFieldError(
+        f"reasoning_effort: this model's chat template does not think; {echoed(effort, 40)} is not "
+        "available, only none, minimal and low.",
+        param="reasoning_effort",
+    )

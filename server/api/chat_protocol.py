@@ -7,30 +7,24 @@ unknown.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, WithJsonSchema
+from pydantic import FailFast, Field, WithJsonSchema, model_validator
 
 from server.api.body import parse_object
-from server.api.protocol import INT31, BodyPart, GenerationBody, joined_texts
-from server.api.tools.strict import StrictArguments
+from server.api.body_part import BodyPart, says_nothing
+from server.api.protocol import INT31, GenerationBody, joined_texts, refuse_unless_neutral
 from server.errors import (
     InvalidBodyError,
     InvalidRequestError,
-    LimitExceededError,
     UnsupportedFieldError,
-    echoed,
 )
 
 __all__ = [
     "MAX_MESSAGES",
     "MAX_TOOLS",
     "ChatBody",
-    "ChosenTools",
-    "chosen_tools",
     "refuse_unsupported",
     "template_messages",
 ]
@@ -98,8 +92,9 @@ class CalledFunctionBody(BodyPart):
 
 
 class ToolCallBody(BodyPart):
-    """A call in an assistant's message."""
+    """A call in an assistant's message. index: as it is in chunks; changes nothing here."""
 
+    index: int | None = None
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function", "custom"] = "function"
     function: CalledFunctionBody | None = None
@@ -107,7 +102,11 @@ class ToolCallBody(BodyPart):
 
 
 class MessageBody(BodyPart):
-    """One message. Which fields a role has is checked by `template_messages`."""
+    """One message. Which fields a role has is checked by `template_messages`.
+
+    Members that are empty say nothing and are as good as absent: clients send answers back with
+    members of their own (`provider_specific_fields: {"refusal": null}`, `images: []`).
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
@@ -121,6 +120,18 @@ class MessageBody(BodyPart):
     )
     audio: Any = None
     function_call: Any = None
+    id: str | None = Field(None, max_length=256, description="changes nothing")
+    cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = ("role", "content", "tool_call_id", "name", "refusal", "audio", "function_call")
+        return {
+            name: item for name, item in value.items() if name in kept or not says_nothing(item)
+        }
 
 
 class FunctionBody(BodyPart):
@@ -140,6 +151,7 @@ class ToolBody(BodyPart):
     type: Literal["function", "custom"]
     function: FunctionBody | None = None
     custom: Any = None
+    cache_control: Any = Field(None, description="of other vendors' prompt caches; changes nothing")
 
 
 class ChatBody(GenerationBody):
@@ -160,6 +172,11 @@ class ChatBody(GenerationBody):
     verbosity: Literal["low", "medium", "high"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+
+    # Taken with the value of what happens anyway alone (see _NEUTRAL).
+    best_of: Any = None
+    echo: Any = None
+    add_special_tokens: Any = None
 
     # vLLM's.
     add_generation_prompt: bool | None = None
@@ -189,12 +206,21 @@ _REFUSED = {
 }
 
 
+_NEUTRAL: Mapping[str, tuple[bool | float, str]] = {
+    "echo": (False, "an answer holds the message alone"),
+    "add_special_tokens": (False, "the chat template writes all control tokens"),
+}
+
+
 def refuse_unsupported(body: ChatBody) -> None:
     """Raise UnsupportedFieldError for what no model here can honour, InvalidRequestError for
     fields that contradict each other."""
     for name, reason in _REFUSED.items():
-        if getattr(body, name) is not None:
+        if getattr(body, name) not in (None, [], "none"):
             raise UnsupportedFieldError(f"{name}: {reason}.", param=name)
+    refuse_unless_neutral(body, _NEUTRAL)
+    most = body.n or 1
+    refuse_unless_neutral(body, {"best_of": (most, "every choice is returned; it must equal n")})
     for name, value, allowed in (
         ("modalities", "audio" if "audio" in (body.modalities or ()) else None, ("text",)),
         ("verbosity", body.verbosity, ("medium",)),
@@ -205,7 +231,7 @@ def refuse_unsupported(body: ChatBody) -> None:
             raise UnsupportedFieldError(
                 f"{name}: {value} is not available here, only {' and '.join(allowed)}.", param=name
             )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError(
             "top_logprobs is allowed only with logprobs true.", param="top_logprobs"
         )
@@ -227,6 +253,7 @@ def refuse_unsupported(body: ChatBody) -> None:
 
 # --- messages ---
 
+_OF_ALL_ROLES = frozenset({"role", "id", "cache_control"})
 _FIELDS_OF_ROLE: Mapping[str, frozenset[str]] = {
     "system": frozenset({"content", "name"}),
     "developer": frozenset({"content", "name"}),
@@ -257,7 +284,11 @@ def template_messages(
                 f"{at}.role: function is OpenAI's old form; use tool.", param=f"{at}.role"
             )
         for name in MessageBody.model_fields:
-            if name != "role" and name not in fields and getattr(message, name) is not None:
+            if (
+                name not in _OF_ALL_ROLES
+                and name not in fields
+                and getattr(message, name) is not None
+            ):
                 raise UnsupportedFieldError(
                     f"{at}.{name}: a message of the role {role} cannot have it.",
                     param=f"{at}.{name}",
@@ -325,148 +356,3 @@ def _object(text: str, at: str) -> dict[str, Any]:
         return parse_object(text.encode())
     except InvalidBodyError:
         raise InvalidRequestError(f"{at}: must be the text of a JSON object.", param=at) from None
-
-
-# --- tools ---
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenTools:
-    """What tools, tool_choice and parallel_tool_calls come to.
-
-    shown: the tools as templates read them, None for none. callable: parameters' schemas of those
-    that may be called, by name. strict: checks of those that are held to their schema by looking.
-    must_call: whether the answer is a call for certain (a grammar holds it then).
-    num_chars: of all descriptions and schemas.
-    """
-
-    shown: tuple[dict[str, Any], ...] | None
-    callable: Mapping[str, Mapping[str, Any]]
-    strict: Mapping[str, StrictArguments]
-    must_call: bool
-    parallel: bool
-    num_chars: int
-
-
-def chosen_tools(body: ChatBody) -> ChosenTools:
-    """Raises InvalidRequestError and UnsupportedFieldError, naming the field.
-
-    With tool_choice "none" the model is not shown the tools: then it cannot call one.
-    """
-    schemas: dict[str, Mapping[str, Any]] = {}
-    shown = []
-    strict: dict[str, str] = {}
-    num_chars = 0
-    for i, tool in enumerate(body.tools or ()):
-        at = f"tools[{i}]"
-        if tool.type != "function" or tool.custom is not None:
-            raise UnsupportedFieldError(
-                f"{at}.type: only function tools are available.", param=f"{at}.type"
-            )
-        function = tool.function
-        if function is None:
-            raise InvalidRequestError(
-                f"The field {at}.function is required.", param=f"{at}.function"
-            )
-        if function.name in schemas:
-            raise InvalidRequestError(
-                f"{at}.function.name: {function.name} is there twice.", param=f"{at}.function.name"
-            )
-        if function.strict:
-            strict[function.name] = f"{at}.function.parameters"
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        num_chars += len(json.dumps(parameters)) + len(function.description or "")
-        if num_chars > MAX_TOOLS_CHARS:
-            raise LimitExceededError(
-                f"tools: at most {MAX_TOOLS_CHARS} characters altogether.", param="tools"
-            )
-        if parameters.get("type", "object") != "object":
-            raise InvalidRequestError(
-                f"{at}.function.parameters: the type must be object.",
-                param=f"{at}.function.parameters",
-            )
-        schemas[function.name] = (
-            {**parameters, "type": "object"}
-            if function.parameters
-            else {**parameters, "additionalProperties": False}
-        )
-        entry: dict[str, Any] = {"name": function.name}
-        if function.description is not None:
-            entry["description"] = function.description
-        entry["parameters"] = parameters
-        shown.append({"type": "function", "function": entry})
-    if body.parallel_tool_calls is not None and not schemas:
-        raise InvalidRequestError(
-            "parallel_tool_calls is allowed only with tools.", param="parallel_tool_calls"
-        )
-    mode, allowed = _choice(body.tool_choice, schemas)
-    if mode == "none" or not schemas:
-        return ChosenTools(None, {}, {}, False, False, 0)
-    checks: dict[str, StrictArguments] = {}
-    if mode == "auto":
-        checks = {
-            name: StrictArguments(schemas[name], strict[name]) for name in allowed if name in strict
-        }
-    return ChosenTools(
-        shown=tuple(shown),
-        callable={name: schemas[name] for name in allowed},
-        strict=checks,
-        must_call=mode == "required",
-        parallel=body.parallel_tool_calls is not False,
-        num_chars=num_chars,
-    )
-
-
-def _choice(
-    choice: Any, schemas: Mapping[str, Any]
-) -> tuple[Literal["none", "auto", "required"], list[str]]:
-    """(mode, names that may be called) of a tool_choice."""
-    names = list(schemas)
-    if choice is None or choice == "auto":
-        return "auto", names
-    if choice == "none":
-        return "none", []
-    if choice == "required":
-        if not names:
-            raise InvalidRequestError(
-                "tool_choice: required is allowed only with tools.", param="tool_choice"
-            )
-        return "required", names
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "custom":
-        raise UnsupportedFieldError(
-            "tool_choice: only function tools are available.", param="tool_choice"
-        )
-    if kind == "function" and set(choice) == {"type", "function"}:
-        return "required", [_named(choice, "tool_choice", names)]
-    if kind == "allowed_tools" and set(choice) == {"type", "allowed_tools"}:
-        inner = choice["allowed_tools"]
-        if (
-            isinstance(inner, dict)
-            and set(inner) == {"mode", "tools"}
-            and inner["mode"] in ("auto", "required")
-            and isinstance(inner["tools"], list)
-            and 0 < len(inner["tools"]) <= MAX_TOOLS
-        ):
-            at = "tool_choice.allowed_tools.tools"
-            picked = [_named(tool, f"{at}[{i}]", names) for i, tool in enumerate(inner["tools"])]
-            return inner["mode"], list(dict.fromkeys(picked))
-        raise InvalidRequestError(
-            "tool_choice.allowed_tools: must have a mode (auto or required) and tools.",
-            param="tool_choice.allowed_tools",
-        )
-    raise InvalidRequestError(
-        'tool_choice: must be "none", "auto", "required", a function ({"type": "function", '
-        f'"function": {{"name": ...}}}}) or allowed_tools; got {echoed(choice)}.',
-        param="tool_choice",
-    )
-
-
-def _named(tool: Any, at: str, names: Sequence[str]) -> str:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or set(function or {}) != {"name"} or tool["type"] != "function":
-        raise InvalidRequestError(f"{at}: must name a function.", param=at)
-    if name not in names:
-        raise InvalidRequestError(f"{at}: {echoed(name)} is none of the tools.", param=at)
-    return name

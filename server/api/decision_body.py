@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
+from server.api.body_part import BodyPart
 from server.api.openapi import schema_of
 from server.api.protocol import ModelName, validate
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
@@ -53,12 +54,6 @@ MAX_JSON_VALUES = 10_000
 MAX_JSON_BYTES = 256 * 1024
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, frozen=True
-    )
-
-
 Name = Annotated[str, Field(max_length=512)]
 Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
 Description = Annotated[str, Field(max_length=65_536)]
@@ -68,13 +63,13 @@ Status = Literal["in_progress", "completed", "incomplete"]
 _DATA_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
 
 
-class CacheBreakpoint(_Strict):
+class CacheBreakpoint(BodyPart):
     """A mark of the prompt cache; changes nothing here."""
 
     mode: Literal["explicit"]
 
 
-class InputText(_Strict):
+class InputText(BodyPart):
     """A text."""
 
     type: Literal["input_text"]
@@ -82,21 +77,21 @@ class InputText(_Strict):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class InputJson(_Strict):
+class InputJson(BodyPart):
     """A JSON object, or a list of them, shown as compact JSON."""
 
     type: Literal["input_json"]
     data: Annotated[Any, WithJsonSchema(_DATA_SCHEMA)]
 
 
-class OutputText(_Strict):
+class OutputText(BodyPart):
     """A text that an assistant wrote."""
 
     type: Literal["output_text"]
     text: str
 
 
-class Refusal(_Strict):
+class Refusal(BodyPart):
     """A refusal that an assistant wrote."""
 
     type: Literal["refusal"]
@@ -127,7 +122,7 @@ TextContent = Annotated[Any, WithJsonSchema(_parts_schema(InputText))]
 OutputContent = Annotated[Any, WithJsonSchema(_parts_schema(OutputText, Refusal))]
 
 
-class UserMessage(_Strict):
+class UserMessage(BodyPart):
     """What a user said."""
 
     role: Literal["user"]
@@ -135,7 +130,7 @@ class UserMessage(_Strict):
     type: Literal["message"] = "message"
 
 
-class InstructionMessage(_Strict):
+class InstructionMessage(BodyPart):
     """What a developer or the system said."""
 
     role: Literal["developer", "system"]
@@ -143,7 +138,7 @@ class InstructionMessage(_Strict):
     type: Literal["message"] = "message"
 
 
-class AssistantMessage(_Strict):
+class AssistantMessage(BodyPart):
     """What an assistant said."""
 
     role: Literal["assistant"]
@@ -152,7 +147,7 @@ class AssistantMessage(_Strict):
     type: Literal["message"] = "message"
 
 
-class FunctionCall(_Strict):
+class FunctionCall(BodyPart):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -164,7 +159,7 @@ class FunctionCall(_Strict):
     status: Status | None = None
 
 
-class CustomToolCall(_Strict):
+class CustomToolCall(BodyPart):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
@@ -176,7 +171,7 @@ class CustomToolCall(_Strict):
     status: Status | None = None
 
 
-class CallOutput(_Strict):
+class CallOutput(BodyPart):
     """What a call gave; call_id names a call before it."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -203,7 +198,7 @@ _CALLS: dict[str, type[BaseModel]] = {
 }
 
 
-class PredicateQuestion(_Strict):
+class PredicateQuestion(BodyPart):
     """How likely is it that a statement about the input is true?"""
 
     type: Literal["predicate"]
@@ -214,14 +209,14 @@ class PredicateQuestion(_Strict):
 _VALUE_SCHEMA = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}
 
 
-class ChoiceOption(_Strict):
+class ChoiceOption(BodyPart):
     """One option of a choice."""
 
     value: Annotated[Any, WithJsonSchema(_VALUE_SCHEMA)]
     description: Description | None = None
 
 
-class ChoiceQuestion(_Strict):
+class ChoiceQuestion(BodyPart):
     """Which of the options fits the input?"""
 
     type: Literal["choice"]
@@ -230,14 +225,14 @@ class ChoiceQuestion(_Strict):
     name: Name | None = None
 
 
-class ScoreLevel(_Strict):
+class ScoreLevel(BodyPart):
     """One level of a score."""
 
     label: Label
     description: Description | None = None
 
 
-class ScoreQuestion(_Strict):
+class ScoreQuestion(BodyPart):
     """Which of the ordered levels, lowest first, fits the input?"""
 
     type: Literal["score"]
@@ -276,14 +271,14 @@ _QUESTIONS_SCHEMA = {
 }
 
 
-class CacheOptions(_Strict):
+class CacheOptions(BodyPart):
     """Options of the prompt cache; change nothing here."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
 
 
-class DecisionBody(_Strict):
+class DecisionBody(BodyPart):
     """POST /v1/decisions."""
 
     model: ModelName

@@ -28,7 +28,13 @@ from server.api.intake_prompts import (
     too_long,
 )
 from server.api.intake_sampling import Choices, choices_of, max_tokens_of, sampling_of
-from server.api.protocol import CompletionBody, PredictionBody, joined_texts
+from server.api.protocol import (
+    NEUTRAL,
+    CompletionBody,
+    PredictionBody,
+    joined_texts,
+    refuse_unless_neutral,
+)
 from server.api.served_model import ServedModel
 from server.api.structured import GrammarChecker, check_with_sampling
 from server.config import DEFAULT_TASK, LimitsConfig, TaskConfig
@@ -360,6 +366,7 @@ def _order(
 
 def refuse_unsupported(body: CompletionBody) -> None:
     """Raise UnsupportedFieldError for what no model here can honour."""
+    refuse_unless_neutral(body, NEUTRAL)
     if body.suffix:
         raise UnsupportedFieldError(
             "suffix: this model has no infill; only prompts are continued.", param="suffix"

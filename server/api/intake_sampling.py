@@ -55,7 +55,12 @@ def choices_of(body: CompletionBody, task: TaskConfig, limits: LimitsConfig) -> 
             "best_of above n cannot be streamed: the best are known at the end.",
             param="best_of",
         )
-    if body.stream_options is not None and not stream:
+    options = body.stream_options
+    if (
+        options is not None
+        and not stream
+        and (options.include_usage or options.continuous_usage_stats)
+    ):
         raise InvalidRequestError(
             "stream_options is allowed only with stream.", param="stream_options"
         )

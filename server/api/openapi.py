@@ -50,11 +50,27 @@ def schema_of(model: Any) -> dict[str, Any]:
         if isinstance(value, dict):
             if isinstance(ref := value.get("$ref"), str):
                 return inline(definitions[ref.rsplit("/", 1)[-1]])
-            return {key: inline(item) for key, item in value.items()}
+            shown = {key: inline(item) for key, item in value.items()}
+            return _with_nulls(shown) if shown.get("additionalProperties") is False else shown
         return [inline(item) for item in value] if isinstance(value, list) else value
 
     result: dict[str, Any] = inline(schema)
     return result
+
+
+def _with_nulls(body_part: dict[str, Any]) -> dict[str, Any]:
+    """A BodyPart's schema: null is as good as absent, for members that it knows and for others."""
+    required, properties = body_part.get("required", ()), body_part.get("properties", {})
+    null = {"type": "null"}
+    shown = {
+        name: item
+        if name in required
+        or not item.keys() - {"title", "description", "default"}
+        or null in item.get("anyOf", ())
+        else {"anyOf": [{k: v for k, v in item.items() if k != "default"}, null]}
+        for name, item in properties.items()
+    }
+    return {**body_part, "properties": shown, "additionalProperties": null}
 
 
 def answer_schema(answer: type[Struct]) -> dict[str, Any]:

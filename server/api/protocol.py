@@ -5,17 +5,19 @@ model is involved per token. Every number has bounds here; bounds that depend on
 task or the server's configuration are checked in server.api.intake.
 
 No-op fields, the complete list (NO_OP_FIELDS): they are accepted and change nothing. Any other
-field is honoured or refused with a 400 that names it.
+field is honoured or refused with a 400 that names it; null is as good as absent everywhere.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
+from server.api.body_part import BodyPart
 from server.api.structured import ResponseFormatBody, StructuredOutputsBody
 from server.config.drafter_sections import request_sections
 from server.errors import (
@@ -27,7 +29,6 @@ from server.errors import (
 
 __all__ = [
     "NO_OP_FIELDS",
-    "BodyPart",
     "CompletionBody",
     "ContextMarksBody",
     "DetokenizeBody",
@@ -43,6 +44,15 @@ __all__ = [
 
 NO_OP_FIELDS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 
+NEUTRAL: Mapping[str, tuple[bool | float, str]] = {
+    "use_beam_search": (False, "nothing is searched, choices are drawn"),
+    "length_penalty": (1.0, "it belongs to beam search"),
+    "early_stopping": (False, "it belongs to beam search"),
+    "spaces_between_special_tokens": (True, "text is made of the tokens' own bytes"),
+    "detokenize": (True, "answers have text"),
+}
+"""Fields of vLLM's that are taken with the value of what happens anyway, and why with no other."""
+
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
@@ -51,14 +61,6 @@ MAX_ALLOWED_IDS = 1 << 18
 MAX_EXAMPLES = 1_000_000
 INT31 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
-
-
-class BodyPart(BaseModel):
-    """Anything a client sends: strict types, nothing unknown, no NaN."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, frozen=True
-    )
 
 
 _PROMPT_SCHEMA = {
@@ -191,6 +193,13 @@ class GenerationBody(BodyPart):
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormatBody | None = None
 
+    # Honoured with the value of what happens anyway alone (see NEUTRAL).
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+
     # Ours.
     speculation: SpeculationBody | None = None
     vocabulary: VocabularyBody | None = None
@@ -287,12 +296,24 @@ def joined_texts(content: Any, at: str, separator: str) -> str:
                 f"{where}.{key}: must be a string; got {echoed(part.get(key))}.",
                 param=f"{where}.{key}",
             )
-        for name in part:
-            if name not in ("type", key):
+        for name, value in part.items():
+            # cache_control: a mark of other vendors' prompt caches; ours needs none.
+            if name not in ("type", key, "cache_control") and value is not None:
                 path = f"{where}.{echoed(name, 40).strip(chr(39))}"
                 raise UnknownFieldError(f"Unknown field: {path}.", param=path)
         texts.append(part[key])
     return separator.join(texts)
+
+
+def refuse_unless_neutral(body: BodyPart, neutral: Mapping[str, tuple[bool | float, str]]) -> None:
+    """Raise UnsupportedFieldError for a field of `neutral` that asks for something else."""
+    for name, (value, reason) in neutral.items():
+        given = getattr(body, name)
+        if given is None or (given == value and isinstance(given, bool) == isinstance(value, bool)):
+            continue
+        raise UnsupportedFieldError(
+            f"{name}: {reason}; only {json.dumps(value)} is taken, got {echoed(given)}.", param=name
+        )
 
 
 _B = TypeVar("_B", bound=BaseModel)
@@ -303,7 +324,7 @@ def validate(model: type[_B], body: dict[str, Any], at: str = "") -> _B:
 
     at: where the object lies in the body ("questions[3]"), for the error's param.
     """
-    unknown = [key for key in body if key not in model.model_fields]
+    unknown = [key for key in body if key not in model.model_fields and body[key] is not None]
     if unknown:
         names = ", ".join(echoed(key, 40) for key in unknown[:3])
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""

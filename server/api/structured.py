@@ -20,8 +20,9 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
+from server.api.body_part import BodyPart
 from server.errors import (
     ConstraintUnsatisfiableError,
     InvalidRequestError,
@@ -54,18 +55,7 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        hide_input_in_errors=True,
-        frozen=True,
-        protected_namespaces=(),
-    )
-
-
-class StructuredOutputsBody(_Part):
+class StructuredOutputsBody(BodyPart):
     """vLLM's structured_outputs: exactly one of json, regex, choice, grammar and json_object."""
 
     json_value: Annotated[Any, WithJsonSchema(_SCHEMA)] = Field(
@@ -88,7 +78,7 @@ class StructuredOutputsBody(_Part):
     )
 
 
-class JsonSchemaBody(_Part):
+class JsonSchemaBody(BodyPart):
     """response_format.json_schema. `strict` changes nothing: a schema always holds."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -97,7 +87,7 @@ class JsonSchemaBody(_Part):
     strict: bool | None = None
 
 
-class ResponseFormatBody(_Part):
+class ResponseFormatBody(BodyPart):
     """OpenAI's response_format."""
 
     type: Literal["text", "json_object", "json_schema"]

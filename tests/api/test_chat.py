@@ -815,7 +815,6 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

@@ -1,0 +1,184 @@
+"""The rule of all bodies: null is as good as absent; what would happen anyway may be said; a field
+that would change something and is not honoured is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served, weather
+from tests.api.live import LiveServer
+from tests.api.test_errors import check
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+
+USER = {"role": "user", "content": "the quick brown fox"}
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, ScriptedEngine]:
+    return {
+        name: ScriptedEngine(
+            saying(encode(" dog")), name=f"engine-{name}", model=name,
+            vocab_size=TABLE.vocab_size, max_model_len=CONTEXT,
+        )
+        for name in ("chatml", "hermes", "base")
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(engines: dict[str, ScriptedEngine]) -> Iterator[LiveServer]:
+    models = {name: served(name) for name in engines}
+    with LiveServer(list(engines.values()), models=models, drafters=("off", "suffix")) as live:
+        yield live
+
+
+def chat(server: LiveServer, **body: Any) -> httpx.Response:
+    body = {"model": "hermes", "messages": [USER], "max_completion_tokens": 4, **body}
+    return server.post("/v1/chat/completions", **body)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"provider_specific_fields": None},  # LiteLLM's
+        {"provider_specific_fields": {"refusal": None}},
+        {"reasoning": None},  # OpenRouter's and vLLM's
+        {"reasoning_content": None},
+        {"reasoning_content": ""},
+        {"id": "msg_123"},
+        {"cache_control": {"type": "ephemeral"}},  # Anthropic's
+        {"annotations": None},
+        {"annotations": []},
+        {"refusal": None},
+        {"audio": None},
+        {"function_call": None},
+        {"tool_calls": None},
+        {"images": [], "thinking_blocks": []},
+        {"name": None},
+    ],
+    ids=str,
+)
+def test_an_assistants_message_of_other_clients(
+    server: LiveServer, engines: dict[str, ScriptedEngine], extra: dict[str, Any]
+) -> None:
+    engines["hermes"].submitted.clear()
+    said = {"role": "assistant", "content": "Yes."}
+    for message in (said, {**said, **extra}):
+        answer = chat(server, messages=[USER, message, USER])
+        assert answer.status_code == 200, answer.text
+    one, other = engines["hermes"].submitted
+    assert one.prompt_ids == other.prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"provider_specific_fields": {"thinking": "deep"}}, "provider_specific_fields"),
+        ({"reasoning": "because"}, "reasoning"),
+        ({"reasoning_content": "because"}, "reasoning_content"),
+        ({"annotations": [{"type": "url_citation"}]}, "annotations"),
+        ({"audio": {"id": "a"}}, "audio"),
+        ({"function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
+        ({"images": [{"url": "x"}]}, "images"),
+    ],
+)
+def test_what_a_message_would_lose_is_refused(
+    server: LiveServer, extra: dict[str, Any], name: str
+) -> None:
+    message = {"role": "assistant", "content": "Yes.", **extra}
+    error = chat(server, messages=[USER, message, USER]).json()["error"]
+    assert error["param"] == f"messages[1].{name}", error
+
+
+def test_calls_and_parts_of_other_clients(
+    server: LiveServer, engines: dict[str, ScriptedEngine]
+) -> None:
+    call: dict[str, Any] = {
+        "id": "call_1", "type": "function", "index": 0,
+        "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+    }  # fmt: skip
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "id": None}
+    messages = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain", "cache_control": None},
+    ]
+    answer = chat(server, messages=messages, tools=[weather()])
+    assert answer.status_code == 200, answer.text
+    assert "Rome" in decode(engines["hermes"].submitted[-1].prompt_ids)
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"prompt_logprobs": None}, {"use_beam_search": False}, {"length_penalty": 1.0},
+    {"early_stopping": False}, {"spaces_between_special_tokens": True}, {"frobnicate": None},
+    {"stream_options": {"include_usage": None}}, {"stream_options": {"include_usage": False}},
+    {"speculation": {"drafter": None, "later": None}}, {"temperature": None, "stop": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NEUTRAL, ids=str)
+def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any]) -> None:
+    for answer in (chat(server, **body), server.post(model="base", max_tokens=2, **body)):
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"best_of": 1}, {"n": 2, "best_of": 2}, {"echo": False}, {"add_special_tokens": False},
+        {"parallel_tool_calls": True}, {"parallel_tool_calls": False}, {"tools": []},
+        {"tool_choice": "none"}, {"tool_choice": "auto"}, {"functions": []}, {"documents": None},
+        {"chat_template_kwargs": {"enable_thinking": False}}, {"top_logprobs": 0},
+        {"chat_template_kwargs": {"thinking": False, "frobnicate": None}},
+        {"reasoning_effort": "none"}, {"reasoning_effort": "minimal"}, {"reasoning_effort": "low"},
+        {"function_call": "none"}, {"logprobs": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_happens_anyway_in_a_chat(server: LiveServer, body: dict[str, Any]) -> None:
+    answer = chat(server, **body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": 0}, "use_beam_search"),
+        ({"length_penalty": 1.2}, "length_penalty"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+    ],
+)  # fmt: skip
+def test_what_would_change_something_is_refused(
+    server: LiveServer, body: dict[str, Any], param: str
+) -> None:
+    check(chat(server, model="chatml", **body), 400, "unsupported_parameter", param)
+
+
+def test_reasoning_effort_switches_thinking(
+    server: LiveServer, engines: dict[str, ScriptedEngine]
+) -> None:
+    engines["hermes"].submitted.clear()
+    for effort in ("none", "minimal", "low", "high"):
+        assert chat(server, reasoning_effort=effort).status_code == 200
+    for thinks in (False, True):
+        kwargs = {"enable_thinking": thinks}
+        assert chat(server, chat_template_kwargs=kwargs).status_code == 200
+    ids = [request.prompt_ids for request in engines["hermes"].submitted]
+    off, on = ids[4:]
+    assert off != on and ids[:4] == [off, off, on, on]
+
+
+def test_null_does_not_stand_for_a_required_field(server: LiveServer) -> None:
+    check(chat(server, messages=None), 400, "invalid_value", "messages")
+    decision = {"model": "base", "input": "x", "questions": [{"type": "predicate"}]}
+    error = server.post("/v1/decisions", **decision).json()["error"]
+    assert error["param"] == "questions[0].instructions"
