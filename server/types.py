@@ -64,6 +64,16 @@ class SamplingParams:
         )
 
 
+def scope_of(tenant: str, cache_salt: str) -> str:
+    """Names tenant and cache_salt: what is kept of one scope's content serves no other's
+    (docs/isolation.md). A tenant's name holds no NUL, so no salt can make one the other."""
+    return f"{tenant}\0{cache_salt}"
+
+
+NO_SCOPE = scope_of("", "")
+"""The scope without API keys and cache_salt."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
     """Which drafter proposes for a request, and how much.
@@ -75,10 +85,10 @@ class SpeculationParams:
     prediction_ids: OpenAI's Predicted Outputs content in ids; a private corpus of this request.
     context_span: [start, end) of the prompt ids that the task marks as its context, or None for
         the whole prompt.
-    learn_tokens: when above 0, the output enters the learned outputs of (task, learn_scope), of
+    learn_tokens: when above 0, the output enters the learned outputs of (task, scope), of
         which so many tokens are held, and drafts come from them. 0: nothing is learned or used.
-    learn_scope: whose outputs these are. The engine makes it of tenant and cache_salt, so that
-        nobody's drafts are made of another's text.
+    scope: whose calibration and learned outputs these are: the engine takes Request.scope, so that
+        nobody's drafts depend on the text of another.
     """
 
     drafter: str = "off"
@@ -88,7 +98,7 @@ class SpeculationParams:
     prediction_ids: tuple[int, ...] = ()
     context_span: tuple[int, int] | None = None
     learn_tokens: int = 0
-    learn_scope: str = ""
+    scope: str = NO_SCOPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,11 @@ class Request:
     grammar: GrammarSpec | None = None
     label_ids: tuple[int, ...] = ()
     report_rejected: bool = False
+
+    @property
+    def scope(self) -> str:
+        """See scope_of."""
+        return scope_of(self.tenant, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

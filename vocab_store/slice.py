@@ -1,4 +1,4 @@
-"""VocabSlice: the sorted ids an LM head is cut to; SliceCacheIndex: in which rows they lie.
+"""VocabSlice: the sorted ids an LM head is cut to (in which rows they lie: slice_cache.py).
 
 VocabTailor (arXiv 2508.15229, section 3): the head on the device holds T, a static set per task,
 and I_i, the ids of request i's prompt. Here the set is frozen at admission as a function of the
@@ -13,23 +13,20 @@ What the paper's public code gets wrong and this module makes impossible:
 - T is copied for every request: SliceCacheIndex loads a task's T once, shared by its requests;
 - batch 1 only: one cached union, a column list for each sequence.
 
-Pure data: no weights here. A device keeps a matrix of T per profile and one pool of dynamic rows,
-and does what a `Placement` says.
+Pure data: no weights here.
 """
 
 from __future__ import annotations
 
-import heapq
 import re
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vocab_store.errors import MissingIdsError, SliceCapacityError
+from vocab_store.errors import MissingIdsError
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -38,10 +35,7 @@ Ids = npt.NDArray[np.integer[Any]] | Iterable[int]
 
 __all__ = [
     "PLACEHOLDER_TOKENS",
-    "Placement",
     "RequiredIds",
-    "SequenceColumns",
-    "SliceCacheIndex",
     "TokenTexts",
     "VocabSlice",
     "fill_pad_columns",
@@ -277,263 +271,3 @@ def fill_pad_columns(logits: Float32, num_ids: int) -> None:
     zeros, in the paper's code, and a zero wins whenever every real logit is negative.
     """
     logits[:, num_ids:] = -np.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a device does before the next step: copy head rows into the dynamic pool.
-
-    load_ids, load_positions: int32 [k]: row load_ids[i] of the full head goes to pool position
-    load_positions[i]. static_loads: profile keys whose T has to be made resident, with its ids (a
-    copy of T happens here and nowhere else). evicted_ids: what the pool forgets, for metrics.
-
-    The copy is ordered after every launched step and before the next one that uses the sequence:
-    a step in flight may still read an evicted row, in columns that no live sequence looks at.
-    """
-
-    load_ids: Int32
-    load_positions: Int32
-    static_loads: tuple[tuple[Hashable, Int32], ...] = ()
-    evicted_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-
-    @property
-    def num_loads(self) -> int:
-        """Rows copied, T included."""
-        return int(self.load_ids.shape[0]) + sum(len(ids) for _, ids in self.static_loads)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceColumns:
-    """Where a sequence's slice lies in the logits [T of its profile | dynamic pool].
-
-    ids: int32 [n], ascending. columns: int32 [n]: logits[:, columns] are the slice's logits in id
-    order; a column below num_static is in T, the others are num_static + pool position.
-    """
-
-    ids: Int32
-    columns: Int32
-    num_static: int
-
-
-@dataclass(slots=True)
-class _Static:
-    ids: Int32
-    num_users: int = 0
-    dropped: bool = False
-
-
-@dataclass(slots=True)
-class _Holder:
-    profile: Hashable
-    ids: list[int]
-
-
-class SliceCacheIndex:
-    """Bookkeeping of a device's slice cache: T once per profile, dynamic rows shared by id.
-
-    The device holds one matrix per profile (T, contiguous, in id order, so that a CPU can prepack
-    it once) and one pool of `capacity` dynamic rows. A dynamic row is pinned while a sequence holds
-    it and stays cached afterwards until its place is needed; the least recently released goes
-    first. Free places are taken lowest first, so that the product over the pool stays narrow.
-
-    One writer, one thread. Every method either does all it says or raises and changes nothing.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        """capacity: rows of the dynamic pool."""
-        if capacity < 0:
-            raise ValueError("a slice cache cannot have a negative capacity")
-        self.capacity = capacity
-        self.num_hits = 0
-        self.num_loads = 0
-        self.num_evictions = 0
-        self._static: dict[Hashable, _Static] = {}
-        self._sequences: dict[Hashable, _Holder] = {}
-        self._position: dict[int, int] = {}
-        self._id_at: dict[int, int] = {}
-        self._num_users: dict[int, int] = {}
-        # Cached and unpinned, oldest release first.
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._free = list(range(capacity))
-
-    # -- profiles ------------------------------------------------------------------------------
-
-    def add_profile(self, profile: Hashable, static: VocabSlice) -> Placement:
-        """Make T resident, once. `profile` names a task's profile *version*.
-
-        A second call with the same ids loads nothing. Raises ValueError when the name is already
-        bound to other ids: a new version needs a new name, since sequences keep theirs.
-        """
-        known = self._static.get(profile)
-        none = np.empty(0, np.int32)
-        if known is not None:
-            if not np.array_equal(known.ids, static.ids):
-                raise ValueError(f"profile {profile!r} is already loaded with other ids")
-            known.dropped = False
-            return Placement(none, none)
-        self._static[profile] = _Static(static.ids)
-        self.num_loads += static.num_ids
-        return Placement(none, none, static_loads=((profile, static.ids),))
-
-    def drop_profile(self, profile: Hashable) -> bool:
-        """Forget T when its last sequence is released; True when that is now.
-
-        Raises KeyError for an unknown profile.
-        """
-        entry = self._static[profile]
-        entry.dropped = True
-        return self._forget_if_unused(profile)
-
-    def has_profile(self, profile: Hashable) -> bool:
-        """Whether T of this profile is resident."""
-        return profile in self._static
-
-    # -- sequences -----------------------------------------------------------------------------
-
-    def acquire(self, sequence: Hashable, profile: Hashable, slice_: VocabSlice) -> Placement:
-        """Pin the rows of a sequence's slice beyond its profile's T.
-
-        Raises KeyError for a profile that is not resident, ValueError for a sequence that already
-        holds rows or a slice that lacks part of T, SliceCapacityError when pinned rows leave no
-        room (the caller then uses the full head for it, or lets it wait).
-        """
-        entry = self._static[profile]
-        if entry.dropped:
-            raise KeyError(profile)
-        if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence!r} already holds a slice")
-        dynamic = np.setdiff1d(slice_.ids, entry.ids, assume_unique=True)
-        if slice_.num_ids - dynamic.shape[0] != entry.ids.shape[0]:
-            raise ValueError(f"the slice of sequence {sequence!r} lacks ids of its profile's T")
-        placement = self._pin(dynamic.tolist())
-        self._sequences[sequence] = _Holder(profile, dynamic.tolist())
-        entry.num_users += 1
-        return placement
-
-    def extend(self, sequence: Hashable, token_ids: Ids) -> Placement:
-        """Pin further rows of a live sequence: `exact` adds the ids it missed, so that a union
-        changes while sequences run. Ids it already has are ignored.
-
-        Raises KeyError for an unknown sequence, SliceCapacityError as `acquire`.
-        """
-        holder = self._sequences[sequence]
-        static = self._static[holder.profile].ids
-        extra = np.unique(np.asarray([int(i) for i in token_ids], np.int32))
-        new = np.setdiff1d(extra, static, assume_unique=True)
-        new = np.setdiff1d(new, np.asarray(holder.ids, np.int32))
-        placement = self._pin(new.tolist())
-        holder.ids.extend(new.tolist())
-        return placement
-
-    def take_back(self, sequence: Hashable, token_ids: Ids) -> None:
-        """Forget rows that `acquire` or `extend` has just told to load, and that a device had no
-        room for: the next who asks for them is told to load them again.
-
-        Raises KeyError for an unknown sequence, ValueError for rows that others hold, too.
-        """
-        holder = self._sequences[sequence]
-        gone = {int(i) for i in token_ids}
-        if any(self._num_users.get(i) != 1 for i in gone) or not gone <= set(holder.ids):
-            raise ValueError(f"rows that are not sequence {sequence!r}'s alone")
-        holder.ids = [i for i in holder.ids if i not in gone]
-        for token_id in gone:
-            del self._num_users[token_id]
-            place = self._position.pop(token_id)
-            del self._id_at[place]
-            heapq.heappush(self._free, place)
-        self.num_loads -= len(gone)
-
-    def release(self, sequence: Hashable) -> None:
-        """Unpin a sequence's rows; they stay cached. Raises KeyError for an unknown sequence."""
-        holder = self._sequences.pop(sequence)
-        for token_id in holder.ids:
-            self._num_users[token_id] -= 1
-            if self._num_users[token_id] == 0:
-                del self._num_users[token_id]
-                self._idle[token_id] = None
-        self._static[holder.profile].num_users -= 1
-        self._forget_if_unused(holder.profile)
-
-    def columns(self, sequence: Hashable) -> SequenceColumns:
-        """Where this sequence's slice lies. Raises KeyError for an unknown sequence.
-
-        Valid until the sequence is extended or released; other sequences never move its rows.
-        """
-        holder = self._sequences[sequence]
-        static = self._static[holder.profile].ids
-        num_static = int(static.shape[0])
-        dynamic = np.sort(np.asarray(holder.ids, np.int32))
-        places = np.asarray([num_static + self._position[int(i)] for i in dynamic], np.int32)
-        at = np.searchsorted(static, dynamic)
-        return SequenceColumns(
-            np.insert(static, at, dynamic),
-            np.insert(np.arange(num_static, dtype=np.int32), at, places),
-            num_static,
-        )
-
-    # -- figures -------------------------------------------------------------------------------
-
-    @property
-    def num_static_rows(self) -> int:
-        """Rows of all resident T."""
-        return sum(int(entry.ids.shape[0]) for entry in self._static.values())
-
-    @property
-    def num_pinned_rows(self) -> int:
-        """Dynamic rows that some sequence holds."""
-        return len(self._num_users)
-
-    @property
-    def num_cached_rows(self) -> int:
-        """Dynamic rows resident, pinned or not."""
-        return len(self._position)
-
-    @property
-    def pool_width(self) -> int:
-        """Pool rows a product has to cover: one more than the highest pinned position."""
-        return max((self._position[i] + 1 for i in self._num_users), default=0)
-
-    # -- inside --------------------------------------------------------------------------------
-
-    def _pin(self, ids: list[int]) -> Placement:
-        missing = [i for i in ids if i not in self._position]
-        # Idle rows that this very call pins are hits, not places to evict.
-        num_evictable = len(self._idle) - sum(1 for i in ids if i in self._idle)
-        if len(missing) > len(self._free) + num_evictable:
-            raise SliceCapacityError(
-                f"{len(missing)} head rows to load, {len(self._free)} places free and "
-                f"{num_evictable} idle of {self.capacity}"
-            )
-        for token_id in ids:
-            if token_id in self._position:
-                self.num_hits += 1
-                self._idle.pop(token_id, None)
-                self._num_users[token_id] = self._num_users.get(token_id, 0) + 1
-        evicted: list[int] = []
-        positions: list[int] = []
-        for token_id in missing:
-            if not self._free:
-                victim, _ = self._idle.popitem(last=False)
-                place = self._position.pop(victim)
-                del self._id_at[place]
-                heapq.heappush(self._free, place)
-                evicted.append(victim)
-            place = heapq.heappop(self._free)
-            self._position[token_id] = place
-            self._id_at[place] = token_id
-            self._num_users[token_id] = 1
-            positions.append(place)
-        self.num_loads += len(missing)
-        self.num_evictions += len(evicted)
-        return Placement(
-            np.asarray(missing, np.int32),
-            np.asarray(positions, np.int32),
-            evicted_ids=np.asarray(evicted, np.int32),
-        )
-
-    def _forget_if_unused(self, profile: Hashable) -> bool:
-        entry = self._static[profile]
-        if entry.dropped and entry.num_users == 0:
-            del self._static[profile]
-            return True
-        return False

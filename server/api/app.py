@@ -99,7 +99,7 @@ def create_app(
     task_routes.add_to(app)
     app.state.reload_tasks = task_routes.reload
     if config.dashboard.enabled:
-        DashboardRoutes(client, metrics).add_to(app)
+        DashboardRoutes(client, metrics, tells_sums=not config.metrics.admin_only).add_to(app)
     known = (str(getattr(route, "path", "{")) for route in app.routes)
     paths.update({path: path for path in known if "{" not in path})
     app.openapi = lambda: document(app, has_keys=bool(config.keys))  # type: ignore[method-assign]
@@ -119,8 +119,10 @@ def _middleware(
     config: ServerConfig, metrics: Metrics, paths: Mapping[str, str], traces: TraceSink | None
 ) -> list[Middleware]:
     """CORS where it is asked for, and the gate. paths: those that metrics may name."""
-    open_paths = OPEN_PATHS
-    if not config.metrics.require_key:
+    open_paths, admin_paths = OPEN_PATHS, frozenset[str]()
+    if config.metrics.admin_only and config.keys:
+        admin_paths = frozenset({"/metrics"})
+    elif not config.metrics.require_key:
         open_paths |= {"/metrics"}
     if config.dashboard.enabled:
         open_paths |= frozenset(PAGE_PATHS)
@@ -140,6 +142,7 @@ def _middleware(
         keys=[ApiKey.from_config(key) for key in config.keys],
         open_paths=open_paths,
         quiet_paths=frozenset({DATA_PATH}),
+        admin_paths=admin_paths,
         metrics=metrics,
         routes=paths,
         traces=traces,

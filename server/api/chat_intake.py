@@ -35,7 +35,7 @@ from server.api.tools.reader import (
 )
 from server.errors import InvalidRequestError, RequestError, UnsupportedFieldError, echoed
 from server.token_bytes import TokenBytes
-from server.types import GrammarSpec
+from server.types import GrammarSpec, scope_of
 
 __all__ = ["ChatIntake", "ChatOrder"]
 
@@ -115,9 +115,9 @@ class ChatIntake:
         }
 
     async def order(
-        self, body: ChatBody, request_id: str, max_model_len: int | None = None
+        self, body: ChatBody, request_id: str, max_model_len: int | None = None, tenant: str = ""
     ) -> ChatOrder:
-        """The order of one body. Raises the errors of server.errors that are the client's fault."""
+        """The order of one body, for a tenant. Raises what is the client's fault."""
         _, model = self._intake.find(body.model)
         talker = self._talkers.get(model.name)
         if talker is None:
@@ -133,7 +133,7 @@ class ChatIntake:
                 "tools: this model's chat template writes calls in a way that is not read here.",
                 param="tools",
             )
-        forced, grammar = await self._forced(body, tools, talker)
+        forced, grammar = await self._forced(body, tools, talker, tenant)
         room = min(model.max_model_len, max_model_len or model.max_model_len)
         max_tokens = body.max_completion_tokens or body.max_tokens
         messages = self._messages(body, talker.template, tools)
@@ -163,6 +163,7 @@ class ChatIntake:
                 max_model_len,
                 default_max_tokens=INT31,
                 grammar=grammar,
+                tenant=tenant,
             )
         except RequestError as error:
             names = dict(_NAMES)
@@ -180,7 +181,7 @@ class ChatIntake:
         )
 
     async def _forced(
-        self, body: ChatBody, tools: ChosenTools, talker: _Talker
+        self, body: ChatBody, tools: ChosenTools, talker: _Talker, tenant: str
     ) -> tuple[ForcedCall | None, GrammarSpec | None]:
         """How a call is made certain, and the checked grammar of it."""
         formatted = body.structured_outputs is not None or (
@@ -203,7 +204,8 @@ class ChatIntake:
         assert talker.style is not None
         forced = force_call(talker.style, tools.callable, parallel=tools.parallel)
         grammar = grammar_of_schema(forced.schema, "tools")
-        await self._intake.grammars.check(grammar, "tools")
+        scope = scope_of(tenant, body.cache_salt or "")
+        await self._intake.grammars.check(grammar, "tools", scope)
         return forced, grammar
 
     def _messages(

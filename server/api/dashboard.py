@@ -84,12 +84,13 @@ class Page:
 
 
 class DashboardRoutes:
-    """`add_to` puts the page and its data into an app."""
+    """`add_to` puts the page and its data into an app. tells_sums: see snapshot."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, *, tells_sums: bool = True) -> None:
         self._client = client
         self._metrics = metrics
         self._page = Page()
+        self._tells_sums = tells_sums
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
@@ -102,7 +103,12 @@ class DashboardRoutes:
 
         @app.get(DATA_PATH, include_in_schema=False)
         async def get_dashboard_data(request: HttpRequest) -> Response:
-            figures = snapshot(self._metrics, self._client, visit_of(request).key)
+            figures = snapshot(
+                self._metrics,
+                self._client,
+                visit_of(request).key,
+                tells_sums=self._tells_sums,
+            )
             return JSONResponse(
                 {"version": __version__, **figures}, headers={"cache-control": "no-store"}
             )
@@ -176,7 +182,13 @@ _NAMES = (*_DRAFTER_OF, *_LABEL_OF, *_BUCKETS_OF, *_ENGINE_OF, *_SLICE_OF, _ROWS
 _NUM_BUCKETS = len(LATENCY_BUCKETS_S) + 1
 
 
-def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict[str, Any]:
+_LOAD = frozenset(f"tailor_{_GAUGES[name]}" for name in ("up", "running", "waiting", "kv_usage"))
+"""What every key may know: how busy the engines are."""
+
+
+def snapshot(
+    metrics: Metrics, client: EngineClient, key: ApiKey | None, *, tells_sums: bool = True
+) -> dict[str, Any]:
     """All that the page shows, as cumulative counts; the page takes differences itself.
 
     now_s: a clock to divide differences by. edges_s: upper edges of the latency buckets; one more
@@ -185,8 +197,10 @@ def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict
     and sums. open: the oldest open requests, without any text of theirs; num_open: all of them.
 
     key: whose view it is. A key sees the tasks that it may use and, unless it is an admin key,
-    its own open requests; None (a server without keys) sees everything.
+    its own open requests; None (a server without keys) sees everything. tells_sums: whether a key
+    that is no admin's is told the sums over all keys; if not, only how busy the engines are.
     """
+    is_cut = not tells_sums and key is not None and not key.admin
     drafts: dict[tuple[str, ...], dict[str, Any]] = {}
     tasks: dict[tuple[str, ...], dict[str, Any]] = {}
     slices: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -196,6 +210,8 @@ def snapshot(metrics: Metrics, client: EngineClient, key: ApiKey | None) -> dict
     for family in metrics.families(_NAMES):
         for sample in family.samples:
             name, labels, value = sample.name, sample.labels, sample.value
+            if is_cut and name not in _LOAD:
+                continue
             task = labels.get("task")
             if task is not None and key is not None and not key.may_use(task, labels["model"]):
                 continue

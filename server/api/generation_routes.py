@@ -17,7 +17,7 @@ from server.api.decision_body import DecisionBody
 from server.api.decisions import DecisionIntake, DecisionRun
 from server.api.openapi import described
 from server.api.protocol import CompletionBody, validate
-from server.api.route_context import RouteContext
+from server.api.route_context import RouteContext, visit_of
 
 __all__ = ["GenerationRoutes"]
 
@@ -36,7 +36,9 @@ class GenerationRoutes:
         body = validate(CompletionBody, await context.body(request))
         _, model = context.find(request, body.model)
         request_id = f"cmpl-{secrets.token_hex(12)}"
-        order = await context.intake.completion(body, request_id, context.room(model))
+        order = await context.intake.completion(
+            body, request_id, context.room(model), tenant=visit_of(request).tenant
+        )
         return await context.answer(request, order, completion_events, completion_object, order)
 
     async def chat(self, request: HttpRequest) -> Response:
@@ -45,7 +47,9 @@ class GenerationRoutes:
         body = validate(ChatBody, await context.body(request))
         _, model = context.find(request, body.model)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        order = await self._chats.order(body, request_id, context.room(model))
+        order = await self._chats.order(
+            body, request_id, context.room(model), tenant=visit_of(request).tenant
+        )
         return await context.answer(request, order.order, chat_events, chat_object, order)
 
     async def decide(self, request: HttpRequest) -> Response:

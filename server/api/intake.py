@@ -45,7 +45,7 @@ from server.errors import (
     UnsupportedFieldError,
     echoed,
 )
-from server.types import GrammarSpec, Request
+from server.types import GrammarSpec, Request, scope_of
 
 __all__ = ["CompletionOrder", "Intake"]
 
@@ -160,12 +160,14 @@ class Intake:
         *,
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
         grammar: GrammarSpec | None = None,
+        tenant: str = "",
     ) -> CompletionOrder:
         """The order of one body.
 
         max_model_len: what the engine can hold, if it told less than the model's own.
         default_max_tokens: where neither the body nor the task says; cut to the room there is.
-        grammar: a checked one that the output must match, for a body that asks for none.
+        grammar: a checked one that the output must match, for a body that asks for none. tenant:
+        who asks (Visit.tenant).
         Raises the errors of server.errors that are the client's fault (4xx).
         """
         arrival_s = time.monotonic()
@@ -176,7 +178,11 @@ class Intake:
         prompts = self._prompts(body, task)
         sampling = sampling_of(body, task, model, choices, default_max_tokens)
         if grammar is None:
-            grammar = await self.grammars.of(body.structured_outputs, body.response_format)
+            grammar = await self.grammars.of(
+                body.structured_outputs,
+                body.response_format,
+                scope_of(tenant, body.cache_salt or ""),
+            )
         check_with_sampling(grammar, sampling)
         speculation = speculation_of(body, task, self._drafting)
         if body.prediction is not None:

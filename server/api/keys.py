@@ -133,6 +133,11 @@ class Visit:
         self._clock = clock
         self._reserved = 0
 
+    @property
+    def tenant(self) -> str:
+        """The key's id, "" without keys."""
+        return "" if self.key is None else self.key.key_id
+
     def check(self, task: str, model: str, name: str) -> None:
         """Raise ModelNotFoundError when the key may not use it. name: what the client called it.
 
@@ -162,9 +167,8 @@ class Visit:
         for request in requests:
             is_default = request.task == DEFAULT_TASK
             self.check(request.task, request.model, request.model if is_default else request.task)
-        tenant = "" if self.key is None else self.key.key_id
         requests = [
-            replace(request, tenant=tenant, queue_timeout_s=queue_timeout_s or 0.0)
+            replace(request, tenant=self.tenant, queue_timeout_s=queue_timeout_s or 0.0)
             for request in requests
         ]
         amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests)
@@ -261,13 +265,13 @@ class Keyring:
         visit._use = use
 
 
-def check_admin(path: str, key: ApiKey | None) -> None:
+def check_admin(path: str, key: ApiKey | None, further: frozenset[str] = frozenset()) -> None:
     """Raise PermissionDeniedError for an admin path without an admin key.
 
-    path: decoded, as the router matches it. Without any key configured these routes are closed:
-    they change the server for everyone.
+    path: decoded, as the router matches it. further: more admin paths. Without any key configured
+    these routes are closed: they change the server for everyone.
     """
-    is_admin = path == ADMIN_PREFIX or path.startswith(f"{ADMIN_PREFIX}/")
+    is_admin = path == ADMIN_PREFIX or path.startswith(f"{ADMIN_PREFIX}/") or path in further
     if is_admin and (key is None or not key.admin):
         raise PermissionDeniedError(
             "This route needs an admin key, and the server has none (set TAILOR_ADMIN_KEY)."

@@ -53,6 +53,7 @@ class Gate:
     """app: what is behind it. keys: empty lets everyone in. routes: paths that metrics may name
     (a client cannot make series by inventing paths). open_paths: need no key and are not
     logged. quiet_paths: need one, but are neither logged nor counted against its limits.
+    admin_paths: need an admin key, beside those that always do.
     traces: where spans go, None is nowhere."""
 
     def __init__(
@@ -62,6 +63,7 @@ class Gate:
         keys: Sequence[ApiKey],
         open_paths: frozenset[str] = OPEN_PATHS,
         quiet_paths: frozenset[str] = frozenset(),
+        admin_paths: frozenset[str] = frozenset(),
         metrics: Metrics,
         routes: Mapping[str, str],
         traces: TraceSink | None = None,
@@ -70,6 +72,7 @@ class Gate:
         self._keys = Keyring(keys)
         self._open = open_paths
         self._quiet = quiet_paths
+        self._admin = admin_paths
         self._metrics = metrics
         self._routes = routes
         self._traces = traces
@@ -100,7 +103,7 @@ class Gate:
         try:
             if scope["path"] not in self._open:
                 key = self._keys.find(scope) if self._keys else None
-                check_admin(scope["path"], key)
+                check_admin(scope["path"], key, self._admin)
                 if key is not None and scope["path"] in self._quiet:
                     visit.key = key
                 elif key is not None:

@@ -2,7 +2,7 @@
 
 For routes:
 
-    spec = await intake.grammars.of(body.structured_outputs, body.response_format)
+    spec = await intake.grammars.of(body.structured_outputs, body.response_format, scope)
     check_with_sampling(spec, sampling)
 
 What can be wrong is told before a request is admitted, as a 400 that names the field: both fields
@@ -31,7 +31,7 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.grammar_text import MAX_SOURCE_CHARS, grammar_problem
-from server.types import GrammarSpec, SamplingParams
+from server.types import NO_SCOPE, GrammarSpec, SamplingParams
 
 __all__ = [
     "WHITESPACE",
@@ -268,6 +268,9 @@ def _too_long(where: str, num_chars: int) -> LimitExceededError:
 class GrammarChecker:
     """Checks grammars in two threads and remembers what it found; `close` ends them.
 
+    It remembers per scope: an answer that comes at once would tell a client that another has asked
+    with the same grammar.
+
     timeout_s: how long a grammar may take to compile; then it is refused. max_waiting: grammars
     waiting for a thread; then 429. max_known: grammars that are remembered.
     """
@@ -279,7 +282,7 @@ class GrammarChecker:
         self._max_waiting = max_waiting
         self._max_known = max_known
         self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are large
-        self._open: dict[GrammarSpec, Future[str]] = {}
+        self._open: dict[tuple[str, GrammarSpec], Future[str]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         # Loading the library holds the interpreter lock: better now than under open streams.
         self._threads.submit(grammar_problem, GrammarSpec("regex", "a"))
@@ -292,24 +295,27 @@ class GrammarChecker:
         self,
         structured_outputs: StructuredOutputsBody | None,
         response_format: ResponseFormatBody | None,
+        scope: str,
     ) -> GrammarSpec | None:
-        """The checked grammar of a body's two fields, or None for any text.
+        """The checked grammar of a body's two fields, or None for any text. scope: whose it is
+        (types.scope_of).
 
         Raises InvalidRequestError and its kin, or QueueFullError.
         """
         wanted = grammar_of(structured_outputs, response_format)
         if wanted is None:
             return None
-        await self.check(*wanted)
+        await self.check(*wanted, scope)
         return wanted[0]
 
-    async def check(self, spec: GrammarSpec, where: str) -> None:
+    async def check(self, spec: GrammarSpec, where: str, scope: str = NO_SCOPE) -> None:
         """Return when the grammar can be compiled. `where` names the field in what is raised:
         InvalidRequestError, ConstraintUnsatisfiableError, LimitExceededError, QueueFullError."""
-        digest = hashlib.sha256(repr(spec).encode("utf-8", "backslashreplace")).digest()
+        named = f"{scope}\0{spec!r}"
+        digest = hashlib.sha256(named.encode("utf-8", "backslashreplace")).digest()
         problem = self._known.get(digest)
         if problem is None:
-            problem = (await self._find(spec, where))[:200]
+            problem = (await self._find(spec, where, scope))[:200]
             self._known[digest] = problem
             if len(self._known) > self._max_known:
                 self._known.popitem(last=False)
@@ -324,15 +330,16 @@ class GrammarChecker:
             raise LimitExceededError(text, param=where)
         raise InvalidRequestError(text, param=where)
 
-    async def _find(self, spec: GrammarSpec, where: str) -> str:
-        work = self._open.get(spec)
+    async def _find(self, spec: GrammarSpec, where: str, scope: str) -> str:
+        key = (scope, spec)
+        work = self._open.get(key)
         if work is None:
             if len(self._open) >= self._max_waiting:
                 raise QueueFullError("Too many grammars are waiting.", retry_after_s=1.0)
             work = self._threads.submit(grammar_problem, spec)
-            self._open[spec] = work
+            self._open[key] = work
             loop = asyncio.get_running_loop()
-            work.add_done_callback(lambda _: _on_loop(loop, self._open, spec))
+            work.add_done_callback(lambda _: _on_loop(loop, self._open, key))
         waiting = asyncio.wrap_future(work)
         done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
         if done:
@@ -345,9 +352,11 @@ class GrammarChecker:
 
 
 def _on_loop(
-    loop: asyncio.AbstractEventLoop, open_work: dict[GrammarSpec, Future[str]], spec: GrammarSpec
+    loop: asyncio.AbstractEventLoop,
+    open_work: dict[tuple[str, GrammarSpec], Future[str]],
+    key: tuple[str, GrammarSpec],
 ) -> None:
     try:
-        loop.call_soon_threadsafe(open_work.pop, spec, None)
+        loop.call_soon_threadsafe(open_work.pop, key, None)
     except RuntimeError:  # the loop is closed: the server is gone
         pass

@@ -143,6 +143,11 @@ class MetricsConfig(Section):
     require_key: bool = Field(
         False, description="whether /metrics needs an API key when there are any"
     )
+    admin_only: bool = Field(
+        False,
+        description="whether sums over all keys (/metrics, and the tables of the dashboard) are "
+        "for admin keys alone, when there are keys",
+    )
     vllm_aliases: bool = Field(
         False, description="whether /metrics tells the figures under vLLM's names too"
     )

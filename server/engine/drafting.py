@@ -3,8 +3,8 @@
 The composition root registers, per drafter name, either a ready Drafter or a factory
 `(task, speculation) -> Drafter`. A factory is called with the task's name and the request's
 SpeculationParams and may read `options` and `corpus`; its result is kept for requests with the
-same (name, task, corpus, options, learning scope), least recently used ones are dropped past a
-bound.
+same (name, task, corpus, options, scope), least recently used ones are dropped past a bound. A
+drafter serves one scope: its calibration is made of that scope's outcomes alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DrafterRegistry:
     """Resolves a request's speculation to a Drafter."""
 
     def __init__(
-        self, entries: Mapping[str, Drafter | DrafterFactory], *, max_made: int = 64
+        self, entries: Mapping[str, Drafter | DrafterFactory], *, max_made: int = 128
     ) -> None:
         self._entries = dict(entries)
         # Asked once: isinstance() of a Protocol looks through all its members.
@@ -61,8 +61,8 @@ class DrafterRegistry:
             raise ValueError(f"unknown drafter {name!r}; known: {', '.join(self.names)}")
         if name in self._ready:
             return self._ready[name]
-        scope = speculation.learn_scope if speculation.learn_tokens > 0 else None
-        key = (name, task, speculation.corpus, speculation.options, scope)
+        learns = speculation.learn_tokens > 0
+        key = (name, task, speculation.corpus, speculation.options, speculation.scope, learns)
         drafter = self._made.get(key)
         if drafter is None:
             drafter = cast("DrafterFactory", entry)(task, speculation)
@@ -81,7 +81,7 @@ class DrafterRegistry:
         for key in [
             k
             for k in self._made
-            if (task is None or k[1] == task) and (scope is None or k[4] == scope)
+            if (task is None or k[1] == task) and (scope is None or (k[4] == scope and k[5]))
         ]:
             del self._made[key]
 

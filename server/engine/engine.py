@@ -35,13 +35,8 @@ from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import build_batch
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry
 from server.engine.exact_control import WindowControl
-from server.engine.grammar import (
-    FORCED,
-    GrammarCompiler,
-    GrammarState,
-    GrammarTemplate,
-    fill_masks,
-)
+from server.engine.grammar import FORCED, GrammarState, fill_masks
+from server.engine.grammar_compiler import GrammarCompiler, GrammarTemplate
 from server.engine.plan import Built, Plan, Span
 from server.engine.planner import Ask, DraftPlanner, StepShape
 from server.engine.scheduler import Scheduler
@@ -201,8 +196,7 @@ class Engine:
             ),
             capacity=settings.slice_rows,
         )
-        self.num_drafter_errors = 0
-        self.num_failed_steps = 0
+        self.num_drafter_errors = self.num_failed_steps = 0
         self._cost = cost
         self._verifier = verifier
         self._grammars = grammars
@@ -319,15 +313,13 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that cannot be served gets an error Delta; nothing is raised."""
-        if request.speculation.learn_tokens > 0:
-            scope = f"{request.tenant}\0{request.cache_salt}"
-            request = replace(request, speculation=replace(request.speculation, learn_scope=scope))
+        if request.speculation.max_draft_tokens > 0:
+            spec = replace(request.speculation, scope=request.scope)
+            request = replace(request, speculation=spec)
         refusal = self._refusal(request)
         if refusal is not None:
             self._refuse(request, *refusal)
             return
-        # A tenant's name holds no NUL: no salt can make one tenant's keys another's.
-        key = root_key(self.info.fingerprint, f"{request.tenant}\0{request.cache_salt}")
         self._num_arrived += 1
         sequences = [
             Sequence(
@@ -338,7 +330,7 @@ class Engine:
                 block_size=self.info.block_size,
                 eos_token_ids=self._eos,
                 stop_table=self._stop_table,
-                root_key=key,
+                root_key=root_key(self.info.fingerprint, request.scope),
             )
             for choice_id in range(request.num_choices)
         ]
@@ -363,7 +355,7 @@ class Engine:
             self.scheduler.enqueue(leader)
             return
         assert self._grammars is not None
-        template = self._grammars.compile(request.grammar)
+        template = self._grammars.compile(request.grammar, request.scope)
         deadline_s = time.monotonic() + self._grammars.timeout_s
         self._compiling.append(_Compiling(leader, template, deadline_s))
 
@@ -936,7 +928,8 @@ class Engine:
         """Hand on what a choice ended with, once its whole request has finished well."""
         request, num_output = sequence.request, sequence.num_output
         if finished and num_output:
-            memory.observe(request.task, sequence.drafter_name, sequence.num_steps, num_output)
+            scope, name = request.scope, sequence.drafter_name
+            memory.observe(request.task, name, scope, sequence.num_steps, num_output)
         spec = request.speculation
         if spec.learn_tokens <= 0:
             return
@@ -951,7 +944,7 @@ class Engine:
         prompt = sequence.ids[: sequence.prompt_len]
         for output in outputs or ():
             memory.learn(
-                request.task, spec.learn_scope, spec.corpus, spec.learn_tokens, prompt, output
+                request.task, request.scope, spec.corpus, spec.learn_tokens, prompt, output
             )
 
     def _task_report(self, payload: Any) -> dict[str, Any]:

@@ -7,10 +7,15 @@ nothing here can change a text.
 
 Times are of steps of the batches that run now. With trees a step yields several tokens: costs are
 taken per token of a sequence, so that a window of N tokens is N / tokens-per-step steps.
+
+What texts decide (misses, tokens a step) is counted per key, and a key serves one scope: its plans
+tell a client nothing about the texts of others. Times, ends and sizes of batches are the device's.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from vocab_store.cost import Fill, HeadCosts, best_fill, exact_cost_s, full_cost_s
@@ -24,6 +29,7 @@ _MEMORY_TOKENS = 4096.0  # older misses count half from here on
 _END_RATE = 0.02  # ends are rare: their chance needs a longer memory
 _REFRESH_TOKENS = 32  # a plan is priced again after so many tokens
 _STEPS_TO_FILL = 16  # the size of T is chosen once: not by the first steps
+_MAX_RECORDS = 4096  # the least recently used go first
 _GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from the full head
 
 
@@ -42,6 +48,7 @@ class _Record:
     misses: float
     plan: WindowPlan
     since: int = 0
+    tokens_per_step: float = 1.0
 
 
 def _moved(old: float, new: float) -> float:
@@ -53,7 +60,7 @@ def _moved(old: float, new: float) -> float:
 
 
 class WindowControl:
-    """Plans per profile. One writer, one thread.
+    """Plans per key: a profile, as one scope's requests fare with it. One writer, one thread.
 
     max_window: most tokens held back. first_window: N until costs are measured. adapts: whether
     the full head may take over where it is cheaper (off in tests of the windows themselves).
@@ -75,30 +82,29 @@ class WindowControl:
         self._slice_ids = 0.0
         self._row_s = 0.0
         self._num_windows = 1.0
-        self._tokens_per_step = 1.0
         self._ends = 0.0  # chance per step
-        self._records: dict[object, _Record] = {}
+        self._records: OrderedDict[Hashable, _Record] = OrderedDict()
 
-    def add(self, profile: object, num_ids: int, miss_rate: float | None) -> None:
-        """Begin to plan for a profile with slices of about num_ids; a known one is kept."""
-        if profile not in self._records:
+    def add(self, key: Hashable, num_ids: int, miss_rate: float | None) -> None:
+        """Begin to plan for a key with slices of about num_ids; a known one is kept."""
+        if key not in self._records:
             miss = 0.02 if miss_rate is None else min(1.0, max(0.0, miss_rate))
             plan = WindowPlan(self._first_window)
-            self._records[profile] = _Record(num_ids, _PRIOR_TOKENS, _PRIOR_TOKENS * miss, plan)
-            self._refresh(self._records[profile])
+            self._records[key] = _Record(num_ids, _PRIOR_TOKENS, _PRIOR_TOKENS * miss, plan)
+            self._refresh(self._records[key])
+            if len(self._records) > _MAX_RECORDS:
+                self._records.popitem(last=False)
+        self._records.move_to_end(key)
 
-    def forget(self, profile: object) -> None:
-        """Forget a profile; unknown ones are fine."""
-        self._records.pop(profile, None)
+    def forget(self, is_gone: Callable[[Hashable], bool]) -> None:
+        """Forget every key that is gone."""
+        for key in [key for key in self._records if is_gone(key)]:
+            del self._records[key]
 
-    def plan(self, profile: object) -> WindowPlan:
-        """What the sequences of a profile do now. Raises KeyError for one that was not added."""
-        return self._records[profile].plan
-
-    def miss_rate(self, profile: object) -> float:
-        """The measured chance that a proposed token is wrong."""
-        record = self._records[profile]
-        return record.misses / record.tokens
+    def plan(self, key: Hashable) -> WindowPlan:
+        """What the sequences of a key do now; the first window for a key that is not known."""
+        record = self._records.get(key)
+        return WindowPlan(self._first_window) if record is None else record.plan
 
     # -- measurements -----------------------------------------------------------------------
 
@@ -121,9 +127,11 @@ class WindowControl:
         if head_s > 0.0 and self._full_s == 0.0:
             self._full_s = head_s
 
-    def observe_tokens(self, num_tokens: int) -> None:
+    def observe_tokens(self, key: Hashable, num_tokens: int) -> None:
         """Tokens that one sequence gained in one step from its slice."""
-        self._tokens_per_step = _moved(self._tokens_per_step, float(max(1, num_tokens)))
+        record = self._records.get(key)
+        if record is not None:
+            record.tokens_per_step = _moved(record.tokens_per_step, float(max(1, num_tokens)))
 
     def observe_ends(self, any_ended: bool) -> None:
         """One more step of sequences in `exact`, whichever head they draw from. any_ended: whether
@@ -136,9 +144,9 @@ class WindowControl:
         if self._full_s > 0.0 and num_rows > 1:
             self._row_s = _moved(self._row_s, max(0.0, seconds - self._full_s) / num_rows)
 
-    def observe_checked(self, profile: object, num_tokens: int, missed: bool) -> None:
-        """So many tokens of a profile were looked at, the last of them wrong or not."""
-        record = self._records.get(profile)
+    def observe_checked(self, key: Hashable, num_tokens: int, missed: bool) -> None:
+        """So many tokens of a key were looked at, the last of them wrong or not."""
+        record = self._records.get(key)
         if record is None:
             return
         record.tokens += num_tokens
@@ -152,15 +160,16 @@ class WindowControl:
 
     # -- plans ------------------------------------------------------------------------------
 
-    def costs(self) -> HeadCosts | None:
-        """The measured costs, per token of a sequence; None until body and full head are known."""
+    def costs(self, tokens_per_step: float = 1.0) -> HeadCosts | None:
+        """The measured costs, per token of a sequence that gains so many tokens a step; None until
+        body and full head are known."""
         if self._body_s <= 0.0 or self._full_s <= 0.0:
             return None
         fixed_s = 0.0
         if self._slice_s > 0.0:
             share = self._slice_ids / self._vocab_size
             fixed_s = max(0.0, self._slice_s - self._full_s * share)
-        per_token = 1.0 / self._tokens_per_step
+        per_token = 1.0 / tokens_per_step
         return HeadCosts(
             body_s=self._body_s * per_token,
             full_s=self._full_s * per_token,
@@ -172,7 +181,10 @@ class WindowControl:
         )
 
     def fill(self, profile: VocabProfile) -> Fill | None:
-        """How much of the fill order an `exact` T should take; None while costs are not known."""
+        """How much of the fill order an `exact` T should take; None while costs are not known.
+
+        All scopes share T, so it is priced by the device's times alone, for steps without drafts.
+        """
         costs = self.costs()
         if costs is None or profile.miss_rate is None or self._num_steps < _STEPS_TO_FILL:
             return None
@@ -186,7 +198,7 @@ class WindowControl:
 
     def _refresh(self, record: _Record) -> None:
         record.since = 0
-        costs = self.costs()
+        costs = self.costs(record.tokens_per_step)
         if costs is None:
             return
         miss = min(1.0, record.misses / record.tokens)

@@ -1,7 +1,7 @@
 """Grammars in the step loop: compiled off it, followed by a state per choice, masks per row.
 
     grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
-    template = grammars.compile(spec)         # a Future; equal specs share one
+    template = grammars.compile(spec, scope)  # a Future; equal specs of a scope share one
     state = GrammarState(template.result())   # one per choice
     state.fill_mask(row); state.consume(token_id); state.is_complete; state.rollback(num_tokens)
 
@@ -17,13 +17,7 @@ tokenizer would, and the mask then allows that one token.
 
 from __future__ import annotations
 
-import json
-import logging
-import re
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,164 +25,22 @@ import numpy as np
 from drafters.tree import DraftTree
 from server.engine.batch import UInt32
 from server.engine.drafting import CheckedTree
-from server.grammar_text import grammar_limits, grammar_text
-from server.types import GrammarSpec
+from server.engine.grammar_compiler import GrammarTemplate, one_line
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from llguidance import LLMatcher, LLTokenizer
 
 __all__ = [
     "FORCED",
     "ConstrainedTree",
-    "GrammarCompiler",
     "GrammarState",
-    "GrammarTemplate",
     "constrain",
     "fill_masks",
     "forced_tree",
-    "load_grammar_tokenizer",
 ]
-
-_log = logging.getLogger(__name__)
 
 FORCED = "forced"
 """The name of the source that forced tokens are counted under."""
-
-
-MAX_FORCED_TOKENS = 8192
-"""Most tokens that a grammar may force before the first that the model draws."""
-
-
-class GrammarTemplate:
-    """A compiled grammar before its first token; `GrammarState` copies it."""
-
-    __slots__ = ("matcher", "num_words", "vocab_size")
-
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self.matcher = matcher
-        self.vocab_size = vocab_size
-        self.num_words = (vocab_size + 31) // 32
-
-
-def load_grammar_tokenizer(
-    tokenizer_file: Path | str, vocab_size: int, eos_token_ids: Sequence[int]
-) -> LLTokenizer:
-    """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids, 3 s for 262,000, and
-    holds the interpreter lock.
-
-    vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
-    """
-    from llguidance import LLTokenizer
-
-    text = Path(tokenizer_file).read_text(encoding="utf-8")
-    if not all(re.search(rf'"{name}":\s*null', text[:1000]) for name in ("truncation", "padding")):
-        spec = json.loads(text)
-        spec["truncation"] = spec["padding"] = None
-        text = json.dumps(spec)
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-
-
-class GrammarCompiler:
-    """Compiles grammars for one tokenizer in threads of its own, and keeps the last ones.
-
-    load_tokenizer: called once, by load(), or in a thread when the first grammar comes. That holds
-    up the step loop, so an engine calls load() before it is ready. max_kept, max_kept_chars:
-    compiled grammars that are kept, and the length of their sources together (a large schema takes
-    some 50 bytes a character once it is compiled); least recently used ones go. timeout_s: how
-    long a request may wait for its grammar (the engine gives up on it then). Calls come from the
-    engine's thread.
-    """
-
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], LLTokenizer],
-        vocab_size: int,
-        *,
-        timeout_s: float = 10.0,
-        max_kept: int = 64,
-        max_kept_chars: int = 1 << 20,
-        num_threads: int = 2,
-    ) -> None:
-        self.timeout_s = timeout_s
-        self.vocab_size = vocab_size
-        self._load_tokenizer = load_tokenizer
-        self._max_kept = max_kept
-        self._max_kept_chars = max_kept_chars
-        self._num_kept_chars = 0
-        self._kept: OrderedDict[GrammarSpec, Future[GrammarTemplate]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
-        self._tokenizer: Future[LLTokenizer] | None = None
-
-    def compile(self, spec: GrammarSpec) -> Future[GrammarTemplate]:
-        """The compiled grammar, sooner or later. The Future raises ValueError for one that cannot
-        be compiled for this tokenizer."""
-        future = self._kept.get(spec)
-        if future is not None and not (future.done() and _failed(future)):
-            self._kept.move_to_end(spec)
-            return future
-        if self._tokenizer is None:
-            # Done by whichever thread comes first; the others wait in their own.
-            self._tokenizer = self._threads.submit(self._load_tokenizer)
-        if self._kept.pop(spec, None) is not None:  # one that failed
-            self._num_kept_chars -= len(spec.source)
-        future = self._threads.submit(self._work, spec, self._tokenizer)
-        self._kept[spec] = future
-        self._num_kept_chars += len(spec.source)
-        while len(self._kept) > 1 and (
-            len(self._kept) > self._max_kept or self._num_kept_chars > self._max_kept_chars
-        ):
-            oldest, _ = self._kept.popitem(last=False)
-            self._num_kept_chars -= len(oldest.source)
-        return future
-
-    def load(self) -> None:
-        """Load the tokenizer now. Raises nothing: without one, grammars cannot be compiled."""
-        if self._tokenizer is None:
-            self._tokenizer = Future()
-            try:
-                self._tokenizer.set_result(self._load_tokenizer())
-            except Exception as error:
-                _log.warning("structured outputs are not available: %s", error)
-                self._tokenizer.set_exception(error)
-
-    @property
-    def num_kept(self) -> int:
-        """Grammars that are kept or under way."""
-        return len(self._kept)
-
-    def close(self) -> None:
-        """End the threads; what is being compiled is left to itself. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _work(self, spec: GrammarSpec, tokenizer: Future[LLTokenizer]) -> GrammarTemplate:
-        from llguidance import LLMatcher
-
-        try:
-            known = tokenizer.result()
-        except Exception as error:
-            raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
-        matcher = LLMatcher(known, grammar_text(spec), log_level=0, limits=grammar_limits())
-        template = GrammarTemplate(matcher, self.vocab_size)
-        if not matcher.is_error():
-            # What the first mask finds out, copies know: the step loop is spared a long beginning.
-            row = np.empty(template.num_words, np.uint32)
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED_TOKENS:
-                # They would be kept, a third of a kilobyte each, and walked at every step.
-                raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
-        if matcher.is_error():
-            raise ValueError(_one_line(matcher.get_error()))
-        return template
-
-
-def _failed(future: Future[GrammarTemplate]) -> bool:
-    return future.cancelled() or future.exception() is not None
-
-
-def _one_line(message: str) -> str:
-    message = " ".join(message.replace("<non-verbose/>", "").split())
-    return message.encode("ascii", "backslashreplace").decode()[:200]
 
 
 class GrammarState:
@@ -232,7 +84,7 @@ class GrammarState:
         if self.problem:
             return False
         if self._matcher.try_consume_tokens([token_id]) != 1 or self._matcher.is_error():
-            self.problem = _one_line(self._matcher.get_error()) or "a token does not match"
+            self.problem = one_line(self._matcher.get_error()) or "a token does not match"
             return False
         self._consumed.append(token_id)
         return True
@@ -263,7 +115,7 @@ class GrammarState:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if not self._matcher.is_error():
                 return
-            self.problem = _one_line(self._matcher.get_error())
+            self.problem = one_line(self._matcher.get_error())
         row[:] = 0
 
     def forced(self) -> list[int]:
@@ -272,7 +124,7 @@ class GrammarState:
             return []
         forced = self._matcher.compute_ff_tokens()
         if self._matcher.is_error():
-            self.problem = _one_line(self._matcher.get_error())
+            self.problem = one_line(self._matcher.get_error())
             return []
         return forced
 

@@ -11,7 +11,11 @@ from server.engine.batch import DrawParams, HeadSlice, UInt32
 from server.types import VocabularyCounts
 from vocab_store.slice import VocabSlice
 
-__all__ = ["SequenceHead", "Unverified"]
+__all__ = ["ScopedProfile", "SequenceHead", "Unverified"]
+
+
+ScopedProfile = tuple[str, str]
+"""(key of a profile version, scope)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +30,16 @@ class Unverified:
 class SequenceHead:
     """What part of the LM head one sequence sees. Written by SliceBook and the engine's accept.
 
-    profile: key of the profile version it was opened with. static: T as that profile's table has
-    it. slice: all ids it may draw; `exact` adds missed ones. miss_rate: what the profile expects,
-    if it says. where: for the Batch, None until it is seated. proposes: whether this step's draws
-    come from the slice. window: emitted, unverified tokens; params: DrawParams before the first.
+    profile: key of the profile version it was opened with. scope: whose request it is. static: T
+    as that profile's table has it. slice: all ids it may draw; `exact` adds missed ones. miss_rate:
+    what the profile expects, if it says. where: for the Batch, None until it is seated. proposes:
+    whether this step's draws come from the slice. window: emitted, unverified tokens; params:
+    DrawParams before the first.
     """
 
     mode: str
     profile: str
+    scope: str
     static: VocabSlice
     slice: VocabSlice
     verify_every: int
@@ -43,6 +49,11 @@ class SequenceHead:
     window: list[Unverified] = field(default_factory=list)
     params: DrawParams | None = None
     counts: VocabularyCounts = field(default_factory=VocabularyCounts)
+
+    @property
+    def key(self) -> ScopedProfile:
+        """What its misses and its window are kept under."""
+        return self.profile, self.scope
 
     def drop_after(self, num_kept: int) -> None:
         """Only the first num_kept tokens of the window stand."""

@@ -8,6 +8,10 @@
     leave   the rows are unpinned; they stay cached until their places are needed
 
 A sequence in mode "full" has no SequenceHead and costs nothing here.
+
+T and its copy are the task's and shared by all. What comes from requests is kept per scope (tenant
+and cache_salt): dynamic rows, missed ids, and the windows that misses lead to. `loaded_rows`, the
+slice's size and the window then tell a client nothing about the text of others.
 """
 
 from __future__ import annotations
@@ -33,11 +37,12 @@ from server.engine.batch import (
 from server.engine.exact_control import WindowControl
 from server.engine.plan import Scheduled, Span
 from server.engine.sequence import Sequence
-from server.engine.sequence_head import SequenceHead, Unverified
+from server.engine.sequence_head import ScopedProfile, SequenceHead, Unverified
 from server.types import Request, VocabularyParams
 from vocab_store.errors import SliceCapacityError
 from vocab_store.profile import VocabProfile
-from vocab_store.slice import Placement, SliceCacheIndex, VocabSlice
+from vocab_store.slice import VocabSlice
+from vocab_store.slice_cache import Placement, SliceCacheIndex
 
 __all__ = ["ProfileSource", "SliceBook"]
 
@@ -46,7 +51,8 @@ _log = logging.getLogger(__name__)
 ProfileSource = Callable[[str], VocabProfile]
 """A profile by the name a request gives (its file). Raises ValueError or OSError."""
 
-_MAX_LEARNED = 256  # missed ids of a profile that later `exact` sequences begin with
+_MAX_LEARNED = 256  # missed ids of a scope's profile that later `exact` sequences begin with
+_MAX_SCOPES = 1024  # scopes of which missed ids and miss rates are kept
 
 
 class SliceBook:
@@ -70,7 +76,8 @@ class SliceBook:
         self._next_table = 0
         self._newest: dict[str, str] = {}  # mode and profile name -> key
         self._fills: dict[str, int] = {}
-        self._learned: dict[str, OrderedDict[int, None]] = {}
+        # Missed ids; the least recently used scope first.
+        self._learned: OrderedDict[ScopedProfile, OrderedDict[int, None]] = OrderedDict()
         self._draw_keep: Int32 | None = None
         self._batch: Batch | None = None
         self.last_window = 0
@@ -111,8 +118,16 @@ class SliceBook:
             stop_ids=[i for i in sampling.stop_token_ids if i < num],
         )
         if asked.mode == "exact":
-            slice_ = slice_.union(list(self._learned.get(key, ())))
-        return SequenceHead(asked.mode, key, static, slice_, asked.verify_every, profile.miss_rate)
+            slice_ = slice_.union(list(self._learned.get((key, request.scope), ())))
+        return SequenceHead(
+            asked.mode,
+            key,
+            request.scope,
+            static,
+            slice_,
+            asked.verify_every,
+            profile.miss_rate,
+        )
 
     def _profile(self, asked: VocabularyParams) -> tuple[VocabProfile, str, VocabSlice]:
         """(profile, key of T, T). The key names the version, so running requests keep theirs."""
@@ -141,10 +156,10 @@ class SliceBook:
             return
         assert self._runner is not None
         if head.mode == "exact":
-            self.control.add(head.profile, head.slice.num_ids, head.miss_rate)
+            self.control.add(head.key, head.slice.num_ids, head.miss_rate)
         try:
             self._load_table(head)
-            placement = self._index.acquire(sequence, head.profile, head.slice)
+            placement = self._index.acquire(sequence, head.profile, head.slice, scope=head.scope)
             try:
                 self._load_rows(sequence, head, placement)
             except MemoryError:
@@ -161,10 +176,13 @@ class SliceBook:
         self._drop_old()
 
     def extend(self, sequence: Sequence, token_id: int) -> None:
-        """Add a missed id to a slice (`exact` only) and to those that begin later."""
+        """Add a missed id to a slice (`exact` only) and to those of its scope that begin later."""
         head = sequence.head
         assert head is not None and head.mode == "exact" and self._runner is not None
-        learned = self._learned.setdefault(head.profile, OrderedDict())
+        learned = self._learned.setdefault(head.key, OrderedDict())
+        self._learned.move_to_end(head.key)
+        if len(self._learned) > _MAX_SCOPES:
+            self._learned.popitem(last=False)
         learned[token_id] = None
         learned.move_to_end(token_id)
         if len(learned) > _MAX_LEARNED:
@@ -208,8 +226,13 @@ class SliceBook:
         for key in [k for k in self._tables if k not in wanted]:
             if not self._index.has_profile(key) or self._index.drop_profile(key):
                 self._runner.drop_table(self._tables.pop(key))
-                self.control.forget(key)
-                self._learned.pop(key, None)
+                self._forget_misses(key)
+
+    def _forget_misses(self, profile: str) -> None:
+        """Of every scope of a profile's version."""
+        self.control.forget(lambda key: isinstance(key, tuple) and key[0] == profile)
+        for key in [key for key in self._learned if key[0] == profile]:
+            del self._learned[key]
 
     def _load_rows(self, sequence: Sequence, head: SequenceHead, placement: Placement) -> None:
         """Copy what a placement says. Raises MemoryError, after which no such row is cached."""
@@ -252,7 +275,7 @@ class SliceBook:
                 head.proposes = False
             else:
                 head.proposes = bool(head.window) or (
-                    not is_read and self.control.plan(head.profile).uses_slice
+                    not is_read and self.control.plan(head.key).uses_slice
                 )
 
     def attach(
@@ -309,7 +332,7 @@ class SliceBook:
             mask = int(batch.draw_mask[d])
             head.window.append(Unverified(int(places[d]), batch.masks[mask] if mask >= 0 else None))
 
-        self.control.observe_tokens(num_kept)
+        self.control.observe_tokens(head.key, num_kept)
 
     def is_due(self, sequence: Sequence) -> bool:
         """Whether a sequence's window has its N tokens."""
@@ -321,7 +344,7 @@ class SliceBook:
         """N of a sequence: what the request fixed, else what costs least now."""
         if head.mode != "exact" or head.where is None or head.where.table < 0:
             return 0
-        self.last_window = head.verify_every or self.control.plan(head.profile).window
+        self.last_window = head.verify_every or self.control.plan(head.key).window
         return self.last_window
 
     def count_step(self, sequence: Sequence) -> None:
@@ -357,7 +380,7 @@ class SliceBook:
         assert head is not None
         for token in token_ids:
             missed = token not in head.slice
-            self.control.observe_checked(head.profile, 1, missed)
+            self.control.observe_checked(head.key, 1, missed)
             if missed:
                 self.extend(sequence, token)
 
@@ -390,7 +413,7 @@ class SliceBook:
         head.add(
             num_checked=num_right + missed, num_missed=missed, num_dropped=num_window - num_right
         )
-        self.control.observe_checked(head.profile, num_right + missed, missed)
+        self.control.observe_checked(head.key, num_right + missed, missed)
 
     def _check_batch(self, sequences: SequenceOf[Sequence]) -> tuple[Batch, Int32]:
         token_ids: list[int] = []

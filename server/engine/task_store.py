@@ -1,27 +1,25 @@
 """TaskMemory: what an engine keeps of its tasks beyond a request: calibration, learned outputs.
 
 *Calibration* is the drafters' own (drafters.auto.trust, drafters.calibration): one table per (task,
-drafter, corpus), shared by all drafters made of these, so that making one anew forgets nothing.
-*Learned outputs* are those of finished requests of tasks that learn, one reservoir per (task,
-scope); the scope is made of tenant and cache_salt, so that nobody's drafts are made of another's
-text. Both are written atomically into the engine's own folder at intervals and at the
-end, and read from there when they are first needed. The folder belongs to one model and one
-engine: engines of one model learn apart, each from what it served.
+drafter, corpus, scope), shared by all drafters made of these, so that making one anew forgets
+nothing. *Learned outputs* are those of finished requests of tasks that learn, one reservoir per
+(task, scope). The scope is made of tenant and cache_salt, so that nobody's drafts are made of
+another's text, nor as many or as few as another's text made them. Both are written atomically into
+the engine's own folder at intervals and at the end, and read from there when they are first needed.
+The folder belongs to one model and one engine: engines of one model learn apart, each from what it
+served.
 
 Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
 priority keeps the reservoirs, builds their layers (drafters.learned) and writes files. `poll` says
 between two steps which layers are new. Sequences that run keep the drafter they began with.
 
-Written by the engine's thread: tables, tallies, the queue. By the worker: reservoirs, files,
+Written by the engine's thread: calibrations, the queue. By the worker: reservoirs, files,
 `_layers`, `_sizes` (whole entries at a time).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import hashlib
-import json
 import logging
 import os
 import threading
@@ -30,12 +28,12 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.atomic_file import replacing
+from server.engine.calibrations import Calibrations, digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,21 +50,9 @@ Key = tuple[str, str]
 
 _log = logging.getLogger(__name__)
 
-MAX_TABLES = 1024
 MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
 MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
-TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 MAX_ROWS = 400  # of a calibration table in a report
-
-
-class _Table(Protocol):
-    """drafters.auto.trust.Trust and drafters.calibration.Calibration, as far as they are kept."""
-
-    def save(self, path: Path | str) -> None: ...
-
-    def restore(self, path: Path | str) -> None: ...
-
-    def table(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +118,6 @@ class _Layer:
     generation: int
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Decayed decode steps and emitted tokens of finished requests."""
-
-    num_steps: float = 0.0
-    num_tokens: float = 0.0
-
-
 class TaskMemory:
     """See the top of this file. Everything public is called from the engine's thread."""
 
@@ -171,14 +149,10 @@ class TaskMemory:
 
         # The engine's thread.
         self.num_dropped = 0
-        self._tables: OrderedDict[tuple[str, str, str], _Table] = OrderedDict()
-        self._calibrated: set[Key] = set()
-        self._tallies: dict[Key, _Tally] = {}
-        self._restored_tallies = False
-        self._dirty: set[Key] = set()
-        self._to_save: list[tuple[str, str, str]] = []
+        self._calibrations = Calibrations(folder, save_every_s, lambda job: self._put(_Save(job)))
+        self.calibrate = self._calibrations.calibrate
+        self.observe = self._calibrations.observe
         self._num_put = 0
-        self._next_save_s = time.monotonic() + save_every_s
         self._num_learned: dict[str, int] = {}
         self._told_sizes: tuple[tuple[str, int, int], ...] = ()
         self._opened: dict[Key, str | None] = {}
@@ -198,70 +172,27 @@ class TaskMemory:
 
     # -- calibration ------------------------------------------------------------------------
 
-    def calibrate(self, task: str, drafter: Drafter, corpus_id: str) -> None:
-        """Let a new drafter go on with the table of its (task, name, corpus).
-
-        corpus_id: names the corpus by content, "" for none. Called before it has sessions.
-        """
-        attribute = "trust" if hasattr(drafter, "trust") else "calibration"
-        own = cast("_Table | None", getattr(drafter, attribute, None))
-        if own is None:
-            return
-        key = (task, drafter.name, corpus_id)
-        table = self._tables.get(key)
-        if table is None:
-            table = own
-            path = self._table_file(key)
-            if path is not None and path.exists():
-                try:
-                    table.restore(path)
-                except ValueError as error:
-                    _log.warning("task %s: its calibration starts anew: %s", task, error)
-            self._tables[key] = table
-            if len(self._tables) > MAX_TABLES:
-                self._save_table(*self._tables.popitem(last=False))
-        self._tables.move_to_end(key)
-        self._calibrated.add((task, drafter.name))
-        setattr(drafter, attribute, table)
-
-    def observe(self, task: str, drafter: str, num_steps: int, num_tokens: int) -> None:
-        """A choice finished with so many tokens in so many decode steps."""
-        if (task, drafter) not in self._calibrated:
-            return
-        tally = self._tally(task, drafter)
-        tally.num_steps += num_steps
-        tally.num_tokens += num_tokens
-        if tally.num_steps > TALLY_MEMORY:
-            tally.num_steps *= 0.5
-            tally.num_tokens *= 0.5
-        self._dirty.add((task, drafter))
-
     def report(self, task: str, drafter: Drafter | None) -> dict[str, Any]:
         """Plain values for GET /v1/tasks/{task}.
 
         calibration: rows of source, min_match_length, predicted_share, offered, accepted, chance;
-        the most offered first. num_steps, num_tokens: decayed, of finished requests.
+        the most offered first; the sums of all scopes, of which each began with what the corpus
+        says. num_steps, num_tokens: decayed, of finished requests.
         num_learned_tokens: held now; num_learned_outputs: ever learned.
         """
         name = "off" if drafter is None else drafter.name
         table = getattr(drafter, "trust", None) or getattr(drafter, "calibration", None)
-        rows = [] if table is None else [_row(row) for row in table.table()[:MAX_ROWS]]
-        tally = self._tally(task, name)
+        rows = [] if table is None else self._calibrations.rows(table)[:MAX_ROWS]
+        num_steps, num_tokens = self._calibrations.tally(task, name)
         sizes = [size for key, size in list(self._sizes.items()) if key[0] == task]
         return {
             "calibration": rows,
-            "num_steps": round(tally.num_steps, 1),
-            "num_tokens": round(tally.num_tokens, 1),
+            "num_steps": round(num_steps, 1),
+            "num_tokens": round(num_tokens, 1),
             "num_learned_tokens": sum(tokens for tokens, _ in sizes),
             "num_learned_outputs": sum(outputs for _, outputs in sizes),
             "num_learned_scopes": len(sizes),
         }
-
-    def _tally(self, task: str, drafter: str) -> _Tally:
-        if not self._restored_tallies:
-            self._restored_tallies = True
-            self._restore_tallies()
-        return self._tallies.setdefault((task, drafter), _Tally())
 
     # -- learning ---------------------------------------------------------------------------
 
@@ -334,12 +265,7 @@ class TaskMemory:
 
     def poll(self) -> list[Key]:
         """Between steps: the (task, scope) whose drafters are to be made anew. Saves when due."""
-        if self._to_save:  # one a call: a copy of a table is a fraction of a millisecond
-            at = self._to_save.pop()
-            if at in self._tables:
-                self._save_table(at, self._tables[at])
-        elif self._dirty and time.monotonic() >= self._next_save_s:
-            self._plan_saves()
+        self._calibrations.poll()
         if not self._fresh:
             return []
         fresh: list[Key] = []
@@ -352,13 +278,10 @@ class TaskMemory:
 
     def due_ms(self) -> int | None:
         """Milliseconds until poll() has something to do; None for nothing."""
-        if self._to_save:
-            return 0
-        if self._num_put != self._num_done or self._sizes_changed:
+        due_ms = self._calibrations.due_ms()
+        if due_ms != 0 and (self._num_put != self._num_done or self._sizes_changed):
             return 50
-        if not self._dirty:
-            return None
-        return max(0, int((self._next_save_s - time.monotonic()) * 1e3) + 1)
+        return due_ms
 
     @property
     def has_news(self) -> bool:
@@ -375,11 +298,7 @@ class TaskMemory:
         """Write everything. Idempotent; what comes later is lost."""
         if self._closed:
             return
-        self._plan_saves()
-        while self._to_save:
-            at = self._to_save.pop()
-            if at in self._tables:
-                self._save_table(at, self._tables[at])
+        self._calibrations.flush()
         self._closed = True
         if self._thread is not None:
             self._jobs.put(_End())
@@ -396,47 +315,10 @@ class TaskMemory:
 
     # -- files ------------------------------------------------------------------------------
 
-    def _table_file(self, key: tuple[str, str, str]) -> Path | None:
-        if self._folder is None:
-            return None
-        task, drafter, corpus_id = key
-        return self._folder / f"calibration-{_digest(task)}-{_digest(drafter, corpus_id)}.json"
-
     def _learned_file(self, key: Key) -> Path | None:
         if self._folder is None:
             return None
-        return self._folder / f"learned-{_digest(key[0])}-{_digest(key[1])}.bin"
-
-    def _save_table(self, key: tuple[str, str, str], table: _Table) -> None:
-        path = self._table_file(key)
-        if path is not None:
-            # A copy: the engine goes on counting while the worker writes.
-            snapshot = copy.deepcopy(table)
-            self._put(_Save(lambda: snapshot.save(path)))
-
-    def _plan_saves(self) -> None:
-        dirty, self._dirty = self._dirty, set()
-        self._next_save_s = time.monotonic() + self._save_every_s
-        if self._folder is None or not dirty:
-            return
-        self._to_save += [key for key in self._tables if key[:2] in dirty]
-        rows = [[*key, t.num_steps, t.num_tokens] for key, t in self._tallies.items()]
-        path = self._folder / "tallies.json"
-        self._put(_Save(lambda: _write_json(path, {"version": 1, "tallies": rows})))
-
-    def _restore_tallies(self) -> None:
-        if self._folder is None:
-            return
-        try:
-            body = json.loads((self._folder / "tallies.json").read_text())
-            for task, drafter, num_steps, num_tokens in body["tallies"]:
-                if not 0 <= num_steps <= num_tokens < 1e12:
-                    raise ValueError("impossible counts")
-                self._tallies[str(task), str(drafter)] = _Tally(float(num_steps), float(num_tokens))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("tokens per step are counted anew: %s", error)
+        return self._folder / f"learned-{digest(key[0])}-{digest(key[1])}.bin"
 
     # -- the worker -------------------------------------------------------------------------
 
@@ -487,14 +369,14 @@ class TaskMemory:
 
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
-            seed = int(_digest(*key), 16)
+            seed = int(digest(*key), 16)
             outputs = LearnedOutputs(max_tokens, max_prompt=MAX_PROMPT, seed=seed)
             reservoir = _Reservoir(outputs, corpus, generation)
             path = self._learned_file(key)
             if path is not None:
                 try:
                     reservoir.outputs.restore(
-                        path, fingerprint=self._fingerprint, scope=_digest(*key)
+                        path, fingerprint=self._fingerprint, scope=digest(*key)
                     )
                     reservoir.num_unbuilt = len(reservoir.outputs)
                 except FileNotFoundError:
@@ -577,7 +459,7 @@ class TaskMemory:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            reservoir.outputs.save(path, fingerprint=self._fingerprint, scope=_digest(*key))
+            reservoir.outputs.save(path, fingerprint=self._fingerprint, scope=digest(*key))
             files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
             for old in files[: max(0, len(files) - MAX_FILES)]:
                 old.unlink(missing_ok=True)
@@ -593,28 +475,5 @@ class TaskMemory:
             del self._sizes[key]
             self._sizes_changed = True
         if self._folder is not None:
-            for path in self._folder.glob(f"learned-{_digest(task)}-*.bin"):
+            for path in self._folder.glob(f"learned-{digest(task)}-*.bin"):
                 path.unlink(missing_ok=True)
-
-
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """Trust tells the lower edge of a claimed share, Calibration the middle of its bucket."""
-    return {
-        "source": row["source"],
-        "min_match_length": row["min_match_length"],
-        "predicted_share": row["min_share"] if "min_share" in row else row["predicted_share"],
-        "offered": row["offered"],
-        "accepted": row["accepted"],
-        "chance": row["chance"],
-    }
-
-
-def _digest(*parts: str) -> str:
-    """16 hex digits for a file's name: no name of a task or client can be a path."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _write_json(path: Path, body: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with replacing(path) as out:
-        out.write(json.dumps(body).encode())

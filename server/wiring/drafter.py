@@ -68,11 +68,11 @@ def make_task_drafter(
             raise ValueError(f"corpus of task {task}: {error.strerror}") from None
     if memory is not None and speculation.learn_tokens > 0 and Need.LEARNED in spec.needs:
         given[Need.LEARNED.value] = memory.learned(
-            task, speculation.learn_scope, speculation.corpus, speculation.learn_tokens
+            task, speculation.scope, speculation.corpus, speculation.learn_tokens
         )
     drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:
-        memory.calibrate(task, drafter, corpus_id)
+        memory.calibrate(task, drafter, corpus_id, speculation.scope)
     return drafter if enrichment is None else EnrichedDrafter(drafter, enrichment)
 
 

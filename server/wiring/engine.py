@@ -23,7 +23,7 @@ from server.wiring.profiles import ProfileFiles
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.engine.engine import Engine, EngineSettings
-    from server.engine.grammar import GrammarCompiler
+    from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.task_store import TaskMemory
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
@@ -167,7 +167,7 @@ def _drafter_makers(
 
 def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
     """What compiles grammars, its tokenizer read; None where they are switched off."""
-    from server.engine.grammar import GrammarCompiler, load_grammar_tokenizer
+    from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
 
     if not order.engine.structured_outputs:
         return None

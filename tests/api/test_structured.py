@@ -20,7 +20,7 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from server.types import GrammarSpec, Request, SamplingParams
+from server.types import NO_SCOPE, GrammarSpec, Request, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
@@ -36,7 +36,7 @@ def _check(**body: Any) -> GrammarSpec | None:
         parsed = validate(CompletionBody, {"model": "m", "prompt": "p", **body})
         checker = GrammarChecker()
         try:
-            return await checker.of(parsed.structured_outputs, parsed.response_format)
+            return await checker.of(parsed.structured_outputs, parsed.response_format, NO_SCOPE)
         finally:
             checker.close()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from server.engine.budget import CostTable
 from server.engine.engine import Engine, EngineSettings, Verdict, Verifier
-from server.engine.grammar import GrammarCompiler
+from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.sequence import Sequence
 from server.engine.stops import StopTable
 from server.types import (
@@ -321,7 +321,7 @@ def make_engine(
         grammars = GrammarCompiler(lambda: work.grammar_tokenizer, work.model.vocab_size)
         for _, request, _ in work.requests:  # so that arrivals stay at their steps
             if request.grammar is not None:
-                grammars.compile(request.grammar).exception()
+                grammars.compile(request.grammar, request.scope).exception()
     info = fake_info(
         vocab_size=work.model.vocab_size,
         num_blocks=work.num_blocks,

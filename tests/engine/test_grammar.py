@@ -20,14 +20,8 @@ from drafters.tree import DraftTree
 from server import token_bytes
 from server.engine.drafting import check_tree
 from server.engine.engine import Engine, EngineSettings
-from server.engine.grammar import (
-    ConstrainedTree,
-    GrammarCompiler,
-    GrammarState,
-    constrain,
-    fill_masks,
-    load_grammar_tokenizer,
-)
+from server.engine.grammar import ConstrainedTree, GrammarState, constrain, fill_masks
+from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
 from server.engine.stops import StopTable
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer

@@ -281,6 +281,42 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, engines: list[Engine]) 
     assert len([n for n in names if n.startswith("learned-")]) == 4
 
 
+def test_calibration_is_kept_per_scope_and_told_as_a_sum(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    first = _engine(tmp_path)
+    engines.append(first)
+    for tenant, salt, num in (("a", "", 30), ("b", "", 10), ("a", "salt", 5)):
+        wave = [
+            _request(f"{tenant}{salt}{i}", [2, 3 + i], tenant=tenant, cache_salt=salt)
+            for i in range(num)
+        ]
+        _run(first, wave)
+
+    def evidence(engine: Engine, scope: str) -> float:
+        drafter = engine.drafters.resolve("task", replace(LEARN, scope=scope))
+        return float(drafter.trust.evidence[0].sum())  # type: ignore[union-attr]
+
+    asked = [evidence(first, scope) for scope in ("a\0", "b\0", "a\0salt")]
+    assert asked[0] > asked[1] > asked[2] > 0 and evidence(first, "c\0") == 0
+    payload = {"task": "task", "drafter": "auto", "options": (), "corpus": None}
+    payload |= {"learn_tokens": LEARN_TOKENS}
+
+    def offered(engine: Engine) -> float:
+        rows = engine.controls["task_report"](payload)["calibration"]
+        return float(sum(row["offered"] for row in rows))
+
+    before = offered(first)
+    assert before > 0
+    files = [p.name for p in _all_files(first, tmp_path) if p.name.startswith("calibration-")]
+    assert len(files) == 2, "one a tenant; what a cache_salt has learned is not written"
+    # After a restart the tenants' files are told before anybody asks.
+    second = _engine(tmp_path)
+    engines.append(second)
+    assert 0 < offered(second) <= before
+    assert evidence(second, "a\0") == pytest.approx(asked[0], rel=1e-3)
+
+
 def _all_files(engine: Engine, folder: Path) -> list[Path]:
     engine.close()
     return sorted(folder.iterdir())

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 )
 
 from vocab_store.errors import SliceCapacityError
-from vocab_store.slice import Placement, RequiredIds, SliceCacheIndex, VocabSlice
+from vocab_store.slice import RequiredIds, VocabSlice
+from vocab_store.slice_cache import Placement, SliceCacheIndex
 
 V = 40
 REQUIRED = RequiredIds.of(V, eos_ids=[0])

@@ -1,0 +1,265 @@
+"""Calibrations: how often drafts came true, per task, drafter, corpus and scope, kept on disk.
+
+The tables are the drafters' own (drafters.auto.trust, drafters.calibration). Which scope a request
+belongs to, and what is learned of outputs themselves: server/engine/task_store.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from drafters.atomic_file import replacing
+from server.types import NO_SCOPE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from drafters.base import Drafter
+
+__all__ = ["Calibrations", "Table", "digest"]
+
+TableKey = tuple[str, str, str, str]
+"""(task, drafter's name, corpus id, scope)"""
+
+_log = logging.getLogger(__name__)
+
+MAX_TABLES = 512  # a quarter of a MB each
+MAX_TABLES_TOLD = 64  # calibration files of one task that a report reads
+TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
+
+
+class Table(Protocol):
+    """drafters.auto.trust.Trust and drafters.calibration.Calibration, as far as they are kept."""
+
+    def save(self, path: Path | str) -> None: ...
+
+    def restore(self, path: Path | str) -> None: ...
+
+    def table(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Decayed decode steps and emitted tokens of finished requests."""
+
+    num_steps: float = 0.0
+    num_tokens: float = 0.0
+
+
+class Calibrations:
+    """Everything is called from the engine's thread; files are written by another.
+
+    folder: where they are, None is nowhere. save_every_s: seconds between writes. write_later: runs
+    a job that writes a file in the other thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        save_every_s: float,
+        write_later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._folder = folder
+        self._save_every_s = save_every_s
+        self._write_later = write_later
+        self._tables: OrderedDict[TableKey, Table] = OrderedDict()
+        self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
+        self._tallies: dict[tuple[str, str], _Tally] = {}
+        self._restored_tallies = False
+        self._dirty: set[tuple[str, str, str]] = set()  # (task, drafter's name, scope)
+        self._to_save: list[TableKey] = []
+        self._next_save_s = time.monotonic() + save_every_s
+
+    def calibrate(self, task: str, drafter: Drafter, corpus_id: str, scope: str) -> None:
+        """Let a new drafter go on with the table of its (task, name, corpus, scope).
+
+        corpus_id: names the corpus by content, "" for none. Called before it has sessions.
+        """
+        attribute = "trust" if hasattr(drafter, "trust") else "calibration"
+        own = cast("Table | None", getattr(drafter, attribute, None))
+        if own is None:
+            return
+        key = (task, drafter.name, corpus_id, scope)
+        table = self._tables.get(key)
+        if table is None:
+            table = own
+            path = self._table_file(key)
+            if path is not None and path.exists():
+                try:
+                    table.restore(path)
+                except ValueError as error:
+                    _log.warning("task %s: its calibration starts anew: %s", task, error)
+            self._tables[key] = table
+            if len(self._tables) > MAX_TABLES:
+                self._save_table(*self._tables.popitem(last=False))
+        self._tables.move_to_end(key)
+        self._calibrated.add((task, drafter.name))
+        setattr(drafter, attribute, table)
+
+    def observe(self, task: str, drafter: str, scope: str, num_steps: int, num_tokens: int) -> None:
+        """A choice finished with so many tokens in so many decode steps."""
+        if (task, drafter) not in self._calibrated:
+            return
+        tally = self._tally(task, drafter)
+        tally.num_steps += num_steps
+        tally.num_tokens += num_tokens
+        if tally.num_steps > TALLY_MEMORY:
+            tally.num_steps *= 0.5
+            tally.num_tokens *= 0.5
+        self._dirty.add((task, drafter, scope))
+
+    def rows(self, table: Table) -> list[dict[str, Any]]:
+        """For people: a table and those of all other scopes, summed; the most offered first.
+
+        Each row: source, min_match_length, predicted_share, offered, accepted, chance.
+        """
+        return _summed(self._tables_like(table))
+
+    def tally(self, task: str, drafter: str) -> tuple[float, float]:
+        """Decayed (decode steps, emitted tokens) of finished requests of every scope."""
+        tally = self._tally(task, drafter)
+        return tally.num_steps, tally.num_tokens
+
+    # -- upkeep -----------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Between steps: save what is due, one table a call: a copy of one is a fraction of a
+        millisecond."""
+        if self._to_save:
+            self._save_next()
+        elif self._dirty and time.monotonic() >= self._next_save_s:
+            self._plan_saves()
+
+    def due_ms(self) -> int | None:
+        """Milliseconds until poll() has something to do; None for nothing."""
+        if self._to_save:
+            return 0
+        if not self._dirty:
+            return None
+        return max(0, int((self._next_save_s - time.monotonic()) * 1e3) + 1)
+
+    def flush(self) -> None:
+        """Save everything now."""
+        self._plan_saves()
+        while self._to_save:
+            self._save_next()
+
+    def _save_next(self) -> None:
+        key = self._to_save.pop()
+        if key in self._tables:
+            self._save_table(key, self._tables[key])
+
+    def _tables_like(self, table: Table) -> list[Table]:
+        """The tables of every scope with a table's task, drafter and corpus; of those that are not
+        in memory, what their files hold."""
+        found = next((key for key, known in self._tables.items() if known is table), None)
+        if found is None:
+            return [table]
+        tables = {key: known for key, known in self._tables.items() if key[:3] == found[:3]}
+        here = {self._table_file(key) for key in tables}
+        stem = self._table_file((*found[:3], NO_SCOPE))
+        if stem is not None and stem.parent.is_dir():
+            files = {stem, *stem.parent.glob(f"{stem.stem}-*{stem.suffix}")} - here
+            for path in sorted(files)[:MAX_TABLES_TOLD]:
+                kept = copy.deepcopy(table)
+                with contextlib.suppress(ValueError):
+                    kept.restore(path)
+                    tables[(*found[:3], path.name)] = kept
+        return list(tables.values())
+
+    def _tally(self, task: str, drafter: str) -> _Tally:
+        if not self._restored_tallies:
+            self._restored_tallies = True
+            self._restore_tallies()
+        return self._tallies.setdefault((task, drafter), _Tally())
+
+    # -- files ------------------------------------------------------------------------------
+
+    def _table_file(self, key: TableKey) -> Path | None:
+        """None for those of a cache_salt: clients invent salts, and files are for good."""
+        task, drafter, corpus_id, scope = key
+        tenant, _, salt = scope.partition("\0")
+        if self._folder is None or salt:
+            return None
+        whose = f"-{digest(tenant)}" if tenant else ""
+        name = f"calibration-{digest(task)}-{digest(drafter, corpus_id)}{whose}.json"
+        return self._folder / name
+
+    def _save_table(self, key: TableKey, table: Table) -> None:
+        path = self._table_file(key)
+        if path is not None:
+            # A copy: the engine goes on counting while the worker writes.
+            snapshot = copy.deepcopy(table)
+            self._write_later(lambda: snapshot.save(path))
+
+    def _plan_saves(self) -> None:
+        dirty, self._dirty = self._dirty, set()
+        self._next_save_s = time.monotonic() + self._save_every_s
+        if self._folder is None or not dirty:
+            return
+        self._to_save += [key for key in self._tables if (*key[:2], key[3]) in dirty]
+        rows = [[*key, t.num_steps, t.num_tokens] for key, t in self._tallies.items()]
+        path = self._folder / "tallies.json"
+        body = {"version": 1, "tallies": rows}
+        self._write_later(lambda: _write_json(path, body))
+
+    def _restore_tallies(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            body = json.loads((self._folder / "tallies.json").read_text())
+            for task, drafter, num_steps, num_tokens in body["tallies"]:
+                if not 0 <= num_steps <= num_tokens < 1e12:
+                    raise ValueError("impossible counts")
+                self._tallies[str(task), str(drafter)] = _Tally(float(num_steps), float(num_tokens))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("tokens per step are counted anew: %s", error)
+
+
+def _summed(tables: list[Table]) -> list[dict[str, Any]]:
+    """The rows of tables as one table, the most offered first.
+
+    Trust tells the lower edge of a claimed share, Calibration the middle of its bucket.
+    """
+    cells: dict[tuple[str, int, float], list[float]] = {}
+    for table in tables:
+        for row in table.table():
+            share = row["min_share"] if "min_share" in row else row["predicted_share"]
+            cell = cells.setdefault((row["source"], row["min_match_length"], share), [0.0, 0.0])
+            cell[0] += row["offered"]
+            cell[1] += row["accepted"]
+    return [
+        {
+            "source": source,
+            "min_match_length": length,
+            "predicted_share": share,
+            "offered": round(offered, 1),
+            "accepted": round(accepted, 1),
+            "chance": round((accepted + 1) / (offered + 2), 4),
+        }
+        for (source, length, share), (offered, accepted) in sorted(
+            cells.items(), key=lambda cell: -cell[1][0]
+        )
+    ]
+
+
+def digest(*parts: str) -> str:
+    """16 hex digits for a file's name: no name of a task or client can be a path."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _write_json(path: Path, body: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with replacing(path) as out:
+        out.write(json.dumps(body).encode())

@@ -1,0 +1,307 @@
+"""What one API key can observe never depends on what another has asked (docs/isolation.md).
+
+Each test asks a *probe* with key b twice: on a server where nobody else has been, and on one where
+key a has sent its secret before. All that b is told must be the same. Over a real socket, with the
+real Engine on the FakeRunner; `calls` and `jobs` stand for time, which a test cannot compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from server.api import structured
+from server.api.engines.client import EngineSpec
+from server.config import (
+    MetricsConfig,
+    ServerConfig,
+    SpeculationConfig,
+    TaskConfig,
+    VocabularyConfig,
+)
+from server.engine.engine import Engine, EngineSettings
+from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
+from server.engine.host import start_thread
+from server.engine.stops import StopTable
+from server.engine.task_store import TaskMemory
+from server.wiring.drafter import make_task_drafter
+from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
+
+VOCAB = TABLE.vocab_size
+EOS = 0
+KEYS = (
+    {"id": "a", "key": "sk-a"},
+    {"id": "b", "key": "sk-b"},
+    {"id": "root", "key": "sk-root", "admin": True},
+)
+TASKS = {
+    "sliced": TaskConfig(
+        name="sliced", vocabulary=VocabularyConfig(mode="slice", profile="t.vocab")
+    ),
+    "exact": TaskConfig(name="exact", vocabulary=VocabularyConfig(mode="exact", profile="t.vocab")),
+    "drafted": TaskConfig(
+        name="drafted", speculation=SpeculationConfig(drafter="auto", max_draft_tokens=8)
+    ),
+    "plain": TaskConfig(name="plain"),
+}
+SECRET = "Once upon a time there was a small model"
+PROBE = "Once upon a time"
+
+
+def _profile(_: str) -> VocabProfile:
+    """T holds the ids that the FakeModel likes least: outputs of `exact` miss all the time."""
+    required = RequiredIds.of(VOCAB, eos_ids=[EOS])
+    made = VocabSlice.make([EOS, *range(300, VOCAB)], required)
+    none = np.empty(0, np.int32)
+    return VocabProfile(made, none, none.astype(np.float32))
+
+
+def _engine(folder: Path) -> Engine:
+    tokenizer_file = folder / "tokenizer.json"
+    tokenizer_file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    info = fake_info(
+        vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=256, eos_token_ids=(EOS,)
+    )
+    memory = TaskMemory(None, fingerprint="f", build_share=1e9)
+    drafters = {
+        name: partial(make_task_drafter, name, "f", (EOS,), memory=memory)
+        for name in ("auto", "suffix")
+    }
+    return Engine(
+        FakeRunner(FakeModel(VOCAB, context=1, boost=9.0, alphabet=40), info),
+        drafters,
+        EngineSettings(max_num_seqs=8, max_num_batched_tokens=64),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        grammars=GrammarCompiler(
+            partial(load_grammar_tokenizer, tokenizer_file, VOCAB, (EOS,)), VOCAB
+        ),
+        profiles=_profile,
+        memory=memory,
+    )
+
+
+@contextmanager
+def _server(folder: Path, **config: Any) -> Iterator[LiveServer]:
+    factory = partial(start_thread, partial(_engine, folder), name="e", device="cpu")
+    made = ServerConfig.model_validate({"keys": KEYS, **config})
+    with LiveServer(
+        [EngineSpec("e", "tiny", "cpu", factory)],
+        config=made,
+        tasks=TASKS,
+        drafters=("off", "suffix", "auto"),
+    ) as live:
+        yield live
+
+
+def _ask(server: LiveServer, key: str, **body: Any) -> dict[str, Any]:
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"temperature": 0, "max_tokens": 24, "include_speculation": True, **body},
+        headers={"authorization": f"Bearer sk-{key}"},
+        timeout=60.0,
+    )
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _told(answer: dict[str, Any]) -> dict[str, Any]:
+    """All of an answer but its name and its times."""
+    speculation = dict(answer["speculation"])
+    vocabulary = {
+        name: value
+        for name, value in speculation.pop("vocabulary", {}).items()
+        if name != "verify_seconds"
+    }
+    speculation = {k: v for k, v in speculation.items() if not k.endswith("seconds")}
+    return {
+        "choices": answer["choices"],
+        "usage": answer["usage"],
+        "speculation": speculation,
+        "vocabulary": vocabulary,
+    }
+
+
+Probe = Callable[[LiveServer], Any]
+
+
+def _seen(folder: Path, probe: Probe, before: Probe | None) -> Any:
+    with _server(folder) as server:
+        if before is not None:
+            before(server)
+        return probe(server)
+
+
+@pytest.mark.parametrize("salted", [False, True])
+@pytest.mark.parametrize(
+    ("task", "extra"),
+    [
+        ("sliced", {"ignore_eos": True}),
+        ("exact", {"ignore_eos": True, "vocabulary": {"mode": "exact", "verify_every": 4}}),
+        ("exact", {"ignore_eos": True}),
+        ("drafted", {"ignore_eos": True}),
+        ("plain", {"ignore_eos": True}),
+    ],
+)
+def test_nothing_told_depends_on_what_another_has_asked(
+    tmp_path: Path, task: str, extra: dict[str, Any], salted: bool
+) -> None:
+    """salted: the other is the same key with another cache_salt."""
+
+    def before(server: LiveServer) -> None:
+        for i in range(6):
+            whose: dict[str, Any] = {"cache_salt": f"s{i}"} if salted else {}
+            key = "b" if salted else "a"
+            _ask(server, key, model=task, prompt=SECRET, max_tokens=60, **extra, **whose)
+            _ask(server, key, model=task, prompt=PROBE, **extra, **whose)
+
+    def probe(server: LiveServer) -> dict[str, Any]:
+        return _told(_ask(server, "b", model=task, prompt=PROBE, **extra))
+
+    alone = _seen(tmp_path, probe, None)
+    assert _seen(tmp_path, probe, before) == alone
+    if task != "plain" and not salted:
+        # The same key's own requests do change it: the probe is able to tell.
+        def own(server: LiveServer) -> None:
+            for _ in range(12):  # calibration is folded in now and then
+                _ask(server, "b", model=task, prompt=SECRET, max_tokens=60, **extra)
+
+        assert _seen(tmp_path, probe, own) != alone
+
+
+def test_loaded_rows_are_those_that_one_s_own_requests_have_not_used(tmp_path: Path) -> None:
+    """A probe of one unusual id: 0 rows loaded would say that it was in the other's prompt."""
+    with _server(tmp_path) as server:
+        ids = encode(PROBE)
+
+        def rows(key: str) -> int:
+            answer = _ask(server, key, model="sliced", prompt=ids, max_tokens=1)
+            return int(answer["speculation"]["vocabulary"]["loaded_rows"])
+
+        assert rows("a") == len(set(ids) - set(range(300, VOCAB)) - {EOS})
+        assert rows("a") == 0
+        assert rows("b") == len(set(ids) - set(range(300, VOCAB)) - {EOS})
+
+
+def test_a_slice_does_not_grow_by_what_another_s_outputs_missed(tmp_path: Path) -> None:
+    with _server(tmp_path) as server:
+
+        def size(key: str, num_tokens: int) -> int:
+            answer = _ask(
+                server, key, model="exact", prompt=PROBE, max_tokens=num_tokens, ignore_eos=True
+            )
+            return int(answer["speculation"]["vocabulary"]["slice_size"])
+
+        first = size("b", 1)
+        grown = size("a", 60)
+        assert grown > first + 3
+        assert size("a", 1) >= grown, "a key's own misses are kept"
+        assert size("b", 1) == first
+
+
+def test_a_grammar_of_another_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled already comes at once: the time would tell who asks with the same schema."""
+    checked: list[str] = []
+    compiled: list[str] = []
+    check, work = structured.grammar_problem, GrammarCompiler._work
+
+    def count_check(spec: Any) -> str:
+        checked.append(spec.source)
+        return check(spec)
+
+    def count_work(self: GrammarCompiler, spec: Any, tokenizer: Any) -> Any:
+        compiled.append(spec.source)
+        return work(self, spec, tokenizer)
+
+    monkeypatch.setattr(structured, "grammar_problem", count_check)
+    monkeypatch.setattr(GrammarCompiler, "_work", count_work)
+    with _server(tmp_path) as server:
+        checked.clear()
+
+        def jobs(key: str, **extra: Any) -> tuple[int, int]:
+            before = len(checked), len(compiled)
+            _ask(
+                server, key, model="plain", prompt=PROBE,
+                structured_outputs={"regex": "secret-[0-9]{3}"}, **extra,
+            )  # fmt: skip
+            return len(checked) - before[0], len(compiled) - before[1]
+
+        assert jobs("a") == (1, 1)
+        assert jobs("a") == (0, 0)
+        assert jobs("b") == (1, 1)
+        assert jobs("a", cache_salt="x") == (1, 1)
+
+
+def test_cached_tokens_are_one_s_own(tmp_path: Path) -> None:
+    with _server(tmp_path) as server:
+
+        def cached(key: str, **extra: Any) -> int:
+            usage = _ask(server, key, model="plain", prompt=SECRET, max_tokens=1, **extra)["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("a") == 0 and cached("a") > 0
+        assert cached("b") == 0
+        assert cached("a", cache_salt="x") == 0
+
+
+def test_the_same_request_id_is_two_requests(tmp_path: Path) -> None:
+    """A client may name its request; that another has one of this name open is not told."""
+    with _server(tmp_path) as server:
+        answers = [
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json={"model": "plain", "prompt": "the", "max_tokens": 2},
+                headers={"authorization": f"Bearer sk-{key}", "x-request-id": "mine"},
+                timeout=30.0,
+            )
+            for key in ("a", "b")
+        ]
+        assert [a.status_code for a in answers] == [200, 200]
+        assert [a.headers["x-request-id"] for a in answers] == ["mine", "mine"]
+        assert answers[0].json()["id"] != answers[1].json()["id"]
+
+
+def test_sums_over_all_keys_can_be_kept_to_admins(tmp_path: Path) -> None:
+    def get(server: LiveServer, path: str, key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer sk-{key}"} if key else {}
+        return httpx.get(server.url + path, headers=headers, timeout=30.0)
+
+    def steady(figures: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in figures.items() if name != "now_s"}
+
+    with _server(tmp_path, metrics=MetricsConfig(admin_only=True).model_dump()) as server:
+        assert get(server, "/metrics", "").status_code == 401
+        assert get(server, "/metrics", "b").status_code == 403
+        assert get(server, "/metrics", "root").status_code == 200
+        before = steady(get(server, "/dashboard/data", "b").json())
+        _ask(server, "a", model="plain", prompt=SECRET)
+        after = steady(get(server, "/dashboard/data", "b").json())
+        assert after == before
+        assert after["drafts"] == after["tasks"] == after["slices"] == after["open"] == []
+        assert set(after["engines"][0]) >= {"up", "running", "waiting", "kv_usage"}
+        whole = get(server, "/dashboard/data", "root").json()
+        assert any(entry["tokens"] for entry in whole["drafts"])
+    with _server(tmp_path) as server:
+        assert get(server, "/metrics", "").status_code == 200
+
+
+def test_what_tasks_have_learned_is_told_to_admins_alone(tmp_path: Path) -> None:
+    with _server(tmp_path) as server:
+        for path in ("/v1/tasks", "/v1/tasks/drafted", "/v1/tasks/drafted/corpus"):
+            for key, status in (("b", 403), ("root", 200)):
+                response = httpx.get(
+                    server.url + path, headers={"authorization": f"Bearer sk-{key}"}, timeout=30.0
+                )
+                assert response.status_code == status, path
