@@ -3,8 +3,9 @@
     tailor serve &
     python -m loadtest.page_pictures --url http://127.0.0.1:8000 --out docs
 
-Sends a few rounds of prompts that several tasks share, runs the playground's own example, and
-writes `dashboard.png` (a desktop's width) and `playground-phone.png` (a phone's). Needs Chromium
+Sends a few rounds of prompts that several tasks share, runs the playground, and writes
+`dashboard.png`, `playground.png` (a desktop's width) and `playground-phone.png` (a phone's, with
+the page's own example). Needs Chromium
 (Debian: apt-get install chromium) and the extra `page`. Ends in one JSON line with the sizes.
 """
 
@@ -59,6 +60,21 @@ TASK_PROMPTS = {
 }
 
 
+EXAMPLE = """Text: Marie Curie was born in Warsaw in 1867.
+JSON: {"name": "Marie Curie", "city": "Warsaw", "born": 1867}
+
+Text: Ada Lovelace was born in London in 1815.
+JSON:"""
+"""What the desktop's playground is asked, of the task `extraction`."""
+
+
+async def _run(page: Any) -> None:
+    """Press the playground's button and wait for the end of the answer."""
+    await page.wait_for_selector("#model option", state="attached")
+    await page.click("#run")
+    await page.wait_for_selector("#play-state:has-text('tokens per step')", timeout=60_000)
+
+
 async def _traffic(url: str, headers: dict[str, str], rounds: int) -> None:
     """All prompts of all tasks, `rounds` times, four at a time. Raises httpx.HTTPError."""
     seats = asyncio.Semaphore(4)
@@ -108,10 +124,13 @@ async def _pictures(
             await desktop.wait_for_timeout(seconds * 1000)  # a few polls: curves, not points
             await desktop.screenshot(path=out / "dashboard.png")
             await traffic
+            await desktop.set_viewport_size({"width": 760, "height": 1000})
+            await desktop.select_option("#model", "extraction")
+            await desktop.fill("#prompt", EXAMPLE)
+            await _run(desktop)
+            await desktop.locator("#try").screenshot(path=out / "playground.png")
             phone = await open_page(browser, 390, 1100)
-            await phone.wait_for_selector("#model option", state="attached")
-            await phone.click("#run")
-            await phone.wait_for_selector("#play-state:has-text('tokens per step')", timeout=60_000)
+            await _run(phone)
             await phone.evaluate("document.getElementById('play-state').scrollIntoView()")
             await phone.screenshot(path=out / "playground-phone.png")
         finally:
@@ -148,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a browser's or a server's: told in one line
         print(f"page_pictures: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    names = ("dashboard.png", "playground-phone.png")
+    names = ("dashboard.png", "playground.png", "playground-phone.png")
     print(json.dumps({name: (args.out / name).stat().st_size for name in names}))
     return 0
 

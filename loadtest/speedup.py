@@ -20,7 +20,7 @@ A data set's line is appended to --out when it is done; sets that are there alre
 again, so an interrupted sitting goes on with the same command, and with all sets done it only
 prints. Corpora are built in --work when they are missing (--prepare does only that).
 
-Prints a table, a table for NOTES.md, then ends in one JSON line. Exits 1 when a text of Tailor
+Prints a table, a table for docs, then ends in one JSON line. Exits 1 when a text of Tailor
 differs, 2 when the machine is too busy to measure.
 """
 
@@ -465,13 +465,13 @@ def _told(found: Mapping[str, Any] | None) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for NOTES.md."""
+    """A table for docs/benchmarks."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def print_tables(console: Console, done: Mapping[str, Mapping[str, Any]]) -> None:
-    """To the console for a person, to stdout for NOTES.md."""
+    """To the console for a person, to stdout for docs/benchmarks."""
     titles = ("off / auto, times faster", "tokens/s (Tailor off / cold / warm over the server)")
     for title, (columns, rows) in zip(titles, (table_cells(done), peer_cells(done)), strict=True):
         if not rows:

@@ -1,4 +1,4 @@
-"""The README is true: its commands exist, its files are valid, its reference is the code's.
+"""README and docs are true: commands exist, files are valid, the reference is the code's.
 
     TAILOR_WRITE_README=1 python -m pytest tests/setup/test_readme.py
 
@@ -21,14 +21,15 @@ from pydantic_core import PydanticUndefined
 from server.config import MemorySize, ServerConfig, TaskConfig, load_server_config, load_task
 from tests.commands.command_line import ALL as COMMANDS
 from tests.commands.command_line import parse
+from tests.setup import pages
 
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+ROOT = pages.ROOT
+CONFIGURATION = pages.DOCS / "configuration.md"
 BEGIN, END = "<!-- reference:begin", "<!-- reference:end -->"
 
 
 def _text() -> str:
-    return README.read_text(encoding="utf-8")
+    return pages.text()
 
 
 # --- the configuration reference ---
@@ -99,12 +100,12 @@ def _reference() -> str:
 
 
 def test_configuration_reference_is_the_code_s() -> None:
-    text = _text()
+    text = CONFIGURATION.read_text(encoding="utf-8")
     begin = text.index("\n", text.index(BEGIN)) + 1
     end = text.index(END)
     expected = f"\n{_reference()}\n\n"
     if os.environ.get("TAILOR_WRITE_README"):
-        README.write_text(text[:begin] + expected + text[end:], encoding="utf-8")
+        CONFIGURATION.write_text(text[:begin] + expected + text[end:], encoding="utf-8")
         return
     assert text[begin:end] == expected, "run this test once with TAILOR_WRITE_README=1"
 
@@ -131,12 +132,18 @@ def test_every_key_says_what_it_is() -> None:
 # --- commands and options ---
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_the_readme_is_short_and_shows_a_picture_first() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert any(line.startswith("![") for line in lines[:15])
+
+
+def test_every_command_is_in_the_documents() -> None:
     table = set(re.findall(r"^\| `(tailor[a-z ]*[a-z])[A-Z ]*` \|", _text(), re.M))
     assert table == set(COMMANDS)
 
 
-def test_commands_and_options_of_the_readme_exist() -> None:
+def test_commands_and_options_of_the_documents_exist() -> None:
     quoted = re.findall(r"`(tailor [^`]+)`", _text())
     assert len(quoted) >= 5
     for line in quoted:
@@ -149,9 +156,8 @@ def test_commands_and_options_of_the_readme_exist() -> None:
         assert any(option in c.options for c in COMMANDS.values()), option
 
 
-def test_commands_of_the_readme_parse() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", _text(), re.S)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("tailor ")]
+def test_commands_of_the_documents_parse() -> None:
+    lines = [line for line in pages.commands() if line.startswith("tailor ")]
     assert len(lines) >= 7
     for line in lines:
         assert callable(parse(shlex.split(line)[1:])), line
@@ -164,7 +170,7 @@ def test_commands_in_blocks_parse() -> None:
         assert callable(parse(shlex.split(line))), line
 
 
-def test_make_targets_of_the_readme_exist() -> None:
+def test_make_targets_of_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)|`make (\w+)`", _text(), re.M):
         assert re.search(rf"^{''.join(target)}:", makefile, re.M), target
@@ -193,7 +199,7 @@ def test_constraints_hold_every_dependency() -> None:
 
 
 def test_task_example_is_a_task(tmp_path: Path) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", _text(), re.S)
+    blocks = pages.blocks("yaml")
     assert blocks
     for i, block in enumerate(blocks):
         file = tmp_path / f"task-{i}.yaml"
@@ -205,17 +211,17 @@ def test_task_example_is_a_task(tmp_path: Path) -> None:
 
 
 def test_python_examples_are_python() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", _text(), re.S)
+    blocks = pages.blocks("python")
     assert blocks
     for block in blocks:
-        compile(block, "README.md", "exec")
+        compile(block, "docs", "exec")
 
 
-def test_files_of_the_readme_exist() -> None:
+def test_files_of_the_documents_exist() -> None:
     for name in re.findall(r"`((?:server|drafters|vocab_store|configs|tests)/[\w./]+)`", _text()):
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("word", ["TODO", "FIXME", "/work/", "pypi.org"])
-def test_readme_has_no_leftovers(word: str) -> None:
+@pytest.mark.parametrize("word", ["TODO", "FIXME", "/work/", "/root/", "../shared", "pypi.org"])
+def test_documents_have_no_leftovers(word: str) -> None:
     assert word not in _text()

@@ -1,4 +1,4 @@
-"""The README is followed: its commands, word for word, against a server on a tiny model.
+"""README and docs are followed: their commands, word for word, against a server on a tiny model.
 
 What differs from a person's terminal: the two built-in models are tiny ones under the same names,
 the port is a free one, and a load test asks less. What a test elsewhere runs is named in ELSEWHERE.
@@ -23,13 +23,13 @@ import pytest
 from server.commands.cli import main
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION, MARKER
 from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.setup import pages
 from tests.setup.test_serve import Running
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOT = pages.ROOT
 KEY = "an-admin-key"
 HERE = ("curl", "tailor tasks", "tailor corpus", "tailor replay", "tailor vocab", "tailor serve",
-        "python -m loadtest.load", "python -m loadtest.report")  # fmt: skip
+        "tailor run", "printf", "python -m loadtest.load", "python -m loadtest.report")  # fmt: skip
 ELSEWHERE = {
     "make serve": "tests/setup/test_serve.py: its one command, `tailor serve --hello`",
     "make test": "this run",
@@ -42,19 +42,12 @@ ELSEWHERE = {
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
-def _commands() -> list[str]:
-    """Every command line of a shell block, continued lines joined, in order."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", TEXT, re.S | re.M)
-    joined = "".join(blocks).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if line.strip()]
-
-
 def _starting(start: str) -> list[str]:
-    return [line for line in _commands() if line.startswith(start)]
+    return [line for line in pages.commands() if line.startswith(start)]
 
 
 def test_every_command_is_run_here_or_elsewhere() -> None:
-    unknown = [c for c in _commands() if not c.startswith((*HERE, *ELSEWHERE))]
+    unknown = [c for c in pages.commands() if not c.startswith((*HERE, *ELSEWHERE))]
     assert not unknown
 
 
@@ -145,23 +138,37 @@ def test_curl_gets_an_answer_everywhere(server: Running) -> None:
             assert answer["choices"][0]["finish_reason"]
 
 
+def test_a_file_of_prompts_and_one_in_the_terminal(server: Running, home: Path) -> None:
+    """`tailor` is this checkout's, the server is the test's."""
+    lines = _starting("tailor run") + _starting("printf")
+    assert len(lines) == 2
+    for line in lines:
+        done = subprocess.run(
+            ["bash", "-c", f'tailor() {{ "{sys.executable}" -m server.commands.cli "$@"; }}\n'
+             f"{line} --url {server.url}"],
+            capture_output=True, text=True, timeout=120, cwd=home,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TAILOR_API_KEY": KEY},
+        )  # fmt: skip
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+    assert len((home / "answers.jsonl").read_text().splitlines()) == 60
+
+
 def test_python_does_what_it_says(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     """All examples, one after the other, in one program."""
     pytest.importorskip("openai")
-    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
+    blocks = pages.blocks("python")
     assert len(blocks) >= 4
     names: dict[str, Any] = {}
     for block in blocks:
         code = block.replace("http://127.0.0.1:8000", server.url)
         code = code.replace('api_key="none"', f'api_key="{KEY}"')
         before = names.get("client")
-        exec(compile(code, "README.md", "exec"), names)
+        exec(compile(code, "docs", "exec"), names)
         if before is not None and names["client"] is not before:
             before.close()
     names["client"].close()
     assert len(capsys.readouterr().out.splitlines()) >= 3
-    kinds = [a.type for a in names["decision"].answers]
-    assert kinds == ["predicate", "choice", "score"]
+    assert names["topic"].choice in ("delivery", "price") and 0 <= names["anger"].score <= 2
 
 
 def test_a_load_test_and_its_report(server: Running, home: Path) -> None:

@@ -3,7 +3,7 @@
 What: numba functions around a handful of vector kernels written as LLVM IR (llvmlite), for the
 one thing libraries do not promise: *each row gets the same bits whatever the other rows are*.
 Tried first: oneDNN's prepacked linear. It is close in speed, but with AVX-512 it splits the sum
-of a 1536-wide product differently for one row than for two (loadtest/NOTES.md, "Why our own
+of a 1536-wide product differently for one row than for two (docs/benchmarks, "Why our own
 matrix product"), and then speculation would change the text. Here every output is
 
     acc = 0;  for k in 0 .. K-1:  acc = fma(x[k], w[k], acc)

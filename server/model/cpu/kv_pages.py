@@ -1,7 +1,7 @@
 """KvPages: memory pages of a CPU's KV cache, ready before rows are written into them.
 
 The first write to a page costs more than the arithmetic of its rows: in a virtual machine 0.5 to
-4 ms for a huge page, 25 to 40 ms for a prompt of 200 tokens (loadtest/NOTES.md, "The first token
+4 ms for a huge page, 25 to 40 ms for a prompt of 200 tokens (docs/benchmarks, "The first token
 after a pause"). The block pool hands out blocks in ascending order while there are fresh ones, so
 pages can be made ready one stretch ahead of the highest block in use; memory that a server never
 needs is never taken.

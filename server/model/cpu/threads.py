@@ -16,7 +16,7 @@ class KernelThreads:
     """The worker thread and its pool: spreads them over the cores when they have slept.
 
     Linux often wakes a pool that has slept on the waker's core, and takes 25 ms of the next step
-    to spread it out (loadtest/NOTES.md, "The first token after a pause"). So the first milliseconds
+    to spread it out (docs/benchmarks, "The first token after a pause"). So the first milliseconds
     after a pause run pinned, one thread a core, until the scheduler has seen that both are busy;
     then all float again, because a pinned thread cannot get out of the way of another busy
     process. Does nothing where there are other than as many threads as cores: then the scheduler

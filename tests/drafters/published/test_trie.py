@@ -97,6 +97,6 @@ def test_the_build_is_quick_and_off_the_critical_path() -> None:
         start = time.perf_counter()
         session.settle()
         settled.append(time.perf_counter() - start)
-    # Bounds leave room for a busy machine; measured medians are in loadtest/NOTES.md.
+    # Bounds leave room for a busy machine; measured medians are in docs/benchmarks/drafters.md.
     assert min(opened) < 0.001
     assert min(settled) < 0.015

@@ -1,0 +1,98 @@
+"""The documentation's site builds without a broken link, and its pages name what is there."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.setup.pages import DOCS, ROOT, every_page
+
+SETTINGS = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+
+
+def _entries(nav: list[object]) -> Iterator[str]:
+    for entry in nav:
+        assert isinstance(entry, dict)
+        for value in entry.values():
+            if isinstance(value, str):
+                yield value
+            else:
+                yield from _entries(value)
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    entries = list(_entries(SETTINGS["nav"]))
+    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    assert sorted(entries) == pages, "zensical.toml: nav"
+
+
+def test_links_pictures_and_data_exist() -> None:
+    """Also what the site's own check leaves out: pictures, data files, README."""
+    for page in every_page():
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not target.startswith("#"):
+                assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+
+
+def test_every_table_of_data_is_linked_and_is_a_table() -> None:
+    told = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "benchmarks").glob("*.md"))
+    tables = sorted((DOCS / "benchmarks" / "data").glob("*.csv"))
+    assert len(tables) >= 10
+    for table in tables:
+        assert f"(data/{table.name})" in told, table.name
+        with table.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.reader(lines))
+        assert len(rows) > 10 and {len(row) for row in rows} == {len(rows[0])}, table.name
+
+
+def test_what_the_code_cites_of_the_design_is_there() -> None:
+    numbers = set(re.findall(r"^#+ ([\d.]+?)\.? ", (DOCS / "DESIGN.md").read_text(), re.M))
+    cited = 0
+    for part in ("server", "drafters", "vocab_store", "loadtest", "tests"):
+        for path in (ROOT / part).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            for number in re.findall(r"docs/DESIGN\.md (?:section )?(\d[\d.]*\d|\d)", text):
+                assert number in numbers, f"{path}: section {number}"
+                cited += 1
+    assert cited >= 8
+
+
+def test_files_named_by_any_page_exist() -> None:
+    places = "server|drafters|vocab_store|configs|tests|loadtest|docker"
+    for page in every_page():
+        for name in re.findall(rf"`((?:{places})/[\w./-]+)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    program = shutil.which("zensical", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("the extra docs is not installed")
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+
+    def build() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [program, "build", "--clean", "--strict"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    done = build()
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert {"index.html", "api.html", "DESIGN.html"} <= {page.name for page in pages}
+    for page in pages:  # the site asks no other host for anything
+        asked = re.findall(r'(?:src|href)="(https?://[^"]+)"[^>]*>', page.read_text())
+        hosts = {url.split("/")[2] for url in asked}
+        assert not hosts & {"fonts.googleapis.com", "fonts.gstatic.com"}, page.name
+    with (tmp_path / "docs" / "index.md").open("a") as page:
+        page.write("\n[gone](gone.md)\n")
+    assert build().returncode != 0  # it would have said so
