@@ -32,6 +32,9 @@ def build(
     ],
     output: OutputFile,
     model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
+    adapter: Annotated[
+        str | None, Parameter(metavar="DIR", help="written in the ids of this adapter's own tokens")
+    ] = None,
     fields: FieldOptions = _FIELDS,
     n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
     p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
@@ -43,6 +46,7 @@ def build(
             model_folder(model),
             list(data),
             output,
+            adapter=adapter,
             field=fields.field,
             prompt_field=fields.prompt_field,
             n_max=n_max,
@@ -108,6 +112,7 @@ def build_file(
     data: list[Path],
     output: Path,
     *,
+    adapter: str | None = None,
     field: str = "completion",
     prompt_field: str = "prompt",
     n_max: int = 5,
@@ -116,11 +121,13 @@ def build_file(
 ) -> dict[str, Any]:
     """Build a corpus and write it atomically to `output`; returns its figures.
 
-    folder: the model's. Raises ConfigError for data that cannot be read and for no data at all.
+    folder: the model's. adapter: prompts and outputs are written in its tokens, where it has some.
+    Raises ConfigError for data that cannot be read and for no data at all, and ModelError.
     """
     from drafters.corpus import build_corpus
 
     tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
+    fingerprint, spelled = _spelling(tokenizer, adapter, fingerprint)
     # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
     examples = itertools.chain.from_iterable(
         read_examples(path, field, prompt_field, tokenizer, eos_token_id) for path in data
@@ -128,10 +135,12 @@ def build_file(
     first = next(examples, None)
     if first is None:
         raise ConfigError(f"{', '.join(map(str, data))}: no examples")
-    examples = itertools.chain([first], examples)
+    spelled_out = (
+        (spelled(prompt), spelled(ids)) for prompt, ids in itertools.chain([first], examples)
+    )
     try:
         corpus = build_corpus(
-            examples, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
+            spelled_out, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
         )
         corpus.save(output)
     except OSError as error:
@@ -144,6 +153,21 @@ def build_file(
         "documents": corpus.num_documents,
         "tokens": corpus.num_tokens,
     }
+
+
+def _spelling(
+    tokenizer: Any, adapter: str | None, fingerprint: str
+) -> tuple[str, Callable[[list[int]], list[int]]]:
+    """(fingerprint of the ids, how base ids are written) for a model with `adapter`."""
+    from server import token_bytes
+    from server.wiring.model import enrichment_of
+
+    table = token_bytes.build(tokenizer)
+    enrichment = enrichment_of(adapter, table)
+    if enrichment is None:
+        return fingerprint, list
+    wide = token_bytes.enriched(table, enrichment.ids, enrichment.parts, enrichment.hash)
+    return wide.fingerprint.hex(), enrichment.segment
 
 
 def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:

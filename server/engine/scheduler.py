@@ -6,7 +6,7 @@ that still have to be computed", and so is what a preempted sequence has to reco
 - decodes first, then chunks of prompts under way, then admissions; each in the order
   (due, arrival, choice), where a step of priority moves the due time by PRIORITY_STEP_S: within a
   priority nothing is overtaken, and nothing starves whatever others ask for;
-- while others decode, prompts get at most `prefill_rows` rows a step (the latency target);
+- chunked prefill: while others decode, prompts get at most `chunked_prefill_rows` rows a step;
 - when blocks run out the lowest priority, latest arrival is preempted: it loses its blocks and
   recomputes later. The first in order always makes progress. A sequence that is alone and still
   does not fit fails, and only it;
@@ -37,20 +37,21 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        prefill_rows: int,
+        chunked_prefill_rows: int,
     ) -> None:
-        """prefill_rows: most prompt rows a step while others decode; the engine may refresh it.
+        """chunked_prefill_rows: most prompt rows a step while others decode; the engine refreshes
+        it before each step.
 
         Raises ValueError when a step could not hold one row of every sequence.
         """
-        if max_num_seqs < 1 or prefill_rows < 1:
-            raise ValueError("max_num_seqs and prefill_rows must be at least 1")
+        if max_num_seqs < 1 or chunked_prefill_rows < 1:
+            raise ValueError("max_num_seqs and chunked_prefill_rows must be at least 1")
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.prefill_rows = prefill_rows
+        self.chunked_prefill_rows = chunked_prefill_rows
         self.running: list[Sequence] = []  # in order
         self.waiting: list[Sequence] = []  # in order
         self.num_waiting_tokens = 0
@@ -132,7 +133,7 @@ class Scheduler:
                 self._grant(sequence, 1, plan)
         left = self.max_num_batched_tokens - plan.num_rows
         if plan.items:
-            left = min(left, self.prefill_rows)
+            left = min(left, self.chunked_prefill_rows)
         for sequence in running:
             if left <= 0:
                 break

@@ -137,7 +137,7 @@ def _engine_settings(order: EngineOrder) -> EngineSettings:
     return EngineSettings(
         max_num_seqs=order.engine.max_num_seqs,
         max_num_batched_tokens=order.engine.max_num_batched_tokens,
-        prefill_rows=max(16, order.engine.max_num_batched_tokens // 2),
+        chunked_prefill_rows=max(16, order.engine.max_num_batched_tokens // 2),
         max_waiting_requests=order.max_waiting_requests,
         max_waiting_tokens=order.max_waiting_tokens,
         prefix_cache=order.engine.prefix_cache,

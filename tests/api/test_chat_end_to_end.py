@@ -36,7 +36,7 @@ def make_engine(tokenizer_file: Path) -> Engine:
     return Engine(
         runner,
         {name: partial(_drafter, name) for name in ("suffix", "auto")},
-        EngineSettings(max_num_seqs=8, max_num_batched_tokens=128, prefill_rows=64),
+        EngineSettings(max_num_seqs=8, max_num_batched_tokens=128, chunked_prefill_rows=64),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         grammars=GrammarCompiler(
             partial(load_grammar_tokenizer, tokenizer_file, vocab_size, (0,)), vocab_size

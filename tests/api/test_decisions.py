@@ -289,7 +289,9 @@ def test_probabilities_are_those_of_a_plain_forward() -> None:
             deepcopy(module), name="tiny", device=torch.device("cpu"), num_blocks=256,
             block_size=16, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64,
         )  # fmt: skip
-        settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, prefill_rows=48)
+        settings = EngineSettings(
+            max_num_seqs=8, max_num_batched_tokens=64, chunked_prefill_rows=48
+        )
         return Engine(runner, {}, settings)
 
     given = "Once upon a time the quick brown fox jumps over the lazy dog. " * 3

@@ -64,7 +64,7 @@ def make_engine(
         EngineSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=128,
-            prefill_rows=64,
+            chunked_prefill_rows=64,
             max_waiting_requests=max_waiting_requests,
         ),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),

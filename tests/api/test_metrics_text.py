@@ -1,11 +1,10 @@
-"""What /metrics says is, to the byte, what prometheus_client would say of the same registry."""
+"""What /metrics says, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics.series import Metrics
@@ -35,16 +34,11 @@ def filled(*, vllm_aliases: bool) -> Metrics:
 
 
 @pytest.mark.parametrize("vllm_aliases", [False, True])
-def test_the_text_is_prometheus_clients_own(vllm_aliases: bool) -> None:
-    metrics = filled(vllm_aliases=vllm_aliases)
-    for _ in range(2):  # the second one with what the first one kept
-        expected = generate_latest(metrics.registry)
-        if metrics._aliases is not None:
-            expected += generate_latest(metrics._aliases)
-        assert metrics.exposition() == expected
-        metrics.count_outcome("sql", "m", "ok")
-        metrics.task("new", "suffix", "m").generation_tokens.inc(2)
-    assert ("vllm:" in metrics.exposition().decode()) is vllm_aliases
+def test_the_other_names_are_there_when_asked_for(vllm_aliases: bool) -> None:
+    text = filled(vllm_aliases=vllm_aliases).exposition().decode()
+    assert ("vllm:" in text) is vllm_aliases
+    names = [f.name for f in text_string_to_metric_families(text)]
+    assert len(names) == len(set(names)), "a family is told once"
 
 
 def test_a_parser_reads_the_labels_back() -> None:

@@ -49,7 +49,7 @@ def _make_engine(folder: Path) -> Engine:
     return Engine(
         FakeRunner(FakeModel(TABLE.vocab_size, context=1, boost=9.0), info),
         drafters,
-        EngineSettings(max_num_seqs=16, max_num_batched_tokens=128, prefill_rows=64),
+        EngineSettings(max_num_seqs=16, max_num_batched_tokens=128, chunked_prefill_rows=64),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         memory=memory,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from drafters.corpus import Corpus
 from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.types import Request, SamplingParams, SpeculationParams
@@ -71,6 +72,9 @@ def test_from_data_to_a_served_adapter(
     assert main(trained) == 1
     assert "an adapter is there already" in capsys.readouterr().err
 
+    corpus = tmp_path / "t.corpus"
+    assert main(["corpus", "build", *shared, "--adapter", str(adapter), "-o", str(corpus)]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] < 60 * 0.6 * 11
     config = ServerConfig(
         models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),),
         engine=EngineConfig(max_num_seqs=2, max_num_batched_tokens=64),
@@ -79,10 +83,11 @@ def test_from_data_to_a_served_adapter(
     model = plan.models["m"]
     engine = build_engine(plan.orders[0])
     try:
+        assert Corpus.load(corpus, fingerprint=model.table.fingerprint.hex()).num_documents == 60
         prompt = tuple(model.tokenizer.encode("c:", add_special_tokens=False).ids)
         engine.submit(
             Request("r", "t", "m", prompt, SamplingParams(temperature=0.0, max_tokens=24),
-                    speculation=SpeculationParams(drafter="auto"))
+                    speculation=SpeculationParams(drafter="auto", corpus=str(corpus)))
         )  # fmt: skip
         deltas = engine.take_deltas()
         while engine.has_work:

@@ -42,7 +42,9 @@ def build(step_s: float = 0.0, fail: str = "", device: str = "cpu") -> Engine:
     runner = FakeRunner(FakeModel(16, seed=5), info, step_s=step_s, fail=_FAILURES[fail])
     settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_failures=4)
     controls = {"echo": lambda payload: payload, "fail": _raise, "odd": lambda payload: object()}
-    return Engine(runner, {"d": random_drafter(1, 16)}, settings, controls=controls)
+    engine = Engine(runner, {"d": random_drafter(1, 16)}, settings)
+    engine.controls.update(controls)
+    return engine
 
 
 def refuse() -> Engine:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from server.engine.budget import CostTable
-from server.engine.engine import Engine, EngineSettings, Verdict, Verifier
+from server.engine.engine import Engine, EngineSettings
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.sequence import Sequence
 from server.engine.stops import StopTable
 from server.types import (
     Delta,
@@ -89,26 +88,6 @@ class Collector:
             assert len(delta.sources) in (0, len(delta.token_ids))
 
 
-class LaggingVerifier:
-    """Lets tokens wait unverified in a window, then cuts back to a random place now and then."""
-
-    def __init__(self, rng: Random, window: int, cut_chance: float) -> None:
-        self._rng = rng
-        self._window = window
-        self._cut_chance = cut_chance
-        self.num_cuts = 0
-
-    def verify(self, sequence: Sequence, final: bool) -> Verdict:
-        num, verified = sequence.num_output, sequence.num_verified
-        if num - verified < self._window and not final:
-            return Verdict(verified)
-        if num > verified and self._rng.random() < self._cut_chance:
-            cut_to = self._rng.randrange(verified, num)
-            self.num_cuts += 1
-            return Verdict(self._rng.randint(verified, cut_to), cut_to)
-        return Verdict(num)
-
-
 @dataclass
 class Workload:
     """A model, an engine's numbers, and requests with the steps they arrive and are cut at."""
@@ -123,7 +102,6 @@ class Workload:
     requests: list[tuple[int, Request, int | None]]  # arrival step, request, abort step
     drafter: str
     cost: CostTable | None
-    window: int
     rng: Random
     grammar_tokenizer: Any = None  # an LLTokenizer over token_bytes, for requests with a grammar
     profiles: dict[str, VocabProfile] = field(default_factory=dict)
@@ -156,7 +134,7 @@ class Workload:
         }
 
 
-def random_workload(rng: Random, *, window: int = 0) -> Workload:
+def random_workload(rng: Random) -> Workload:
     """Small numbers everywhere, so that every edge is hit often."""
     vocab = rng.choice((6, 9, 16, 33))
     model = FakeModel(
@@ -228,7 +206,7 @@ def random_workload(rng: Random, *, window: int = 0) -> Workload:
     settings = EngineSettings(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 20, 60)),
-        prefill_rows=rng.choice((1, 2, 5, 16)),
+        chunked_prefill_rows=rng.choice((1, 2, 5, 16)),
         prefix_cache=rng.random() < 0.7,
         max_draft_rows=rng.choice((2, 10, 100)),
     )
@@ -251,17 +229,23 @@ def random_workload(rng: Random, *, window: int = 0) -> Workload:
         requests=requests,
         drafter=drafter,
         cost=cost,
-        window=window,
         rng=rng,
     )
 
 
-def with_slices(work: Workload, rng: Random, modes: tuple[VocabularyMode, ...]) -> Workload:
-    """The workload with random profiles, and a random mode and window for every request."""
+def with_slices(
+    work: Workload,
+    rng: Random,
+    modes: tuple[VocabularyMode, ...],
+    shares: tuple[float, ...] = (0.2, 0.6, 0.9),
+) -> Workload:
+    """The workload with random profiles, and a random mode and window for every request.
+
+    shares: of the vocabulary that may be in a profile; one is drawn per id."""
     vocab = work.model.vocab_size
     required = RequiredIds.of(vocab, eos_ids=EOS)
     for name in ("a", "b"):
-        ids = {*EOS, *(i for i in range(vocab) if rng.random() < rng.choice((0.2, 0.6, 0.9)))}
+        ids = {*EOS, *(i for i in range(vocab) if rng.random() < rng.choice(shares))}
         made = VocabSlice.make(sorted(ids), required)
         fill = np.asarray(sorted(set(range(vocab)) - ids), np.int32)
         work.profiles[name] = VocabProfile(made, fill, np.zeros(fill.shape[0], np.float32))
@@ -281,6 +265,18 @@ def with_slices(work: Workload, rng: Random, modes: tuple[VocabularyMode, ...]) 
     work.settings = replace(
         work.settings, slice_rows=rng.choice((0, 2, 5, 100)), max_window=rng.choice((1, 4, 64))
     )
+    return work
+
+
+def with_windows(work: Workload, rng: Random, window: int) -> Workload:
+    """The workload in mode "exact", its tokens waiting `window` at a time for the full head, with
+    slices so small that many are wrong: the sequences roll back at random places."""
+    work = with_slices(work, rng, ("exact",), shares=(0.0, 0.1, 0.3))
+    work.requests = [
+        (at, replace(r, vocabulary=replace(r.vocabulary, verify_every=window)), abort)
+        for at, r, abort in work.requests
+    ]
+    work.settings = replace(work.settings, adapts_windows=False)
     return work
 
 
@@ -313,9 +309,7 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
     return random_drafter(work.rng.randrange(1 << 30), vocab, work.rng.choice((0, 3)))
 
 
-def make_engine(
-    work: Workload, drafter: FakeDrafter, verifier: Verifier | None = None
-) -> tuple[Engine, FakeRunner]:
+def make_engine(work: Workload, drafter: FakeDrafter) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
         grammars = GrammarCompiler(lambda: work.grammar_tokenizer, work.model.vocab_size)
@@ -338,7 +332,6 @@ def make_engine(
         work.settings,
         stop_table=StopTable.from_list(work.token_bytes, work.special_ids),
         cost=work.cost,
-        verifier=verifier,
         profiles=work.profiles.__getitem__ if work.profiles else None,
         grammars=grammars,
     )

@@ -24,6 +24,8 @@ from server.engine.stops import StopTable
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from vocab_store.profile import VocabProfile
+from vocab_store.slice import RequiredIds, VocabSlice
 
 MODEL = FakeModel(16, seed=5)
 
@@ -149,7 +151,7 @@ def test_evicted_content_is_recomputed() -> None:
 
 
 def test_decodes_are_never_held_up_by_prefills() -> None:
-    engine, runner = _engine(prefill_rows=4, max_num_batched_tokens=64)
+    engine, runner = _engine(chunked_prefill_rows=4, max_num_batched_tokens=64)
     engine.submit(_request("decode", sampling={"max_tokens": 20}))
     engine.step()
     engine.submit(_request("long", [3] * 40, sampling={"max_tokens": 1}))
@@ -165,7 +167,7 @@ def test_decodes_are_never_held_up_by_prefills() -> None:
 
 def test_the_chunk_follows_the_latency_target() -> None:
     cost = CostTable([1, 2, 64], [0.001, 0.002, 0.064])
-    engine, runner = _engine(cost=cost, target_step_s=0.020, min_prefill_rows=2)
+    engine, runner = _engine(cost=cost, target_step_s=0.020, min_chunked_prefill_rows=2)
     engine.submit(_request("decode", sampling={"max_tokens": 30}))
     engine.step()
     engine.submit(_request("long", [3] * 60))
@@ -183,7 +185,11 @@ def test_prompts_get_a_multiple_of_what_decoding_takes_where_a_step_is_slow(
     # 4 ms a row: the target alone would leave a prompt 2 rows a step.
     cost = CostTable([1, 2, 64], [0.004, 0.008, 0.256])
     engine, runner = _engine(
-        cost=cost, target_step_s=0.001, min_prefill_rows=2, prefill_ratio=15.0, prefill_rows=most
+        cost=cost,
+        target_step_s=0.001,
+        min_chunked_prefill_rows=2,
+        prefill_ratio=15.0,
+        chunked_prefill_rows=most,
     )
     for i in range(num_decoding):
         engine.submit(_request(f"decode {i}", sampling={"max_tokens": 30}))
@@ -339,7 +345,7 @@ def test_an_abort_frees_everything_at_once() -> None:
 
 
 def test_max_tokens_0_scores_the_prompt_and_draws_nothing() -> None:
-    engine, _ = _engine(prefill_rows=4)
+    engine, _ = _engine(chunked_prefill_rows=4)
     engine.submit(_request("a", [3, 4, 5, 6, 7], echo_logprobs=2, sampling={"max_tokens": 0}))
     engine.submit(_request("b", sampling={"max_tokens": 0}))
     (b,) = engine.take_deltas()
@@ -360,7 +366,7 @@ def test_labels_are_scored_at_the_prompt_s_end_and_read_the_prefix_cache() -> No
 
     prompt, labels = [2, 5, 3, 4, 9, 6, 7, 3, 11, 4], (3, 12, 0, 3)
     nothing = {"max_tokens": 0}
-    engine, runner = _engine(prefill_rows=4)
+    engine, runner = _engine(chunked_prefill_rows=4)
     first = score(_request("a", prompt, label_ids=labels, sampling=nothing), engine)
     # Echoing the prompt with one label appended tells the same logprob, id by id.
     for label, logprob in zip(labels, first.label_logprobs, strict=True):
@@ -532,22 +538,26 @@ def test_marks_counts_and_matcher_follow_a_rollback() -> None:
 
 
 def test_unverified_tokens_are_neither_released_nor_published() -> None:
-    from server.engine.engine import Verdict
-
-    class Never:
-        def verify(self, sequence: Sequence, final: bool) -> Verdict:
-            return Verdict(sequence.num_output if final else 0)
-
+    everything = VocabSlice.make(list(range(16)), RequiredIds.of(16, eos_ids=(1,)))
+    none = np.empty(0, np.int32)
+    profile = VocabProfile(everything, none, none.astype(np.float32))
     info = fake_info(max_model_len=64, num_blocks=32)
-    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64)
-    engine = Engine(FakeRunner(MODEL, info), {}, settings, verifier=Never())
-    engine.submit(_request("a", range(2, 14), sampling={"max_tokens": 20}))
-    for _ in range(19):
+    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, adapts_windows=False)
+    engine = Engine(FakeRunner(MODEL, info), {}, settings, profiles=lambda name: profile)
+    engine.submit(
+        _request(
+            "a", range(2, 14), sampling={"max_tokens": 20},
+            vocabulary=VocabularyParams("exact", "p", verify_every=64),
+        )
+    )  # fmt: skip
+    (first,) = engine.step()  # the first token comes from the full head
+    assert len(first.token_ids) == 1
+    for _ in range(18):
         assert engine.step() == []
         engine.check()
-        assert engine.pool.num_cached == 2  # the prompt's, but for the block of its last token
+        assert engine.pool.num_cached == 3, "the prompt's, whose last token is verified now"
     (delta,) = engine.step()
-    assert len(delta.token_ids) == 20 and delta.finish_reason == "length"
+    assert len(delta.token_ids) == 19 and delta.finish_reason == "length"
 
 
 # -- failures ----------------------------------------------------------------------------------
@@ -652,7 +662,7 @@ def test_a_request_whose_constraints_exclude_everything_fails_alone() -> None:
 # -- nothing is lost ---------------------------------------------------------------------------
 
 
-def test_2000_short_requests_a_third_aborted_leave_nothing_behind() -> None:
+def test_400_short_requests_a_third_aborted_leave_nothing_behind() -> None:
     rng = Random(1)
     drafter_made: list[FakeDrafter] = []
 
@@ -684,17 +694,17 @@ def test_2000_short_requests_a_third_aborted_leave_nothing_behind() -> None:
             drafter.sessions.clear()
         return finished
 
-    serve(300, "warm")
+    serve(200, "warm")
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    assert serve(2000, "r") >= 2000
+    assert serve(400, "r") >= 400
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert engine.num_open == 0 and engine.pool.num_free == 40
     engine.check()
-    assert grown < 50_000, f"{grown} bytes stayed"
+    assert grown < 20_000, f"{grown} bytes stayed"
 
 
 def test_the_prober_measures_a_runner_and_leaves_no_trace() -> None:

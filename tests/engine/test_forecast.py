@@ -129,7 +129,7 @@ def _nodes_of_an_engine(
         model, info, fail=lambda batch: steps.append((batch.num_rows, batch.num_draft_rows))
     )
     settings = EngineSettings(
-        max_num_seqs=seats, max_num_batched_tokens=512, prefill_rows=512, prefix_cache=False
+        max_num_seqs=seats, max_num_batched_tokens=512, chunked_prefill_rows=512, prefix_cache=False
     )
     engine = Engine(runner, {"fake": drafter}, settings, cost=cost)
     for i, recording in enumerate(recordings):

@@ -28,7 +28,6 @@ from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import (
     EOS,
     Collector,
-    LaggingVerifier,
     Result,
     Workload,
     compare,
@@ -37,10 +36,12 @@ from tests.engine.scenarios import (
     make_engine,
     random_workload,
     with_slices,
+    with_windows,
 )
 from tests.engine.tiny_vocabularies import tokenizer_over
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.profiles import examples
 
 SEEDS = st.integers(0, 2**48)
 
@@ -56,8 +57,8 @@ GRAMMARS = (
 )
 
 
-def _constrained_workload(rng: Random, window: int = 0) -> Workload:
-    work = random_workload(rng, window=window)
+def _constrained_workload(rng: Random) -> Workload:
+    work = random_workload(rng)
     work.token_bytes[2:4] = [b"a", b"b"]
     # Only bytes that grammars know: an id without bytes is in no mask.
     work.grammar_tokenizer = tokenizer_over(work.token_bytes, work.special_ids, EOS)
@@ -73,11 +74,11 @@ def _constrained_workload(rng: Random, window: int = 0) -> Workload:
     return work
 
 
-def _run(work: Workload, verifier: LaggingVerifier | None = None, *, sliced: bool = False) -> None:
+def _run(work: Workload, *, sliced: bool = False) -> None:
     note(f"{work}")
     expected = work.expected()
     drafter = make_drafter(work, expected)
-    engine, _ = make_engine(work, drafter, verifier)
+    engine, _ = make_engine(work, drafter)
     results = drive(work, engine)
     compare(work, expected, results)
     assert engine.num_failed_steps == 0
@@ -88,7 +89,7 @@ def _run(work: Workload, verifier: LaggingVerifier | None = None, *, sliced: boo
         assert engine.num_drafter_errors == 0
     for result in results.values():
         assert result.error_code in (None, "constraint_unsatisfiable")
-        if verifier is None and not sliced and result.finish_reason in ("stop", "length"):
+        if not sliced and result.finish_reason in ("stop", "length"):
             steps = sum(c.num_steps for c in result.counts)
             accepted = sum(c.num_accepted for c in result.counts)
             assert accepted + steps - len(result.ids) in (0, 1)
@@ -97,21 +98,20 @@ def _run(work: Workload, verifier: LaggingVerifier | None = None, *, sliced: boo
                 assert sum(a for _, _, a in c.by_source) == c.num_accepted
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=examples(600), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
     _run(_constrained_workload(Random(seed)))
 
 
-@settings(max_examples=100, deadline=None, print_blob=True)
-@given(SEEDS, st.integers(1, 6), st.sampled_from((0.2, 0.5)))
-def test_unverified_windows_roll_back(seed: int, window: int, cut_chance: float) -> None:
+@settings(max_examples=examples(200), deadline=None, print_blob=True)
+@given(SEEDS, st.integers(1, 6))
+def test_unverified_windows_roll_back(seed: int, window: int) -> None:
     rng = Random(seed)
-    work = _constrained_workload(rng, window)
-    _run(work, LaggingVerifier(Random(rng.random()), window, cut_chance))
+    _run(with_windows(_constrained_workload(rng), rng, window), sliced=True)
 
 
-@settings(max_examples=120, deadline=None, print_blob=True)
+@settings(max_examples=examples(240), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_every_vocabulary_mode_follows_the_grammar(seed: int) -> None:
     """`slice` and `exact` beside `full`: where a slice has nothing that the grammar allows, the
@@ -121,7 +121,7 @@ def test_every_vocabulary_mode_follows_the_grammar(seed: int) -> None:
     _run(work, sliced=True)
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=examples(300), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_slices_and_grammars_together(seed: int) -> None:
     """Where the slice holds nothing that the grammar allows, the full head is drawn from."""

@@ -23,7 +23,7 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 64
 MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
-LEARN_TOKENS = 4000
+LEARN_TOKENS = 1000
 NEVER = 60  # the first id of prompts whose requests are aborted
 
 
@@ -106,7 +106,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-def test_ten_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: list[Engine]) -> None:
+def test_two_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: list[Engine]) -> None:
     """Memory stays bounded, tokens per step rise, aborted requests teach nothing."""
     engine = _engine(tmp_path)
     engines.append(engine)
@@ -114,7 +114,7 @@ def test_ten_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: li
     rates: list[float] = []
     num_aborted = 0
     memory_mib = 0.0
-    for batch in range(100):
+    for batch in range(20):
         wave = [
             _request(
                 f"{batch}-{i}",
@@ -138,19 +138,19 @@ def test_ten_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: li
         aborted = [r for r in wave if reasons[r.request_id] == "abort"]
         num_aborted += len(aborted)
         rates.append(_tokens_per_step(told))
-        if batch % 5 == 0:
+        if batch % 2 == 0:
             assert engine.memory is not None
             engine.memory.wait()
-        if batch == 40 and Path("/proc/self/statm").exists():
+        if batch == 8 and Path("/proc/self/statm").exists():
             memory_mib = _rss_mib()
     assert memory_mib == 0.0 or _rss_mib() - memory_mib < 32
-    assert num_aborted > 300 and engine.num_open == 0 and not engine._outputs
-    first, last = float(np.mean(rates[:1])), float(np.mean(rates[-30:]))
+    assert num_aborted > 60 and engine.num_open == 0 and not engine.tasks._outputs
+    first, last = float(np.mean(rates[:1])), float(np.mean(rates[-6:]))
     assert first < 2.0 and last > 1.5 * first, (first, last)
     assert engine.stats().learned[0][0] == "task"
     num_learned = engine.stats().learned[0][2]
     assert engine.stats().learned[0][1] <= LEARN_TOKENS
-    assert 0.8 * (10_000 - num_aborted) < num_learned <= 10_000 - num_aborted
+    assert 0.8 * (2_000 - num_aborted) < num_learned <= 2_000 - num_aborted
     engine.close()
     examples = _kept(tmp_path)
     assert 0 < sum(len(output) for _, output in examples) <= LEARN_TOKENS

@@ -31,6 +31,7 @@ from tests.engine.scenarios import (
 )
 from tests.fakes.fake_drafters import oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.profiles import examples
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -60,28 +61,28 @@ def _run(work: Workload, load_failures: float = 0.0) -> None:
             assert v.num_dropped >= v.num_missed
 
 
-@settings(max_examples=120, deadline=None, print_blob=True)
+@settings(max_examples=examples(240), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_slices_beside_full_heads_give_the_restricted_loop(seed: int) -> None:
     rng = Random(seed)
     _run(with_slices(random_workload(rng), rng, ("slice", "slice", "full")))
 
 
-@settings(max_examples=250, deadline=None, print_blob=True)
+@settings(max_examples=examples(500), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_exact_is_full(seed: int) -> None:
     rng = Random(seed)
     _run(with_slices(random_workload(rng), rng, ("exact",)))
 
 
-@settings(max_examples=80, deadline=None, print_blob=True)
+@settings(max_examples=examples(160), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_all_modes_in_one_batch(seed: int) -> None:
     rng = Random(seed)
     _run(with_slices(random_workload(rng), rng, ("exact", "slice", "full")))
 
 
-@settings(max_examples=80, deadline=None, print_blob=True)
+@settings(max_examples=examples(160), deadline=None, print_blob=True)
 @given(SEEDS, st.sampled_from((0.1, 0.5, 1.0)))
 def test_no_text_depends_on_the_room_for_head_rows(seed: int, load_failures: float) -> None:
     rng = Random(seed)

@@ -58,7 +58,10 @@ def make_engine(step_s: float) -> Engine:
         {"suffix": SuffixDrafter()},
         # Steps take no time here: where the full head would win is a matter of the clock's noise.
         EngineSettings(
-            max_num_seqs=16, max_num_batched_tokens=256, prefill_rows=128, adapts_windows=False
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            chunked_prefill_rows=128,
+            adapts_windows=False,
         ),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         profiles=lambda name: half_the_vocabulary(),

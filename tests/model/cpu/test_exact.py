@@ -76,7 +76,9 @@ def _run(
     engine = Engine(
         runner,
         {"suffix": make_drafter("suffix")},
-        EngineSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, prefill_rows=16),
+        EngineSettings(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=64, chunked_prefill_rows=16
+        ),
         stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
         profiles=PROFILES.__getitem__,
     )

@@ -561,7 +561,7 @@ def _serve(
         EngineSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
-            prefill_rows=16,
+            chunked_prefill_rows=16,
             slice_rows=slice_rows,
         ),
         stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),

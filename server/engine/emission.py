@@ -1,0 +1,171 @@
+"""Emission: from what was drawn in a step to the tokens of one choice.
+
+The drawn ids are followed through the tree, cut where the choice ends, and appended; counts, draft
+sources and the draft session learn of exactly the tokens that stand. Tokens drawn from an `exact`
+slice wait for verification (exact.py); all others are verified at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from server.engine.accept import (
+    StopCut,
+    count_step,
+    cut,
+    follow,
+    merge_counts,
+    rejected_paths,
+    sources_of,
+)
+from server.engine.batch import NO_TOKEN_LEFT, Int32
+from server.engine.drafting import CheckedTree
+from server.engine.exact import ExactWindows, Outcome
+from server.engine.results import Results
+from server.engine.sequence import Sequence
+from server.engine.sessions import DraftSessions
+from server.engine.slices import SliceBook
+
+__all__ = ["Emission", "KvMoves"]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Drawn ids in order: the accepted nodes' and the one after them. path: the accepted nodes.
+    draws: where each id was drawn."""
+
+    ids: list[int]
+    draws: list[int]
+    path: list[int]
+
+    def keep(self, num: int) -> None:
+        """Only the first num ids; the last of them may be one that nothing drafted."""
+        del self.ids[num:], self.draws[num:], self.path[num:]
+
+
+def _run_of(tree: CheckedTree | None, draw: int, drawn_ids: list[int]) -> _Run:
+    """draw: the root's."""
+    path: list[int] = []
+    if tree is not None:
+        nodes = drawn_ids[draw + 1 : draw + 1 + len(tree.token_ids)]
+        path = follow(drawn_ids[draw], tree.token_ids, tree.parents, nodes)
+    draws = [draw, *(draw + 1 + node for node in path)]
+    return _Run([drawn_ids[d] for d in draws], draws, path)
+
+
+class KvMoves:
+    """Which KV entries must be copied because accepted nodes do not lie where their positions are.
+    The likeliest path lies first, so that usually nothing moves."""
+
+    def __init__(self) -> None:
+        self._src: list[int] = []
+        self._dst: list[int] = []
+
+    def add(self, sequence: Sequence, accepted: list[int]) -> None:
+        """Before num_computed moves on by the accepted nodes."""
+        size, table, first = sequence.block_size, sequence.table, sequence.num_computed
+        for i, node in enumerate(accepted):
+            if node != i:
+                at, to = first + node, first + i
+                self._src.append(int(table[at // size]) * size + at % size)
+                self._dst.append(int(table[to // size]) * size + to % size)
+
+    def take(self) -> tuple[Int32, Int32] | None:
+        """int32 slots (from, to) since the last call, or None."""
+        src, dst = self._src, self._dst
+        if not src:
+            return None
+        self._src, self._dst = [], []
+        return np.array(src, np.int32), np.array(dst, np.int32)
+
+
+class Emission:
+    """Appends drawn tokens to sequences. `moves`: what the runner has to copy after the step."""
+
+    def __init__(self, slices: SliceBook, sessions: DraftSessions, windows: ExactWindows) -> None:
+        self.moves = KvMoves()
+        self._slices = slices
+        self._sessions = sessions
+        self._windows = windows
+
+    def emit(
+        self, sequence: Sequence, tree: CheckedTree | None, draw: int, results: Results
+    ) -> Outcome | None:
+        """Emit what was drawn for one choice, whose root draw is `draw`.
+
+        None: its tokens wait in a window, or wait to be drawn again.
+        """
+        run = _run_of(tree, draw, results.ids)
+        head = sequence.head
+        waits = head is not None and head.mode == "exact" and head.proposes
+        is_due = min(run.ids) < 0
+        if is_due:
+            # What comes before the failed draw stands, as it would without drafts, and its last
+            # token is the next step's root, where the draw fails again. Tokens of a slice may be
+            # wrong: they are checked first.
+            if run.ids[0] < 0 and not (waits and sequence.num_output > sequence.num_verified):
+                return Outcome(sequence, StopCut(0), results.problem(draw))
+            run.keep(next(i for i, token in enumerate(run.ids) if token < 0))
+            del run.path[max(0, len(run.ids) - 1) :]
+            if not run.ids:
+                sequence.num_computed -= 1
+                self._windows.add(sequence, StopCut(0), True)
+                return None
+        end = cut(run.ids, sequence.num_output, sequence.rules, sequence.matcher, sequence.grammar)
+        if sequence.grammar is not None and sequence.grammar.problem:
+            if not waits:
+                return Outcome(sequence, end, NO_TOKEN_LEFT)
+            # Perhaps a wrong token's: it is checked before anything ends.
+            end, is_due = StopCut(end.num_kept), True
+        run.keep(end.num_kept)
+        if waits:
+            self._slices.keep(sequence, run.draws, len(run.ids))
+        elif sequence.request.sampling.num_logprobs is not None:
+            sequence.logprobs.extend(results.logprob(d) for d in run.draws)
+        self._append(sequence, tree, run, results.model_s)
+        if waits:
+            self._windows.add(sequence, end, is_due)
+            return None
+        if head is not None and head.mode == "exact":
+            self._slices.learn(sequence, run.ids)
+        sequence.verify(sequence.num_output)
+        return Outcome(sequence, end)
+
+    def _append(
+        self, sequence: Sequence, tree: CheckedTree | None, run: _Run, model_s: float
+    ) -> None:
+        """The tokens of a run and all that is counted and learned of them."""
+        source = tree.tree.source.tolist() if tree is not None else []
+        if sequence.request.report_sources:
+            sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
+        counts = count_step(
+            tree.parents if tree is not None else (),
+            source,
+            run.path,
+            sequence.sources,
+            sequence.no_draft_reason,
+            tree.survival.tolist() if tree is not None else (),
+            model_s,
+        )
+        sequence.counts = merge_counts(sequence.counts, counts)
+        self._slices.count_step(sequence)
+        if tree is not None and sequence.request.report_rejected:
+            _note_rejected(sequence, tree, run)
+        self.moves.add(sequence, run.path)
+        sequence.num_computed += len(run.path)
+        sequence.num_steps += 1
+        sequence.append(run.ids)
+        self._sessions.learn(sequence, run.ids, tree, run.path)
+
+
+def _note_rejected(sequence: Sequence, tree: CheckedTree, run: _Run) -> None:
+    """What was drafted beside the run's tokens, which are appended next."""
+    start, names = sequence.num_output, sequence.sources
+    source = tree.tree.source.tolist()
+    sequence.rejected_drafts.extend(
+        (start + place, names[first] if first < len(names) else names[0], ids)
+        for place, first, ids in rejected_paths(tree.token_ids, tree.parents, source, run.path)
+        if place < len(run.ids)  # what lies past the end of the answer is left out
+    )

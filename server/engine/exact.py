@@ -1,0 +1,131 @@
+"""ExactWindows: emitted tokens of `exact` sequences that wait for the full head.
+
+The slice proposes, the full head verifies (DESIGN.md section 6). Tokens drawn from a slice wait in
+their sequence's window; when one window is full, or its sequence would end, all windows are drawn
+again with the full head at once, since reading the head is what costs. The tokens before the first
+wrong one stand, and that one is replaced by the right one.
+
+`check` hands back an Outcome per sequence, one after the other: the engine concludes each before
+the next is looked at, because a choice that fails takes the other choices of its request with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from server.engine.accept import StopCut, cut
+from server.engine.batch import NO_TOKEN_LEFT
+from server.engine.results import Results, wait_for
+from server.engine.sequence import Sequence, Status
+from server.engine.sessions import DraftSessions
+from server.engine.slices import SliceBook
+
+__all__ = ["ExactWindows", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a sequence's new tokens, all of which are verified now.
+
+    end: where they end the choice, if they do. problem: "" or why no token could be drawn.
+    """
+
+    sequence: Sequence
+    end: StopCut
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sequence that emitted from its slice in this step. end: what its tokens come to, if they
+    are right. is_due: they are to be verified now."""
+
+    sequence: Sequence
+    end: StopCut
+    is_due: bool
+
+
+class ExactWindows:
+    """The windows of one engine. Written in the step: `add` by emission, emptied by the rest."""
+
+    def __init__(self, slices: SliceBook, sessions: DraftSessions) -> None:
+        self._slices = slices
+        self._sessions = sessions
+        self._waiting: list[_Waiting] = []
+
+    def add(self, sequence: Sequence, end: StopCut, is_due: bool) -> None:
+        """A sequence has emitted tokens that are not verified."""
+        self._waiting.append(_Waiting(sequence, end, is_due))
+
+    def drop(self) -> None:
+        """The step has failed: its tokens are taken back by preemption."""
+        self._waiting = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a window must be verified in this step."""
+        return any(
+            w.is_due or w.end.finish_reason is not None or self._slices.is_due(w.sequence)
+            for w in self._waiting
+            if w.sequence.status is Status.RUNNING
+        )
+
+    def keep_waiting(self) -> list[Sequence]:
+        """No window is due: the sequences that added to theirs in this step."""
+        waiting, self._waiting = self._waiting, []
+        return [w.sequence for w in waiting if w.sequence.status is Status.RUNNING]
+
+    def check(self) -> Iterator[Outcome]:
+        """Verify every window. Raises StepFailedError before the first Outcome, or not at all."""
+        waiting, self._waiting = self._waiting, []
+        waiting = [w for w in waiting if w.sequence.status is Status.RUNNING]
+        sequences = [w.sequence for w in waiting]
+        began = time.perf_counter()
+        results = wait_for(lambda: self._slices.verify(sequences))
+        seconds = time.perf_counter() - began
+        first = 0
+        for w, num in zip(waiting, self._slices.observe_verify(sequences, seconds), strict=True):
+            if w.sequence.status is Status.RUNNING:  # no other choice of its request has failed
+                yield self._apply(w.sequence, w.end, results, range(first, first + num))
+            first += num
+
+    def _apply(self, sequence: Sequence, end: StopCut, results: Results, draws: range) -> Outcome:
+        """Hold a window against what the full head drew in its place."""
+        base, num = sequence.num_verified, len(draws)
+        emitted = sequence.output_ids(base)
+        right = results.ids[draws.start : draws.stop]
+        stands = next((i for i in range(num) if right[i] != emitted[i]), num)
+        num_computed = sequence.num_computed
+        if stands < num:
+            self._sessions.roll_back(sequence, base + stands)
+        self._slices.settle(sequence, stands, num)
+        wants = sequence.request.sampling.num_logprobs is not None
+        for i in range(min(stands + 1, num) if wants else 0):
+            if right[i] >= 0:
+                sequence.logprobs.append(results.logprob(draws[i]))
+        sequence.verify(sequence.num_output)
+        grammar = sequence.grammar
+        if stands == num:
+            has_problem = grammar is not None and grammar.problem != ""
+            return Outcome(sequence, end, NO_TOKEN_LEFT if has_problem else "")
+        if right[stands] < 0:
+            return Outcome(sequence, end, results.problem(draws[stands]))
+        return self._replace(sequence, right[stands], num_computed)
+
+    def _replace(self, sequence: Sequence, token: int, num_computed: int) -> Outcome:
+        """Emit the right token in place of the first wrong one; it is verified already."""
+        rules, grammar = sequence.rules, sequence.grammar
+        end = cut([token], sequence.num_output, rules, sequence.matcher, grammar)
+        if grammar is not None and grammar.problem:
+            return Outcome(sequence, end, NO_TOKEN_LEFT)
+        if sequence.request.report_sources:
+            sequence.token_sources.append("")
+        sequence.append([token])
+        # The rows before the right token are those of tokens that stand.
+        sequence.num_computed = min(num_computed, sequence.num_tokens - 1)
+        self._sessions.learn(sequence, [token])
+        sequence.verify(sequence.num_output)
+        self._slices.extend(sequence, token)
+        return Outcome(sequence, end)

@@ -1,0 +1,74 @@
+"""Recovery: after a failed step, who is to blame.
+
+A runner that raises says nothing about the request that made it raise. So everyone of the failed
+step loses their blocks and recomputes, one alone at a time (`suspect`); who fails alone fails for
+good. Records only: the engine preempts and fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from server.engine.plan import Scheduled
+from server.engine.sequence import Sequence, Status
+
+__all__ = ["Blame", "Recovery", "RunnerBrokenError"]
+
+
+class RunnerBrokenError(RuntimeError):
+    """Step after step failed, each request alone too: the runner is beyond repair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """culprit: failed alone, and fails for good. others: are to recompute."""
+
+    culprit: Sequence | None
+    others: list[Sequence]
+
+
+class Recovery:
+    """Counts failed steps and keeps the suspects. Written by the engine's loop alone."""
+
+    def __init__(self, max_failures: int) -> None:
+        """max_failures: failed steps in a row after which the runner counts as broken."""
+        self.num_failed_steps = 0
+        self._max_failures = max_failures
+        self._num_in_a_row = 0
+        self._suspects: list[Sequence] = []
+
+    @property
+    def suspect(self) -> Sequence | None:
+        """Who must run alone in the next step."""
+        while self._suspects and self._suspects[0].status is Status.FINISHED:
+            self._suspects.pop(0)
+        return self._suspects[0] if self._suspects else None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether too many steps failed in a row."""
+        return self._num_in_a_row >= self._max_failures
+
+    def give_up(self) -> None:
+        """The suspect cannot be seated alone: everyone goes on together."""
+        self._suspects.clear()
+
+    def step_done(self, has_drawn: bool) -> None:
+        """A step went well; one that drew clears its suspect."""
+        self._num_in_a_row = 0
+        if self._suspects and has_drawn:
+            self._suspects.pop(0)
+
+    def step_failed(self, items: Iterable[Scheduled]) -> Blame:
+        """A step with these items failed."""
+        self._num_in_a_row += 1
+        self.num_failed_steps += 1
+        items = list(items)
+        alive = [i.sequence for i in items if i.sequence.status is Status.RUNNING]
+        if len(alive) == 1 and len(items) == 1:
+            return Blame(alive[0], [])
+        self._suspects = sorted(
+            {id(s): s for s in (*self._suspects, *alive)}.values(), key=lambda s: s.order
+        )
+        return Blame(None, alive)

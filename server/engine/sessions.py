@@ -1,0 +1,146 @@
+"""DraftSessions: the life of the draft sessions of an engine's sequences.
+
+    open -> (settle, ask, learn)* -> close
+
+A drafter that raises costs its request the drafts and nothing else: its session is closed, and the
+request goes on without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.drafting import CheckedTree, DrafterRegistry
+from server.engine.grammar import FORCED
+from server.engine.planner import Ask
+from server.engine.sequence import Sequence, SequenceMark
+
+__all__ = ["DraftSessions"]
+
+_log = logging.getLogger(__name__)
+
+
+class DraftSessions:
+    """Writes the sequences' `session`, `drafter_name` and `sources`."""
+
+    def __init__(self, drafters: DrafterRegistry, *, drafts: bool = True) -> None:
+        """drafts: whether the engine has rows for drafts at all."""
+        self.num_errors = 0
+        self._drafts = drafts
+        self._drafters = drafters
+        self._logged: set[str] = set()
+
+    def open(self, sequence: Sequence) -> None:
+        """Begin a session, unless the request wants no drafts. Called when a sequence is seated."""
+        request = sequence.request
+        try:
+            drafter = self._drafters.resolve(request.task, request.speculation)
+            if drafter is None:
+                return
+            sequence.session = drafter.open(
+                request.prompt_ids,
+                context_span=request.speculation.context_span,
+                prediction_ids=request.speculation.prediction_ids,
+            )
+            sequence.drafter_name = drafter.name
+            sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
+            if sequence.grammar is not None:
+                sequence.sources = (*sequence.sources, FORCED)
+        except Exception as error:
+            self.disable(sequence, error)
+
+    def settle(self, sequences: Iterable[Sequence]) -> None:
+        """Let every session do its deferred work; called while the device works."""
+        for sequence in sequences:
+            if sequence.session is not None:
+                try:
+                    sequence.session.settle()
+                except Exception as error:
+                    self.disable(sequence, error)
+
+    def no_draft_reason(self, sequence: Sequence) -> str:
+        """Why a sequence that draws is not even heard by the planner, or ""."""
+        if sequence.session is None or not self._drafts:
+            return "off"
+        if sequence.siblings:
+            return "prefill"
+        if sequence.rules.max_output - sequence.num_output <= 1:
+            return "length"
+        return ""
+
+    def ask(self, sequence: Sequence) -> Ask:
+        """What the planner is asked for a sequence that has a session."""
+        session, head = sequence.session, sequence.head
+        assert session is not None
+        allowed = None
+        if head is not None and head.proposes:
+            # A node outside the slice could not be drawn, so it is dropped and never added.
+            slice_ = head.slice
+
+            def allowed(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+                return slice_.positions(ids) >= 0
+
+        return Ask(
+            session,
+            sequence.draft_record,
+            sequence.request.speculation.max_draft_tokens,
+            sequence.rules.max_output - sequence.num_output - 1,
+            sequence.grammar,
+            len(sequence.sources) - 1,
+            allowed,
+        )
+
+    def learn(
+        self,
+        sequence: Sequence,
+        emitted: list[int],
+        tree: CheckedTree | None = None,
+        accepted: list[int] | None = None,
+    ) -> None:
+        """Tell a session what was emitted, and what became of its tree."""
+        accepted = accepted or []
+        evidence = None if tree is None else tree.evidence(accepted)
+        if evidence is not None:
+            sequence.draft_record.observe(*evidence)
+        session = sequence.session
+        if session is None:
+            return
+        try:
+            known = None if tree is None else tree.for_session(accepted)
+            if known is not None:
+                session.feedback(*known)
+            session.extend(emitted)
+        except Exception as error:
+            self.disable(sequence, error)
+
+    def roll_back(self, sequence: Sequence, num_output: int) -> None:
+        """Take a sequence back to its first num_output tokens; a drafter that cannot go back is
+        left behind."""
+        try:
+            sequence.rollback(SequenceMark(num_output))
+        except (NotImplementedError, ValueError) as error:
+            if sequence.session is None:
+                raise
+            self.disable(sequence, error)
+            sequence.rollback(SequenceMark(num_output))
+
+    def disable(self, sequence: Sequence, error: Exception) -> None:
+        """A drafter has failed: the request goes on without drafts."""
+        self.num_errors += 1
+        name = sequence.request.speculation.drafter
+        if name not in self._logged:
+            self._logged.add(name)
+            _log.exception("drafter %r failed and is off for this sequence", name, exc_info=error)
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """End a session. Idempotent."""
+        try:
+            sequence.close_session()
+        except Exception as error:
+            self.num_errors += 1
+            _log.debug("closing a draft session failed", exc_info=error)
