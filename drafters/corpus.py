@@ -175,20 +175,18 @@ def build_corpus(
     n_max: int = 5,
     p_min: int = 5,
     max_indexed_tokens: int = 8_000_000,
-    max_held_out: int = 300,
     progress: Progress | None = None,
 ) -> Corpus:
     """A corpus from (prompt ids, output ids) pairs; an empty prompt is "not known".
 
     fingerprint: names the tokenizer that made the ids. n_max, p_min: of the M_n tables.
     max_indexed_tokens: the automaton and the prompt index cover the last so many output tokens
-    (whole documents); the tables count all. max_held_out: so many examples, a fifth at most, are
-    held out of a first build and replayed on it, so that `auto` starts with this task's own trust;
-    0 skips that. progress: called with (what, share done).
+    (whole documents); the tables count all. progress: called with (what, share done).
+    drafters.auto.held_out builds one that `auto` starts from with this task's own trust.
     Raises ValueError for parameters out of range or negative ids.
     """
-    if max_indexed_tokens < 0 or max_held_out < 0:
-        raise ValueError("max_indexed_tokens and max_held_out must not be negative")
+    if max_indexed_tokens < 0:
+        raise ValueError("max_indexed_tokens must not be negative")
     prompts: list[Int32] = []
     outputs: list[Int32] = []
     for prompt, output in examples:
@@ -202,12 +200,6 @@ def build_corpus(
     first = int(np.searchsorted(starts, starts[-1] - max_indexed_tokens, side="left"))
     first = min(first, len(outputs))
     copies = learn_copy_prior(prompts, outputs)
-    evidence, outcomes = np.empty((2, 0), np.float64), np.empty((3, 0), np.float64)
-    num_held_out = min(max_held_out, len(outputs) // 5)
-    if num_held_out:
-        evidence, outcomes = _replay_held_out(
-            list(zip(prompts[first:], outputs[first:], strict=True)), num_held_out, progress
-        )
     del outputs
     tables = count_ngrams(ids, starts[:-1], n_max=n_max, p_min=p_min, progress=progress)
     if progress is not None:
@@ -227,40 +219,6 @@ def build_corpus(
         automaton,
         nearest if nearest is not None else build_nearest([]),
         copies,
-        evidence,
-        outcomes,
+        np.empty((2, 0), np.float64),
+        np.empty((3, 0), np.float64),
     )
-
-
-def _replay_held_out(
-    examples: list[tuple[Int32, Int32]], num_held_out: int, progress: Progress | None
-) -> tuple[Float64, Float64]:
-    """(evidence, outcomes) of a Trust, from examples spread over the corpus and left out of it."""
-    from drafters.auto.drafter import AutoDrafter
-    from drafters.auto.trust import Trust
-
-    step = max(1, len(examples) // num_held_out)
-    held = examples[step - 1 :: step][:num_held_out]
-    # A large corpus need not be indexed whole to learn this.
-    rest = [example for i, example in enumerate(examples) if i % step != step - 1][-20_000:]
-    part = build_corpus(rest, fingerprint="", n_max=1, p_min=1, max_held_out=0)
-    trust = Trust()
-    for turn in range(4):
-        # Each turn asks anew with the weights of the last: expectation maximisation.
-        drafter = AutoDrafter(corpus=part, trust=trust)
-        before = (trust.evidence.copy(), trust.outcomes.copy())
-        num_tokens = 0
-        for prompt, output in held:
-            session = drafter.open(prompt.tolist())
-            session.settle_once()
-            session.extend(output[:512].tolist())
-            session.close()
-            num_tokens += min(output.shape[0], 512)
-            if num_tokens > 40_000:
-                break
-        trust.evidence -= before[0]
-        trust.outcomes -= before[1]
-        trust.update()
-        if progress is not None:
-            progress("calibrating", (turn + 1) / 4)
-    return trust.evidence, trust.outcomes

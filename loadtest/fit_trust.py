@@ -1,4 +1,4 @@
-"""Fit drafters/auto/default_trust.py: the trust that `auto` and `suffix` start with.
+"""Fit drafters/auto/default_trust.json: the trust that `auto` and `suffix` start with.
 
     python -m loadtest.fit_trust --data ../shared/data
 
@@ -17,40 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
+from drafters.auto.cells import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
 from drafters.auto.drafter import AutoDrafter
-from drafters.auto.growth import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
-from drafters.auto.trust import Trust
+from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
 from drafters.corpus import build_corpus
 from drafters.replay import Recording
 from loadtest.recordings import data_sets, load_tokenizer, read_split
 
-HEADER = '''"""Default trust of drafters.auto.trust: loadtest/fit_trust.py, from train splits only.
-
-WEIGHTS: per mille; a row per level (source x match-length bucket), in it occurrences x agreement
-x situation. FACTORS: per cent; a row per source x match length x situation, in it claims.
-"""
-
-from __future__ import annotations
-
-# fmt: off
-'''
 ROUNDS = 8
 TOKENS_PER_SET = 2500.0
 SMOOTHING = 6.0
-
-
-def _rows(name: str, table: Sequence[Sequence[int]]) -> str:
-    lines = [f"{name}: tuple[tuple[int, ...], ...] = ("]
-    for row in table:
-        line = "    ("
-        for number in row:
-            piece = f"{number}, "
-            if len(line) + len(piece) > 99:
-                lines.append(line.rstrip())
-                line = "     "
-            line += piece
-        lines.append(line.rstrip(" ,") + "),")
-    return "\n".join([*lines, ")"]) + "\n"
 
 
 def edited(held: Sequence[Recording], example: Recording, rng: random.Random) -> list[int]:
@@ -76,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--output", type=Path, default=root / "drafters" / "default_trust.py")
+    parser.add_argument("--output", type=Path, default=DEFAULT_TRUST)
     parser.add_argument("--held-out", type=int, default=100)
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.tokenizer)
@@ -85,9 +61,7 @@ def main() -> None:
         examples = read_split(tokenizer, arguments.data, name, "train", 2400)
         num_held = max(10, min(arguments.held_out, len(examples) // 4))
         held, rest = examples[-num_held:], examples[:-num_held][-2000:]
-        corpus = build_corpus(
-            ((e.prompt_ids, e.output_ids) for e in rest), fingerprint="", max_held_out=0
-        )
+        corpus = build_corpus(((e.prompt_ids, e.output_ids) for e in rest), fingerprint="")
         parts.append((name, corpus, held))
         print(f"{name}: {corpus.num_tokens} tokens of corpus, {num_held} examples held out")
     # A flat start: longer matches are trusted more.
@@ -125,12 +99,7 @@ def main() -> None:
         print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
     per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
     per_cent = np.clip(np.rint(100 * factors), 1, 800).astype(int).reshape(-1, 10)
-    arguments.output.write_text(
-        HEADER
-        + _rows("WEIGHTS", per_mille.tolist())
-        + _rows("FACTORS", per_cent.tolist())
-        + "# fmt: on\n"
-    )
+    write_default_trust(arguments.output, per_mille.tolist(), per_cent.tolist())
     print(f"wrote {arguments.output}")
 
 

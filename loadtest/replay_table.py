@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from drafters import make_drafter
-from drafters.corpus import Corpus, build_corpus
+from drafters.auto.held_out import build_calibrated
+from drafters.corpus import Corpus
 from drafters.published.grammys import BigramTable
 from drafters.replay import Recording, ReplayResult, read_recordings, replay
 from loadtest import machine
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         train, test = _examples(arguments, tokenizer, name)
         start = time.perf_counter()
-        corpus = build_corpus(
+        corpus = build_calibrated(
             ((e.prompt_ids, e.output_ids) for e in train), fingerprint="replay", p_min=5
         )
         built_s = time.perf_counter() - start

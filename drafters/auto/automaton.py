@@ -15,16 +15,38 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.auto.growth import MAX_TOP
+from drafters.auto.cells import MAX_TOP
 from drafters.auto.text_index import START
 from drafters.jit import compiled
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-__all__ = ["Automaton", "build_automaton"]
+__all__ = ["Automaton", "automaton_step", "build_automaton"]
 
 MAX_TOKENS = 1 << 29
+
+
+@compiled
+def automaton_step(
+    states: Int32, edges: Int32, state: int, length: int, token: int
+) -> tuple[int, int]:
+    """The automaton's state and match length after one more token: O(1) amortised suffix links."""
+    while True:
+        low, high = states[state, 3], states[state + 1, 3]
+        end = high
+        while low < high:
+            middle = (low + high) // 2
+            if edges[middle, 0] < token:
+                low = middle + 1
+            else:
+                high = middle
+        if low < end and edges[low, 0] == token:
+            return int(edges[low, 1]), length + 1
+        state = int(states[state, 0])
+        if state < 0:
+            return 0, 0
+        length = int(states[state, 1])
 
 
 @compiled

@@ -1,10 +1,10 @@
 """`auto`: one tree from all sources, each node ranked by its calibrated chance.
 
 Sources: the sequence's own text, the task's corpus at any match length, the outputs of the
-corpus' examples nearest to this prompt, and the client's prediction. How they are blended and
-grown into a tree: drafters.auto.growth. How far each kind of context is believed is learned per
-task from every token that is emitted (drafters.auto.trust), and what came of drafted nodes
-corrects the chances once more (drafters.calibration).
+corpus' examples nearest to this prompt, and the client's prediction. What they say is gathered
+(drafters.auto.gather), blended (drafters.auto.blend) and grown into a tree
+(drafters.auto.tree_builder). How far each kind of context is believed is learned per task from
+every token that is emitted (drafters.auto.trust).
 
 The first answer tokens are drafted before any is there: the corpus indexes output starts, and a
 prediction's first token follows START like any other output's.
@@ -13,34 +13,28 @@ prediction's first token follows START like any other output's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from drafters.auto.automaton import Automaton
-from drafters.auto.growth import (
-    PREDICTION,
-    RETRIEVED,
-    SOURCES,
-    Workspace,
-    automaton_step,
-    grow_tree,
-    learn_token,
-)
+from drafters.auto.automaton import Automaton, automaton_step
+from drafters.auto.blend import learn_token
+from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.text_index import START, TextIndex
+from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
+from drafters.auto.views import NO_HINTS, NO_MARKS, NO_TEXT, ContextFields
 from drafters.base import SessionClosedError
-from drafters.corpus import Corpus
 from drafters.tree import DraftTree
+
+if TYPE_CHECKING:
+    from drafters.corpus import Corpus
 
 Float32 = npt.NDArray[np.float32]
 
 __all__ = ["AutoDrafter", "AutoSession"]
 
-NO_TABLE = np.empty((2, 0), np.int64)
-NO_TEXT = np.empty((3, 0), np.int32)
-NO_MARKS = np.empty((2, 0), np.float32)
-NO_HINTS = np.empty(0, np.int32)
 RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
@@ -95,6 +89,7 @@ class AutoDrafter:
             if corpus is not None and corpus.evidence.shape[1]:
                 trust.restore_arrays(corpus.evidence, corpus.outcomes)
         self.trust = trust
+        self.corpus_arrays = (self.automaton.states, self.automaton.edges, self.automaton.tops)
         self.min_survival = min_survival
         self.num_retrieved = num_retrieved
         self.sharpness = sharpness
@@ -135,7 +130,7 @@ class AutoDrafter:
             from drafters.corpus import build_corpus
 
             examples = [([5, 6, 7], [1, 2, 3, 0]), ([5, 6, 8], [1, 2, 4, 0])]
-            corpus = build_corpus(examples, fingerprint="", n_max=2, p_min=1, max_held_out=0)
+            corpus = build_corpus(examples, fingerprint="", n_max=2, p_min=1)
             AutoDrafter(corpus=corpus).warm_up()
 
 
@@ -285,85 +280,41 @@ class AutoSession:
             return DraftTree.empty()
         if not self._settled:
             self._retrieve(drafter)
-        work = drafter.workspace
-        if budget > work.nodes.shape[1]:
-            work.resize(budget)
+        limits = (budget, max_depth, drafter.min_survival)
+        return drafter.workspace.grow(limits, self._context(drafter), drafter.trust.fields)
+
+    def _context(self, drafter: AutoDrafter) -> ContextFields:
+        """What the next token is guessed from."""
         index, docs = self._index, self._retrieved
-        automaton = drafter.automaton
         state, length = self._places[-1]
-        num = grow_tree(
-            budget,
-            max_depth,
-            drafter.min_survival,
-            index.text,
-            index.table,
-            self._prompt_marks,
-            index.size,
+        states, edges, tops = drafter.corpus_arrays
+        return (
+            index.view(self._prompt_marks),
             index.size - self._num_prompt,
-            NO_TEXT if docs is None else docs.text,
-            NO_TABLE if docs is None else docs.table,
-            self._marks,
-            0 if docs is None else docs.size,
+            NO_TEXT if docs is None else docs.view(self._marks),
             self._hints(),
-            automaton.states,
-            automaton.edges,
-            automaton.tops,
-            state,
-            length,
+            (states, edges, tops, state, length),
             drafter.eos_token_ids,
-            drafter.trust.weights,
-            drafter.trust.factors,
-            work.ints,
-            work.counts,
-            work.heap,
-            work.heap_ints,
-            work.nodes,
-            work.node_chances,
         )
-        return work.tree(num)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
         drafter = self._owner()
-        index, docs = self._index, self._retrieved
-        automaton, work = drafter.automaton, drafter.workspace
+        index, automaton, trust = self._index, drafter.automaton, drafter.trust
         # A token drawn again after a rollback is not evidence twice.
         seen = index.size - self._num_prompt
         for token in token_ids:
-            state, length = self._places[-1]
             if drafter.learn and self._settled and seen >= self._num_learned:
-                learn_token(
-                    token,
-                    index.text,
-                    index.table,
-                    self._prompt_marks,
-                    index.size,
-                    seen,
-                    NO_TEXT if docs is None else docs.text,
-                    NO_TABLE if docs is None else docs.table,
-                    self._marks,
-                    0 if docs is None else docs.size,
-                    self._hints(),
-                    automaton.states,
-                    automaton.edges,
-                    automaton.tops,
-                    state,
-                    length,
-                    drafter.eos_token_ids,
-                    drafter.trust.weights,
-                    drafter.trust.evidence,
-                    drafter.trust.outcomes,
-                    work.ints,
-                    work.counts,
-                )
+                evidence = (trust.evidence, trust.outcomes)
+                scratch = drafter.workspace.gathered
+                learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
                 self._num_learned = seen + 1
             index.append((token,))
             seen += 1
+            place = self._places[-1]
             if automaton.num_states:
-                state, length = automaton_step(
-                    automaton.states, automaton.edges, state, length, token
-                )
-            self._places.append((state, length))
+                place = automaton_step(automaton.states, automaton.edges, *place, token)
+            self._places.append(place)
             if self._anchors:
                 self._align(token)
         if self._anchors:

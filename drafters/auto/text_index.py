@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from drafters.auto.views import TextFields
 from drafters.jit import compiled
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
 
 __all__ = ["START", "TextIndex"]
 
@@ -107,6 +109,10 @@ class TextIndex:
 
     def __len__(self) -> int:
         return self.size
+
+    def view(self, marks: Float32) -> TextFields:
+        """Its text with marks, as compiled code takes it."""
+        return self.text, self.table, marks, self.size
 
     def append(self, token_ids: Sequence[int] | Int32) -> None:
         """Add tokens at the end: O(1) each, amortised."""

@@ -11,7 +11,9 @@ The defaults were fitted on the train splits of twenty task data sets (loadtest/
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.atomic_file import replacing
-from drafters.auto.default_trust import FACTORS, WEIGHTS
-from drafters.auto.growth import (
+from drafters.auto.cells import (
     NUM_AGREEMENTS,
     NUM_BINS,
     NUM_BUCKETS,
@@ -32,6 +33,7 @@ from drafters.auto.growth import (
     NUM_SOURCES,
     SOURCES,
 )
+from drafters.auto.views import TrustsFields
 from drafters.calibration import CalibrationError
 
 Float64 = npt.NDArray[np.float64]
@@ -40,7 +42,35 @@ _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATI
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 VERSION = 1
 
-__all__ = ["Trust"]
+__all__ = ["DEFAULT_TRUST", "Trust", "write_default_trust"]
+
+DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
+"""What trust is before any evidence: package data, written by loadtest/fit_trust.py."""
+
+
+@functools.cache
+def _default_trust() -> TrustsFields:
+    """(weights, factors) of the package; never written to."""
+    body = json.loads(DEFAULT_TRUST.read_text(encoding="utf-8"))
+    weights = np.asarray(body["weights_per_mille"], np.float64).reshape(NUM_CELLS) / 1000.0
+    factors = np.asarray(body["factors_per_cent"], np.float64).reshape(NUM_FACTORS) / 100.0
+    return weights, factors
+
+
+def write_default_trust(
+    path: Path, weights: Sequence[Sequence[int]], factors: Sequence[Sequence[int]]
+) -> None:
+    """Write DEFAULT_TRUST, a row a line.
+
+    weights: per mille; a row per level (source x match-length bucket), in it occurrences x
+    agreement x situation. factors: per cent; a row per source x match length x situation, in it
+    claims.
+    """
+    parts = []
+    for name, rows in (("weights_per_mille", weights), ("factors_per_cent", factors)):
+        lines = ",\n".join(json.dumps(list(row), separators=(",", ":")) for row in rows)
+        parts.append(f'"{name}": [\n{lines}\n]')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 class Trust:
@@ -64,9 +94,9 @@ class Trust:
         memory: float = 20_000.0,
     ) -> None:
         if weights is None:
-            weights = np.asarray(WEIGHTS, np.float64).reshape(NUM_CELLS) / 1000.0
+            weights = _default_trust()[0]
         if factors is None:
-            factors = np.asarray(FACTORS, np.float64).reshape(NUM_FACTORS) / 100.0
+            factors = _default_trust()[1]
         if weights.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
             raise ValueError(f"trust needs {NUM_CELLS} weights and {NUM_FACTORS} factors")
         clipped = np.clip(weights, 1e-4, 0.9995)
@@ -80,6 +110,11 @@ class Trust:
         self.factor_strength = factor_strength
         self.memory = memory
         self._next_update = 0.0
+
+    @property
+    def fields(self) -> TrustsFields:
+        """(weights, factors), as compiled code takes them."""
+        return self.weights, self.factors
 
     def update_if_due(self, every: float = 256.0) -> None:
         """update(), unless evidence of less than `every` asks came since the last one."""

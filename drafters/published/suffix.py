@@ -2,7 +2,7 @@
 
 Needs nothing but the sequence itself: no corpus, no settings, no state between requests.
 Suffix decoding (Oliaro et al., arXiv 2411.04975) keeps a suffix tree and drafts from the longest
-match; here every match length has its say (drafters.auto.growth), so that short contexts fill the
+match; here every match length has its say (drafters.auto.gather), so that short contexts fill the
 part of the budget that long ones leave.
 """
 
@@ -12,21 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.auto.growth import SOURCES, Workspace, grow_tree
+from drafters.auto.cells import SOURCES
 from drafters.auto.text_index import TextIndex
+from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
+from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_MARKS, NO_TEXT
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 
 __all__ = ["SuffixDrafter", "SuffixSession"]
-
-NO_STATES = np.empty((0, 5), np.int32)
-NO_EDGES = np.empty((0, 3), np.int32)
-NO_TOPS = np.empty((0, 2), np.int32)
-NO_HINTS = np.empty(0, np.int32)
-NO_DOCS = np.empty((3, 0), np.int32)
-NO_TABLE = np.empty((2, 0), np.int64)
-NO_MARKS = np.empty((2, 0), np.float32)
 
 
 class SuffixDrafter:
@@ -94,39 +88,16 @@ class SuffixSession:
         index = self._index
         if budget <= 0 or max_depth <= 0 or index.size == 0:
             return DraftTree.empty()
-        work = drafter.workspace
-        if budget > work.nodes.shape[1]:
-            work.resize(budget)
-        num = grow_tree(
-            budget,
-            max_depth,
-            drafter.min_survival,
-            index.text,
-            index.table,
-            NO_MARKS,
-            index.size,
+        context = (
+            index.view(NO_MARKS),
             index.size - self._num_prompt,
-            NO_DOCS,
-            NO_TABLE,
-            NO_MARKS,
-            0,
+            NO_TEXT,
             NO_HINTS,
-            NO_STATES,
-            NO_EDGES,
-            NO_TOPS,
-            0,
-            0,
+            NO_CORPUS,
             drafter.eos_token_ids,
-            drafter.trust.weights,
-            drafter.trust.factors,
-            work.ints,
-            work.counts,
-            work.heap,
-            work.heap_ints,
-            work.nodes,
-            work.node_chances,
         )
-        return work.tree(num)
+        limits = (budget, max_depth, drafter.min_survival)
+        return drafter.workspace.grow(limits, context, drafter.trust.fields)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens: O(1) each, amortised."""

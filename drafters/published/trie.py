@@ -22,12 +22,15 @@ import numpy.typing as npt
 
 from drafters.calibration import Calibration
 from drafters.catalog import TrieOptions
+from drafters.heap import pop, push
 from drafters.jit import compiled
 from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+HeapFields = tuple[Int64, Int32, Int32, Int32]
 
 __all__ = ["NGramTrie", "TrieDrafter", "TrieSession"]
 
@@ -100,65 +103,45 @@ def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32, table: 
 
 
 @compiled
-def cut_subtree(
-    nodes: Int32, top: int, num_draft: int, max_depth: int, out: Int32, heap: Int32
-) -> int:
-    """The `num_draft` most frequent nodes below `top`: by (frequency, shallow, early).
-
-    out: int32 [3, num_draft]: node, parent in out, depth below top. heap: int32 scratch
-    [2, capacity of nodes]: node and parent in out. Returns the number kept.
-    """
-    num = 0
-    heap_size = 0
-    at = top
-    place = -1
-    while True:
-        depth = 0 if place < 0 else out[2, place]
-        child = nodes[3, at] if depth < max_depth else -1
-        while child >= 0:
-            i = heap_size
-            heap_size += 1
-            while i > 0:
-                up = (i - 1) >> 1
-                other = heap[0, up]
-                if _before(nodes, other, child):
-                    break
-                heap[0, i], heap[1, i] = heap[0, up], heap[1, up]
-                i = up
-            heap[0, i], heap[1, i] = child, place
-            child = nodes[4, child]
-        if num >= num_draft or heap_size == 0:
-            return num
-        at = heap[0, 0]
-        out[0, num] = at
-        out[1, num] = heap[1, 0]
-        out[2, num] = nodes[5, at] - nodes[5, top]
-        place = num
-        num += 1
-        heap_size -= 1
-        moved = heap[0, heap_size]
-        i = 0
-        while True:
-            child = 2 * i + 1
-            if child >= heap_size:
-                break
-            if child + 1 < heap_size and _before(nodes, heap[0, child + 1], heap[0, child]):
-                child += 1
-            if _before(nodes, moved, heap[0, child]):
-                break
-            heap[0, i], heap[1, i] = heap[0, child], heap[1, child]
-            i = child
-        heap[0, i], heap[1, i] = moved, heap[1, heap_size]
+def _rank(nodes: Int32, node: int) -> int:
+    """Nodes are kept by this, the largest first: more frequent, then shallower, then earlier."""
+    deep, late = (1 << 8) - 1 - nodes[5, node], (1 << 30) - node
+    rank: int = (np.int64(nodes[2, node]) << 38) | (deep << 30) | late
+    return rank
 
 
 @compiled
-def _before(nodes: Int32, a: int, b: int) -> bool:
-    """Whether node a is kept rather than node b."""
-    if nodes[2, a] != nodes[2, b]:
-        return bool(nodes[2, a] > nodes[2, b])
-    if nodes[5, a] != nodes[5, b]:
-        return bool(nodes[5, a] < nodes[5, b])
-    return a < b
+def cut_subtree(
+    nodes: Int32, top: int, num_draft: int, max_depth: int, out: Int32, heap: HeapFields
+) -> int:
+    """The `num_draft` most frequent nodes below `top`: by (frequency, shallow, early).
+
+    out: int32 [3, num_draft]: node, parent in out, depth below top. heap: scratch, of the capacity
+    of nodes: drafters.heap's keys and places, node and its parent in out. Returns the number kept.
+    """
+    keys, places, waiting, parents = heap
+    num = 0
+    size = 0
+    at = top
+    kept = -1
+    while True:
+        depth = 0 if kept < 0 else out[2, kept]
+        child = nodes[3, at] if depth < max_depth else -1
+        while child >= 0:
+            place = push(keys, places, size, _rank(nodes, child))
+            size += 1
+            waiting[place], parents[place] = child, kept
+            child = nodes[4, child]
+        if num >= num_draft or size == 0:
+            return num
+        place = pop(keys, places, size)
+        size -= 1
+        at = waiting[place]
+        out[0, num] = at
+        out[1, num] = parents[place]
+        out[2, num] = nodes[5, at] - nodes[5, top]
+        kept = num
+        num += 1
 
 
 class NGramTrie:
@@ -180,7 +163,12 @@ class NGramTrie:
         self._table: Int32 = np.full(slots, -1, np.int32)
         self.num_nodes = build_trie(context, n, prefix_length, self.nodes, self._table)
         self.nodes = self.nodes[:, : self.num_nodes].copy()
-        self._heap: Int32 = np.empty((2, self.num_nodes), np.int32)
+        self._heap: HeapFields = (
+            np.empty(self.num_nodes, np.int64),
+            np.arange(self.num_nodes, dtype=np.int32),
+            np.empty(self.num_nodes, np.int32),
+            np.empty(self.num_nodes, np.int32),
+        )
 
     def find(self, token_ids: Sequence[int]) -> int:
         """The node at the end of the path `token_ids` from the root, or -1."""

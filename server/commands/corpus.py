@@ -124,7 +124,7 @@ def build_file(
     folder: the model's. adapter: prompts and outputs are written in its tokens, where it has some.
     Raises ConfigError for data that cannot be read and for no data at all, and ModelError.
     """
-    from drafters.corpus import build_corpus
+    from drafters.auto.held_out import build_calibrated
 
     tokenizer, fingerprint, eos_token_id = open_tokenizer(folder)
     fingerprint, spelled = _spelling(tokenizer, adapter, fingerprint)
@@ -139,7 +139,7 @@ def build_file(
         (spelled(prompt), spelled(ids)) for prompt, ids in itertools.chain([first], examples)
     )
     try:
-        corpus = build_corpus(
+        corpus = build_calibrated(
             spelled_out, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
         )
         corpus.save(output)

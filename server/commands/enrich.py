@@ -224,13 +224,13 @@ def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: B
 def _passes(data: TaskData, enrichment: Enrichment | None, bar: Bar, name: str) -> dict[int, float]:
     """{draft nodes a pass: forward passes per held-out answer}, the prefill pass counted."""
     from drafters import make_drafter
-    from drafters.corpus import build_corpus
+    from drafters.auto.held_out import build_calibrated
     from drafters.replay import Recording, replay
 
     def spelled(ids: Sequence[int]) -> list[int]:
         return list(ids) if enrichment is None else enrichment.segment(ids)
 
-    corpus = build_corpus(
+    corpus = build_calibrated(
         [(spelled(prompt), spelled(output)) for prompt, output in data.train],
         fingerprint=data.fingerprint,
     )

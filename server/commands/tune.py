@@ -135,7 +135,7 @@ def tune(
     """
     import numpy as np
 
-    from drafters.corpus import build_corpus
+    from drafters.auto.held_out import build_calibrated
     from drafters.replay import replay
 
     began = time.monotonic()
@@ -146,7 +146,7 @@ def tune(
         corpora: dict[str, tuple[Path, Corpus]] = {}
         for i, (part, examples) in enumerate(material.parts.items()):
             progress("building corpora", i, len(material.parts))
-            built = build_corpus(examples, fingerprint=fingerprint)
+            built = build_calibrated(examples, fingerprint=fingerprint)
             file = Path(scratch) / f"{i}.corpus"
             built.save(file)
             corpora[part] = (file, built)
@@ -215,7 +215,7 @@ def tune(
         progress("building the corpus", 0, None)
         _save(
             corpus_file,
-            lambda file: build_corpus(material.whole[label], fingerprint=fingerprint).save(file),
+            build_calibrated(material.whole[label], fingerprint=fingerprint).save,
         )
     report: dict[str, Any] = {
         "task": settings.name,

@@ -311,7 +311,7 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     Raises ConfigError for examples that cannot be used.
     """
     from drafters.array_file import ArrayFileError
-    from drafters.corpus import build_corpus
+    from drafters.auto.held_out import build_calibrated
     from drafters.learned import LearnedOutputs
     from server.datasets import open_tokenizer, tokenize_in_place
 
@@ -344,7 +344,7 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
             )
     if len(held) == 0:
         raise ConfigError("there are no examples")
-    corpus = build_corpus(held.examples(), fingerprint=fingerprint)
+    corpus = build_calibrated(held.examples(), fingerprint=fingerprint)
     digest = hashlib.sha256()
     for prompt_ids, output_ids in held.examples():
         for ids in (prompt_ids, output_ids):

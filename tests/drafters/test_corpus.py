@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
-from drafters.auto.automaton import build_automaton
-from drafters.auto.growth import automaton_step
+from drafters.auto.automaton import automaton_step, build_automaton
+from drafters.auto.held_out import build_calibrated
 from drafters.auto.text_index import START
 from drafters.corpus import Corpus, build_corpus
 from drafters.corpus_file import KIND, VERSION, read_extent
@@ -204,7 +204,9 @@ def test_the_nearest_prompts_are_those_that_share_rare_tokens() -> None:
 
 def test_progress_is_reported() -> None:
     seen: list[tuple[str, float]] = []
-    build_corpus(EXAMPLES, fingerprint="", progress=lambda what, share: seen.append((what, share)))
+    build_calibrated(
+        EXAMPLES, fingerprint="", progress=lambda what, share: seen.append((what, share))
+    )
     assert {what for what, _ in seen} == {"counting", "indexing", "calibrating"}
     assert all(0.0 <= share <= 1.0 for _, share in seen)
 

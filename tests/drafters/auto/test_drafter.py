@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drafters.auto.cells import NUM_CELLS, SOURCES
 from drafters.auto.drafter import AutoDrafter
-from drafters.auto.growth import NUM_CELLS, SOURCES
+from drafters.auto.held_out import build_calibrated
 from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
-from drafters.corpus import Corpus, build_corpus
+from drafters.corpus import Corpus
 from drafters.published.suffix import SuffixDrafter
 from drafters.replay import Recording, follow, replay
 
@@ -33,7 +34,7 @@ def examples(num: int, seed: int) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    return build_corpus(examples(400, 1), fingerprint="")
+    return build_calibrated(examples(400, 1), fingerprint="")
 
 
 def recordings(num: int, seed: int) -> list[Recording]:

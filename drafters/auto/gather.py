@@ -1,0 +1,332 @@
+"""Gathering: which tokens followed the context at one node, by source and match length.
+
+At a node the context is the path to it, then the text before it. Every source is asked which
+tokens followed that context at *every* match length it has:
+
+    corpus      a suffix automaton over a task's outputs (drafters.auto.automaton)
+    prompt      the prompt of this sequence (drafters.auto.text_index)
+    output      what it has emitted so far
+    retrieved   outputs of the corpus' examples whose prompts are nearest to this one
+    prediction  the text the client expects (OpenAI's Predicted Outputs)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.auto.cells import (
+    CORPUS,
+    HASH_SIZE,
+    MAX_CANDIDATES,
+    MAX_MATCH,
+    MAX_RETRIEVED_MATCH,
+    MAX_RETRIEVED_VISITS,
+    MAX_TOP,
+    MAX_VISITS,
+    NUM_BUCKETS,
+    NUM_LEVELS,
+    NUM_SOURCES,
+    OUTPUT,
+    PREDICTION,
+    PROMPT,
+    cell_of,
+    length_bucket,
+)
+from drafters.auto.text_index import START, find_slot, triple_key
+from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, TextView
+from drafters.jit import inlined
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+__all__ = ["Gathered", "GatheredFields", "gather", "new_gathered"]
+
+NUM, STAMP = 0, 1  # in Gathered.state
+
+
+class Gathered(NamedTuple):
+    """The candidates at a node and their counts by level; written anew by every `gather`.
+
+    state: int32 [2]: number of candidates; the node's stamp. tokens: int32 [MAX_CANDIDATES].
+    slot_stamps, slot_rows: int32 [HASH_SIZE], a hash from token to candidate; a slot with an older
+    stamp is empty. counts: float32 [NUM_LEVELS, MAX_CANDIDATES], valid where totals is above 0.
+    totals: float32 [NUM_LEVELS]. levels, cells: int32 [NUM_LEVELS]: the levels that have
+    something, longest context first, and their trust cells. chances: float32 [MAX_CANDIDATES],
+    written by drafters.auto.blend. path: int32, the context, newest token first. below: float64
+    [NUM_LEVELS], scratch of learn_token.
+    """
+
+    state: Int32
+    tokens: Int32
+    slot_stamps: Int32
+    slot_rows: Int32
+    counts: Float32
+    totals: Float32
+    levels: Int32
+    cells: Int32
+    chances: Float32
+    path: Int32
+    below: Float64
+
+
+GatheredFields = tuple[
+    Int32, Int32, Int32, Int32, Float32, Float32, Int32, Int32, Float32, Int32, Float64
+]
+
+
+def new_gathered(max_depth: int) -> GatheredFields:
+    """Room for the contexts of trees up to `max_depth` deep."""
+    return (
+        np.zeros(2, np.int32),
+        np.zeros(MAX_CANDIDATES, np.int32),
+        np.zeros(HASH_SIZE, np.int32),
+        np.zeros(HASH_SIZE, np.int32),
+        np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32),
+        np.zeros(NUM_LEVELS, np.float32),
+        np.zeros(NUM_LEVELS, np.int32),
+        np.zeros(NUM_LEVELS, np.int32),
+        np.zeros(MAX_CANDIDATES, np.float32),
+        np.zeros(MAX_MATCH + 1 + max_depth, np.int32),
+        np.zeros(NUM_LEVELS, np.float64),
+    )
+
+
+@inlined
+def _candidate(token: int, found: Gathered) -> int:
+    """Number of a next token, given when it is new; -1 when there is no room."""
+    stamp = found.state[STAMP]
+    slot = (token * 40503) & (HASH_SIZE - 1)
+    while found.slot_stamps[slot] == stamp:
+        row = int(found.slot_rows[slot])
+        if found.tokens[row] == token:
+            return row
+        slot = (slot + 1) & (HASH_SIZE - 1)
+    row = int(found.state[NUM])
+    if row >= MAX_CANDIDATES:
+        return -1
+    found.slot_stamps[slot] = stamp
+    found.slot_rows[slot] = row
+    found.tokens[row] = token
+    found.state[NUM] = row + 1
+    return row
+
+
+@inlined
+def _clear(counts: Float32, level: int) -> None:
+    """Zero a level's counts: a loop becomes a memset here, a slice an array object."""
+    for row in range(MAX_CANDIDATES):
+        counts[level, row] = 0.0
+
+
+@inlined
+def _visit(
+    of: TextView, position: int, context_size: int, num_prompt: int, found: Gathered
+) -> None:
+    """Count the token after `position` at the level of its match length with the context."""
+    text = of.text
+    if position + 1 >= of.size:
+        return
+    token = text[0, position + 1]
+    if token < 0:
+        return
+    length = 1
+    limit = min(context_size, position + 1)
+    while length < limit and text[0, position - length] == found.path[length]:
+        length += 1
+    weight = np.float32(1.0)
+    if num_prompt < 0:
+        weight = of.marks[WEIGHT, position]
+        source = int(of.marks[SOURCE, position])
+    elif position + 1 < num_prompt:
+        source = PROMPT
+        if position < of.marks.shape[1]:
+            weight = of.marks[WEIGHT, position]
+    else:
+        source = OUTPUT
+    level = source * NUM_BUCKETS + length_bucket(length)
+    if found.totals[level] == 0.0:
+        _clear(found.counts, level)
+    found.totals[level] += weight
+    row = _candidate(token, found)
+    if row >= 0:
+        found.counts[level, row] += weight
+
+
+@inlined
+def _gather_text(of: TextView, context_size: int, num_prompt: int, found: Gathered) -> None:
+    """Next tokens after all occurrences of the context in a TextIndex, by exact match length.
+
+    num_prompt: tokens of prompt in the sequence's own text, whose marks, if any, hold a weight
+    for each position of the prompt; -1 for documents, whose marks hold weight and source.
+    """
+    if of.size < 2 or context_size < 1:
+        return
+    path = found.path
+    position = int(of.table[1, find_slot(of.table, int(path[0]))])
+    most = MAX_VISITS if num_prompt >= 0 else MAX_RETRIEVED_VISITS
+    visits = 0
+    while position >= 0 and visits < most:
+        _visit(of, position, context_size, num_prompt, found)
+        position = int(of.text[1, position])
+        visits += 1
+    if position >= 0 and context_size >= 3:
+        # The common token's older occurrences: only those that match three tokens or more.
+        newest = position
+        key = triple_key(path[2], path[1], path[0])
+        position = int(of.table[1, find_slot(of.table, key)])
+        visits = 0
+        while position >= 0 and visits < MAX_VISITS // 2:
+            if position <= newest:
+                _visit(of, position, context_size, num_prompt, found)
+            position = int(of.text[2, position])
+            visits += 1
+
+
+@inlined
+def _gather_corpus(corpus: CorpusView, state: int, length: int, found: Gathered) -> None:
+    """Next tokens after the automaton's context and its suffixes, the longest of each bucket."""
+    states, edges, tops = corpus.states, corpus.edges, corpus.tops
+    last_bucket = NUM_BUCKETS
+    while state >= 0:
+        bucket = length_bucket(length)
+        if bucket < last_bucket:
+            last_bucket = bucket
+            level = CORPUS * NUM_BUCKETS + bucket
+            first, end = states[state, 3], states[state + 1, 3]
+            top = states[state, 4]
+            # Every occurrence has a next token but those that end the corpus.
+            found.totals[level] = states[state, 2]
+            _clear(found.counts, level)
+            # The targets' counts stand beside the tokens: a corpus is larger than any cache, and
+            # asking each target for its own was a twentieth of what a proposal cost.
+            for i in range(MAX_TOP if top >= 0 else end - first):
+                if top >= 0:
+                    token, count = tops[top + i, 0], tops[top + i, 1]
+                else:
+                    token, count = edges[first + i, 0], edges[first + i, 2]
+                if token >= 0:
+                    row = _candidate(token, found)
+                    if row >= 0:
+                        found.counts[level, row] = count
+        state = states[state, 0]
+        if state >= 0:
+            length = states[state, 1]
+
+
+@inlined
+def _gather_hints(docs: TextView, hints: Int32, found: Gathered) -> None:
+    """Where the output left the prediction, its next token follows no known context."""
+    level = PREDICTION * NUM_BUCKETS
+    for i in range(hints.shape[0]):
+        if found.totals[level] == 0.0:
+            _clear(found.counts, level)
+        found.totals[level] += 1.0
+        row = _candidate(int(docs.text[0, hints[i]]), found)
+        if row >= 0:
+            found.counts[level, row] += 1.0
+
+
+@inlined
+def _add_longer(found: Gathered) -> None:
+    """Counts by exact length become counts by context: it also occurs wherever a longer does."""
+    num_candidates = found.state[NUM]
+    counts, totals = found.counts, found.totals
+    for source in range(1, NUM_SOURCES):
+        longer = -1
+        for bucket in range(NUM_BUCKETS - 1, 0, -1):
+            level = source * NUM_BUCKETS + bucket
+            if totals[level] > 0.0:
+                if longer >= 0:
+                    totals[level] += totals[longer]
+                    for row in range(num_candidates):
+                        counts[level, row] += counts[longer, row]
+                longer = level
+
+
+@inlined
+def _longest(source: int, totals: Float32) -> int:
+    """Bucket of a source's longest match of at least a token; 0 for none."""
+    for bucket in range(NUM_BUCKETS - 1, 0, -1):
+        if totals[source * NUM_BUCKETS + bucket] > 0.0:
+            return bucket
+    return 0
+
+
+@inlined
+def _order_levels(found: Gathered, context_cover: int) -> int:
+    """Write levels and cells, longest context first; returns their number.
+
+    context_cover: tokens of output (path included) before this node.
+    """
+    num_candidates = found.state[NUM]
+    counts, totals = found.counts, found.totals
+    # A context is believed less where the rival source matches as much: the prompt's longest
+    # match for all others, the corpus' longest for the prompt.
+    prompt_longest, corpus_longest = _longest(PROMPT, totals), _longest(CORPUS, totals)
+    num_levels = 0
+    cover_bucket = length_bucket(context_cover)
+    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+        for turn in range(NUM_SOURCES, -1, -1):
+            if turn == NUM_SOURCES:
+                # Hints tell more than a match of one or two tokens.
+                if bucket != 2:
+                    continue
+                source, level = PREDICTION, PREDICTION * NUM_BUCKETS
+            else:
+                source, level = turn, turn * NUM_BUCKETS + bucket
+                if level == PREDICTION * NUM_BUCKETS:
+                    continue
+            total = totals[level]
+            if total <= 0.0:
+                continue
+            top = np.float32(0.0)
+            for row in range(num_candidates):
+                top = max(top, counts[level, row])
+            if source == CORPUS and bucket > 0:
+                covers = bucket >= length_bucket(context_cover + 1)
+            else:
+                covers = context_cover > 0 and bucket >= cover_bucket
+            rival = corpus_longest if source == PROMPT else prompt_longest
+            situation = 1 if covers else 0
+            if rival > 0:
+                situation += 4 if rival >= bucket else 2
+            found.levels[num_levels] = level
+            found.cells[num_levels] = cell_of(level, total, top / total, situation)
+            num_levels += 1
+    return num_levels
+
+
+@inlined
+def gather(context: Context, state: int, length: int, depth: int, found: Gathered) -> int:
+    """Ask all sources at one node; returns the number of levels that have something.
+
+    state, length: of the corpus after the path. found.path: its first `depth` entries are the
+    path to the node, newest first; the rest is filled with the context here.
+    """
+    found.state[NUM] = 0
+    found.state[STAMP] += 1
+    for i in range(NUM_LEVELS):
+        found.totals[i] = 0.0
+    own, docs, path = context.own, context.docs, found.path
+    size = min(MAX_MATCH, depth + own.size)
+    for i in range(depth, size):
+        path[i] = own.text[0, own.size - 1 - (i - depth)]
+    _gather_text(own, size, own.size - context.num_output, found)
+    cover = depth + context.num_output
+    if docs.size > 0:
+        size = min(MAX_RETRIEVED_MATCH, cover + 1)
+        kept = path[size - 1]
+        if size == cover + 1:
+            path[cover] = START
+        _gather_text(docs, size, -1, found)
+        path[size - 1] = kept
+        if depth == 0:
+            _gather_hints(docs, context.hints, found)
+    if context.corpus.states.shape[0] > 0:
+        _gather_corpus(context.corpus, state, length, found)
+    _add_longer(found)
+    return _order_levels(found, cover)

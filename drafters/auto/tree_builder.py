@@ -1,0 +1,280 @@
+"""Growing one tree from all sources, best-first, by the estimated chance of each node.
+
+At every node the sources are asked (drafters.auto.gather) and what they say becomes a chance for
+each next token (drafters.auto.blend). The product of the chances along a path is the node's
+survival, and a max-heap on it with parent closure gives the tree: deep where the context is
+certain, broad where it is not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.auto.automaton import automaton_step
+from drafters.auto.blend import blend, is_end, leader
+from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
+from drafters.auto.gather import NUM, Gathered, GatheredFields, gather, new_gathered
+from drafters.auto.views import (
+    Context,
+    ContextFields,
+    Limits,
+    LimitsFields,
+    Trusts,
+    TrustsFields,
+    context_of,
+)
+from drafters.heap import pop, push
+from drafters.jit import borrowing, inlined
+from drafters.tree import DraftTree
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+__all__ = ["Workspace", "grow_tree"]
+
+HEAP_SIZE = 4096
+
+
+class Nodes(NamedTuple):
+    """The grown nodes in the order they were popped, so a parent comes before its children.
+
+    int32 [N] each: token, parent (-1: the root), source and bucket of the leading context, depth;
+    state and length of the corpus after the node; first_child, next_sibling (-1: none) and place
+    in the final order. float32 [N]: survival of the path, chance given the parent.
+    """
+
+    token: Int32
+    parent: Int32
+    source: Int32
+    bucket: Int32
+    depth: Int32
+    state: Int32
+    length: Int32
+    first_child: Int32
+    next_sibling: Int32
+    place: Int32
+    survival: Float32
+    chance: Float32
+
+
+class Candidates(NamedTuple):
+    """What waits in the heap: drafters.heap's keys (survivals) and places, and at each place
+    token, parent, source and bucket (int32) and chance (float32)."""
+
+    keys: Float32
+    places: Int32
+    token: Int32
+    parent: Int32
+    source: Int32
+    bucket: Int32
+    chance: Float32
+
+
+class Tree(NamedTuple):
+    """The result, in preorder: int32 [4, N] token, parent, source, bucket; float32 [2, N]:
+    survival, chance given the parent."""
+
+    ints: Int32
+    chances: Float32
+
+
+GrowthFields = tuple[Int32, Float32, Float32, Int32, Int32, Float32]
+TreeFields = tuple[Int32, Float32]
+
+
+@inlined
+def _columns(fields: GrowthFields) -> tuple[Nodes, Candidates]:
+    """Name the rows of the scratch blocks."""
+    i, f, keys, places, waiting, chance = fields
+    nodes = Nodes(i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], f[0], f[1])
+    return nodes, Candidates(keys, places, waiting[0], waiting[1], waiting[2], waiting[3], chance)
+
+
+@inlined
+def _offer(
+    node: int,
+    context: Context,
+    limits: Limits,
+    trusts: Trusts,
+    nodes: Nodes,
+    found: Gathered,
+    waiting: Candidates,
+    size: int,
+) -> int:
+    """Put the candidates behind `node` (-1: the root) into the heap; returns its new size."""
+    depth, survival = 0, np.float32(1.0)
+    state, length = context.corpus.state, context.corpus.length
+    if node >= 0:
+        depth, survival = nodes.depth[node], nodes.survival[node]
+        state, length = nodes.state[node], nodes.length[node]
+    at = node
+    for i in range(depth):
+        found.path[i] = nodes.token[at]
+        at = nodes.parent[at]
+    num_levels = gather(context, state, length, depth, found)
+    blend(trusts.weights, num_levels, found)
+    at_start = context.num_output + depth == 0
+    for row in range(found.state[NUM]):
+        chance = found.chances[row]
+        if survival * chance < 0.2 * limits.min_survival:
+            continue
+        first = leader(row, num_levels, found)
+        level = found.levels[first]
+        cell = factor_cell(level, found.cells[first] % NUM_SITUATIONS, at_start, chance)
+        chance = min(chance * np.float32(trusts.factors[cell]), np.float32(0.9999))
+        value = survival * chance
+        if value < limits.min_survival or size >= waiting.keys.shape[0]:
+            continue
+        # An end is never drafted: where it comes it is the bonus token for nothing, and after it
+        # there is none.
+        token = found.tokens[row]
+        if is_end(token, context.ends):
+            continue
+        place = push(waiting.keys, waiting.places, size, value)
+        size += 1
+        waiting.token[place] = token
+        waiting.parent[place] = node
+        waiting.source[place] = level // NUM_BUCKETS
+        waiting.bucket[place] = level % NUM_BUCKETS
+        waiting.chance[place] = chance
+    return size
+
+
+@inlined
+def _take(
+    node: int, survival: float, place: int, context: Context, nodes: Nodes, waiting: Candidates
+) -> None:
+    """Make the candidate at `place` node number `node`."""
+    parent = waiting.parent[place]
+    token = waiting.token[place]
+    nodes.token[node] = token
+    nodes.parent[node] = parent
+    nodes.source[node] = waiting.source[place]
+    nodes.bucket[node] = waiting.bucket[place]
+    nodes.chance[node] = waiting.chance[place]
+    nodes.survival[node] = survival
+    nodes.depth[node] = 1 if parent < 0 else nodes.depth[parent] + 1
+    corpus = context.corpus
+    state, length = corpus.state, corpus.length
+    if parent >= 0:
+        state, length = nodes.state[parent], nodes.length[parent]
+    if corpus.states.shape[0] > 0:
+        state, length = automaton_step(corpus.states, corpus.edges, state, length, token)
+    nodes.state[node] = state
+    nodes.length[node] = length
+
+
+@inlined
+def _write_preorder(num: int, nodes: Nodes, tree: Tree) -> None:
+    """Siblings by survival: the likeliest path comes first, so that its KV stays put.
+
+    Nodes were popped by survival, so a parent's children lie in that order already; going through
+    them backwards and pushing each in front of its parent's list keeps it.
+    """
+    nodes.first_child[:num] = -1
+    first_root = -1
+    for i in range(num - 1, -1, -1):
+        parent = nodes.parent[i]
+        if parent < 0:
+            nodes.next_sibling[i] = first_root
+            first_root = i
+        else:
+            nodes.next_sibling[i] = nodes.first_child[parent]
+            nodes.first_child[parent] = i
+    at = first_root
+    place = 0
+    while at >= 0:
+        parent = nodes.parent[at]
+        nodes.place[at] = place
+        tree.ints[0, place] = nodes.token[at]
+        tree.ints[1, place] = -1 if parent < 0 else nodes.place[parent]
+        tree.ints[2, place] = nodes.source[at]
+        tree.ints[3, place] = nodes.bucket[at]
+        tree.chances[0, place] = nodes.survival[at]
+        tree.chances[1, place] = nodes.chance[at]
+        place += 1
+        if nodes.first_child[at] >= 0:
+            at = nodes.first_child[at]
+            continue
+        while at >= 0 and nodes.next_sibling[at] < 0:
+            at = nodes.parent[at]
+        if at >= 0:
+            at = nodes.next_sibling[at]
+
+
+@borrowing
+def grow_tree(
+    limit_fields: LimitsFields,
+    context_fields: ContextFields,
+    trust_fields: TrustsFields,
+    scratch: GatheredFields,
+    growth: GrowthFields,
+    tree_fields: TreeFields,
+) -> int:
+    """Grow a tree into `tree_fields` (a Tree); returns its number of nodes.
+
+    The fields are those of Limits, Context, Trusts and Gathered; growth is a Workspace's.
+    """
+    limits, trusts = Limits(*limit_fields), Trusts(*trust_fields)
+    context, found = context_of(context_fields), Gathered(*scratch)
+    nodes, waiting = _columns(growth)
+    size = 0  # of the heap
+    num = 0
+    node = -1
+    depth = 0
+    while True:
+        if depth < limits.max_depth and num < limits.budget:
+            size = _offer(node, context, limits, trusts, nodes, found, waiting, size)
+        if num >= limits.budget or size == 0:
+            break
+        survival = waiting.keys[0]
+        place = pop(waiting.keys, waiting.places, size)
+        size -= 1
+        node = num
+        num += 1
+        _take(node, survival, place, context, nodes, waiting)
+        depth = nodes.depth[node]
+    _write_preorder(num, nodes, Tree(*tree_fields))
+    return num
+
+
+class Workspace:
+    """Scratch arrays of grow_tree, shared by all sessions of a Drafter (one thread)."""
+
+    __slots__ = ("_growth", "_max_budget", "_max_depth", "_tree", "gathered")
+
+    def __init__(self, max_budget: int = 64, max_depth: int = 64) -> None:
+        self._resize(max_budget, max_depth)
+
+    def _resize(self, max_budget: int, max_depth: int) -> None:
+        self._max_budget, self._max_depth = max_budget, max_depth
+        self.gathered: GatheredFields = new_gathered(max_depth)
+        self._growth: GrowthFields = (
+            np.zeros((10, max_budget), np.int32),
+            np.zeros((2, max_budget), np.float32),
+            np.zeros(HEAP_SIZE, np.float32),
+            np.arange(HEAP_SIZE, dtype=np.int32),
+            np.zeros((4, HEAP_SIZE), np.int32),
+            np.zeros(HEAP_SIZE, np.float32),
+        )
+        self._tree: TreeFields = (
+            np.zeros((4, max_budget), np.int32),
+            np.zeros((2, max_budget), np.float32),
+        )
+
+    def grow(self, limits: LimitsFields, context: ContextFields, trusts: TrustsFields) -> DraftTree:
+        """The tree that these give."""
+        budget, max_depth, _ = limits
+        if budget > self._max_budget or max_depth > self._max_depth:
+            self._resize(max(budget, self._max_budget), max(max_depth, self._max_depth))
+        num = grow_tree(limits, context, trusts, self.gathered, self._growth, self._tree)
+        if num == 0:
+            return DraftTree.empty()
+        ints, chances = self._tree
+        block = ints[:2, :num].copy()
+        return DraftTree(
+            block[0], block[1], chances[0, :num].copy(), ints[2, :num].astype(np.uint8)
+        )
