@@ -66,7 +66,7 @@ class EngineHost:
         poller.register(self._wake_fd, select.POLLIN)
         announced = False
         try:
-            channel.send(connection, ("ready", channel.pack_info(engine.info)))
+            channel.send(connection, ("ready", engine.info))
             while True:
                 while ready := poller.poll(0):
                     if any(fd == self._wake_fd for fd, _ in ready) or not self._take():
@@ -81,7 +81,7 @@ class EngineHost:
                 self._pending.extend(engine.take_deltas())
                 if self._pending or not announced or engine.has_news:
                     self._flush()
-                    channel.send(connection, ("stats", channel.pack_stats(engine.stats())))
+                    channel.send(connection, ("stats", engine.stats()))
                     announced = True
                 if self._draining and not engine.is_compiling:
                     return 0
@@ -98,7 +98,7 @@ class EngineHost:
         message = channel.receive(self._connection)
         kind = message[0]
         if kind == "submit":
-            engine.submit(channel.unpack_request(message[1]))
+            engine.submit(message[1])
         elif kind == "abort":
             engine.abort(message[1])
         elif kind == "control":
@@ -123,7 +123,7 @@ class EngineHost:
             answer = {"ok": False, "error": str(error)[:300]}
         try:
             channel.send(self._connection, ("control", call_id, answer))
-        except ValueError:  # not marshallable
+        except ValueError:  # nothing that msgspec encodes
             answer = {"ok": False, "error": f"control {name!r} gave no plain value"}
             channel.send(self._connection, ("control", call_id, answer))
 
@@ -162,9 +162,7 @@ class EngineHost:
         self._send(pending)
 
     def _send(self, deltas: list[Delta]) -> None:
-        packed = [channel.pack_delta(delta) for delta in deltas]
-        stats = channel.pack_stats(self._engine.stats())
-        channel.send(self._connection, ("deltas", packed, stats))
+        channel.send(self._connection, ("deltas", deltas, self._engine.stats()))
 
 
 def _build(factory: EngineFactory, connection: Connection) -> Engine | None:

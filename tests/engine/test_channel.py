@@ -1,18 +1,25 @@
-"""What crosses the channel arrives as it was sent, and is plain enough to be marshalled."""
+"""What crosses the channel arrives as it was sent, with the same types."""
 
 from __future__ import annotations
 
-import marshal
+import math
+from dataclasses import replace
+
+import msgspec
+import pytest
 
 from server import channel
 from server.types import (
     Delta,
     EngineStats,
+    GrammarSpec,
+    ModelInfo,
     Request,
     SamplingParams,
     SpeculationParams,
     StepCounts,
     TokenLogprob,
+    VocabularyCounts,
     VocabularyParams,
 )
 
@@ -60,24 +67,54 @@ DELTA = Delta(
 )
 
 
+def _there(*message: object) -> tuple[object, ...]:
+    return channel.decode(channel.encode(message))
+
+
 def test_requests() -> None:
-    plain = marshal.loads(marshal.dumps(channel.pack_request(REQUEST)))
-    assert channel.unpack_request(plain) == REQUEST
+    assert _there("submit", REQUEST) == ("submit", REQUEST)
 
 
 def test_a_request_with_nothing_set() -> None:
     bare = Request("r", "t", "m", (1,), SamplingParams())
-    plain = marshal.loads(marshal.dumps(channel.pack_request(bare)))
-    assert channel.unpack_request(plain) == bare
+    assert _there("submit", bare) == ("submit", bare)
+    grammar = replace(bare, grammar=GrammarSpec("regex", "[a-z]+"))
+    assert _there("submit", grammar) == ("submit", grammar)
+
+
+def test_types_are_kept_to_the_last() -> None:
+    """1 is not 1.0 and not True, and ids come as tuples: drafters and caches compare them."""
+    options = (("a", 1), ("b", 1.0), ("c", True), ("d", "1"))
+    request = replace(REQUEST, speculation=SpeculationParams("auto", 4, options))
+    (_, found) = _there("submit", request)
+    assert isinstance(found, Request) and found.speculation.options == options
+    assert [type(v) for _, v in found.speculation.options] == [int, float, bool, str]
+    assert type(found.prompt_ids) is tuple and type(found.sampling.stop[0]) is bytes
 
 
 def test_deltas() -> None:
-    for delta in (DELTA, Delta("r", 0, (), error="e", error_code="c", finish_reason="error")):
-        plain = marshal.loads(marshal.dumps(channel.pack_delta(delta)))
-        assert channel.unpack_delta(plain) == delta
+    deltas = [DELTA, Delta("r", 0, (), error="e", error_code="c", finish_reason="error")]
+    deltas += [replace(DELTA, stop_reason=7, vocabulary=VocabularyCounts(5, 1, verify_s=0.5))]
+    deltas += [replace(DELTA, counts=StepCounts(expected_accepted=math.inf))]
+    stats = EngineStats(num_running=3, step_s=0.5, draft_budget=7, learned=(("a", 1, 2),))
+    assert _there("deltas", deltas, stats) == ("deltas", deltas, stats)
+    assert _there("deltas", [], None) == ("deltas", [], None)
 
 
-def test_stats() -> None:
-    stats = EngineStats(num_running=3, step_s=0.5, draft_budget=7)
-    plain = marshal.loads(marshal.dumps(channel.pack_stats(stats)))
-    assert channel.unpack_stats(plain) == stats
+def test_the_other_messages() -> None:
+    info = ModelInfo("m", 9, 8, (0, 1), 4, 16, "cpu", "float32", "f", 8, 64)
+    assert _there("ready", info) == ("ready", info)
+    assert _there("stats", EngineStats()) == ("stats", EngineStats())
+    assert _there("stop") == ("stop",)
+    assert _there("abort", "r") == ("abort", "r")
+    control = ("control", 3, "reload", {"task": "t", "ids": [1, 2]})
+    assert _there(*control) == control
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="prompt_ids"):
+        _there("submit", replace(REQUEST, prompt_ids=("x",)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="zip"):
+        _there("deltas", [])
+    with pytest.raises(ValueError, match="unsupported"):
+        channel.encode(("submit", object()))

@@ -75,11 +75,11 @@ def _receive(handle: Any, timeout_s: float = 20.0) -> Any:
 def _ready(handle: Any) -> None:
     message = _receive(handle)
     assert message[0] == "ready"
-    assert channel.unpack_info(message[1]).name == "fake"
+    assert message[1].name == "fake"
 
 
 def _submit(handle: Any, request: Request) -> None:
-    channel.send(handle.connection, ("submit", channel.pack_request(request)))
+    channel.send(handle.connection, ("submit", request))
 
 
 def _under_way(handle: Any) -> None:
@@ -97,9 +97,8 @@ def _until_finished(handle: Any, names: set[str]) -> tuple[dict[str, list[Delta]
     while open_names:
         message = _receive(handle)
         if message[0] == "deltas":
-            stats = channel.unpack_stats(message[2])
-            for plain in message[1]:
-                delta = channel.unpack_delta(plain)
+            stats = message[2]
+            for delta in message[1]:
                 out.setdefault(delta.request_id, []).append(delta)
                 if delta.finish_reason:
                     open_names.discard(delta.request_id)
@@ -302,7 +301,7 @@ def test_an_engine_does_not_survive_its_api_process(busy: str) -> None:
             if {busy!r} != "idle":
                 prompt = (9, 9) if {busy!r} == "hanging" else (3, 4)
                 request = _request("a", max_tokens=500, prompt=prompt)
-                channel.send(handle.connection, ("submit", channel.pack_request(request)))
+                channel.send(handle.connection, ("submit", request))
             print(handle.pid, flush=True)
             time.sleep(60)
         """

@@ -179,7 +179,7 @@ class ScriptedEngine:
             if self.refuses:
                 channel.send(connection, ("failed", self.refuses, True))
                 return
-            channel.send(connection, ("ready", channel.pack_info(self.info)))
+            channel.send(connection, ("ready", self.info))
             while True:
                 while connection.poll(0 if self.running and self.gate.is_set() else 0.02):
                     if not self._told(connection, channel.receive(connection)):
@@ -194,7 +194,7 @@ class ScriptedEngine:
     def _told(self, connection: Connection, message: channel.Message) -> bool:
         kind = message[0]
         if kind == "submit":
-            request = channel.unpack_request(message[1])
+            request = message[1]
             self.submitted.append(request)
             self.running[request.request_id] = list(self.script(request))
             self.steps_of_request[request.request_id] = 0
@@ -228,7 +228,7 @@ class ScriptedEngine:
         )
         channel.send(
             connection,
-            ("deltas", [channel.pack_delta(d) for d in deltas], channel.pack_stats(stats)),
+            ("deltas", deltas, stats),
         )
 
 

@@ -288,19 +288,13 @@ class _Slot:
                 message = channel.receive(handle.connection)
                 kind = message[0]
                 if kind == "deltas":
-                    deltas = [channel.unpack_delta(plain) for plain in message[1]]
-                    stats = None if message[2] is None else channel.unpack_stats(message[2])
                     loop.call_soon_threadsafe(
-                        self._client.on_deltas, self, generation, deltas, stats
+                        self._client.on_deltas, self, generation, message[1], message[2]
                     )
                 elif kind == "stats":
-                    loop.call_soon_threadsafe(
-                        self._client.on_stats, self, generation, channel.unpack_stats(message[1])
-                    )
+                    loop.call_soon_threadsafe(self._client.on_stats, self, generation, message[1])
                 elif kind == "ready":
-                    loop.call_soon_threadsafe(
-                        self._client.on_ready, self, generation, channel.unpack_info(message[1])
-                    )
+                    loop.call_soon_threadsafe(self._client.on_ready, self, generation, message[1])
                 elif kind == "control":
                     loop.call_soon_threadsafe(
                         self._client.on_control, self, generation, message[1], message[2]
@@ -585,7 +579,7 @@ class EngineClient:
             # Loads change as the prompts of one list are placed: choose again.
             slot = self._route(request) if len(requests) > 1 else first
             slot.hold(submission, request)
-            slot.send(("submit", channel.pack_request(request)))
+            slot.send(("submit", request))
         if total_timeout_s is not None:
             elapsed_s = time.monotonic() - requests[0].arrival_s if requests[0].arrival_s else 0.0
             submission.expire_after(max(0.0, total_timeout_s - elapsed_s))
