@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from server.types import Request, TokenLogprob, VocabularyCounts
+from server.types import EngineSizes, Request, TokenLogprob, VocabularyCounts
 from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, tokenize_pairs
 from vocab_store.slice import RequiredIds
 
@@ -96,11 +96,10 @@ def make_engine(
         RunnerSpec(
             name=files.folder.name,
             folder=str(files.folder),
+            sizes=EngineSizes(kv_bytes=kv_bytes, max_num_seqs=at_once),
             adapter=None if files.adapter is None else str(files.adapter),
-            kv_bytes=kv_bytes,
             threads=threads,
             max_model_len=4096,
-            max_num_seqs=at_once,
         )
     )
     table = files.tokens

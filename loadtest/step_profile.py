@@ -161,11 +161,11 @@ def profile_in_process(
     from drafters import make_drafter
     from server.engine.engine import Engine, EngineSettings
     from server.model.build import RunnerSpec, build_runner
-    from server.types import Request, SamplingParams, SpeculationParams
+    from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     runner: Any = build_runner(
-        RunnerSpec(name="profiled", folder=str(folder), kv_bytes=1 << 30, threads=threads)
+        RunnerSpec("profiled", str(folder), EngineSizes(kv_bytes=1 << 30), threads=threads)
     )
     names = [name for name in drafters if name != "off"]
     engine = Engine(

@@ -41,7 +41,7 @@ from loadtest import machine
 from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.stats import ratio, summarize
 from server.engine.engine import Engine, EngineSettings
-from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from vocab_store.profile import VocabProfile
 from vocab_store.store import EmbeddingStore
 
@@ -351,13 +351,13 @@ def _build(
         profiles = {"first": made}
         # Room for one request's rows: the next one with other ids has to copy all of its own.
         rows = most_dynamic(prompts, made) + ROOM
-        settings = replace(settings, slice_rows=rows)
+        settings = replace(settings, slice_cache_rows=rows)
     else:
         profiles = {name: sized(made, share) for name, share in SHARES.items()}
         profiles["exact"] = profiles["slice_1"]
     runner = build_runner(
         RunnerSpec(
-            name="speed", folder=str(folder), kv_bytes=1 << 29, threads=threads, max_model_len=4096
+            "speed", str(folder), EngineSizes(kv_bytes=1 << 29), threads=threads, max_model_len=4096
         )
     )
     engine = Engine(
@@ -393,7 +393,7 @@ def _first_tokens(
 ) -> int:
     vocab_size, row_bytes = made.slice.vocab_size, engine.runner.head_row_bytes
     try:
-        flush = unseen_ids(prompts, made, engine.settings.slice_rows, vocab_size)
+        flush = unseen_ids(prompts, made, engine.settings.slice_cache_rows, vocab_size)
         found = measure_first_tokens(
             engine, prompts, flush,
             profile="first", num_warm_up=options.warm_up, row_bytes=row_bytes,

@@ -333,8 +333,34 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The sizes of one engine, and the only place of their defaults.
+
+    server.yaml (EngineConfig, LimitsConfig) takes its defaults from here and is turned into one of
+    these; the runner (RunnerSpec.sizes) and the step loop (EngineSettings) are made of it, and
+    ModelInfo tells the API what came of it.
+
+    max_num_seqs: sequences in one step. max_num_batched_tokens: rows in one step. block_size: KV
+    slots in a block. kv_bytes or kv_fraction: memory of the KV cache, the fraction of what is free
+    once the weights are loaded. prefix_cache: whether prompts share KV blocks. slice_cache_rows:
+    LM-head rows kept beside the profiles' own. max_waiting_requests, max_waiting_tokens: bounds of
+    the queue.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_bytes: int | None = None
+    kv_fraction: float = 0.3
+    prefix_cache: bool = True
+    slice_cache_rows: int = 4096
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an engine tells the API when it is ready."""
+    """What an engine tells the API when it is ready: the sizes that it runs with."""
 
     name: str
     vocab_size: int

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server": set(),
     "server.types": set(),
     "server.errors": set(),
-    "server.config": {"server.errors", *CATALOG},
+    "server.config": {"server.errors", "server.types", *CATALOG},
     "server.channel": {"server.types"},
     "server.metrics": {"server.types", "server.errors", "server.config"},
     "server.logs": set(),

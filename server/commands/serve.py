@@ -30,11 +30,13 @@ from server.config import (
 )
 from server.config import with_overrides as over
 from server.errors import ConfigError, TailorError
+from server.types import EngineSizes
 
 __all__ = ["EngineOptions", "ModelChoice", "Place", "serve", "server_config", "server_tasks"]
 
 HELLO_PROMPT = "The capital of France is"
 
+_SIZES = EngineSizes()  # the defaults
 _WHERE = Group("Where", sort_key=1)
 _WHAT = Group("What", sort_key=2)
 _HOW = Group("How", sort_key=3)
@@ -108,8 +110,12 @@ class EngineOptions:
     ] = None
     dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
     max_model_len: Annotated[int | None, Parameter(help="longest prompt + output")] = None
-    max_num_seqs: Annotated[int | None, Parameter(help="sequences in one step (64)")] = None
-    max_num_batched_tokens: Annotated[int | None, Parameter(help="rows in one step (512)")] = None
+    max_num_seqs: Annotated[
+        int | None, Parameter(help=f"sequences in one step ({_SIZES.max_num_seqs})")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, Parameter(help=f"rows in one step ({_SIZES.max_num_batched_tokens})")
+    ] = None
     kv_cache_memory: Annotated[
         MemorySize | None,
         Parameter(

@@ -14,6 +14,7 @@ from server.config.section import Section, from_folder, validate
 from server.config.values import Memory, MemorySize, check_device, check_name
 from server.config.yaml_file import read_yaml
 from server.errors import ConfigError
+from server.types import EngineSizes
 
 __all__ = [
     "CorsConfig",
@@ -32,6 +33,7 @@ __all__ = [
     "with_overrides",
 ]
 
+_SIZES = EngineSizes()  # the defaults
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,95})?")
 
 
@@ -180,10 +182,15 @@ class LimitsConfig(Section):
         1 << 20, ge=1, description="prompts x choices x (prompt and max_tokens) of one request"
     )
     max_queued_requests: int = Field(
-        1024, ge=1, le=1 << 20, description="requests waiting for an engine; then 429"
+        _SIZES.max_waiting_requests,
+        ge=1,
+        le=1 << 20,
+        description="requests waiting for an engine; then 429",
     )
     max_queued_tokens: int = Field(
-        1 << 21, ge=1, description="prompt tokens waiting for an engine; then 429"
+        _SIZES.max_waiting_tokens,
+        ge=1,
+        description="prompt tokens waiting for an engine; then 429",
     )
     max_upload_bytes: int = Field(
         64 << 20, ge=1024, le=1 << 30, description="body of a corpus upload; larger ones get 413"
@@ -223,24 +230,34 @@ class EngineConfig(Section):
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one step")
-    max_num_batched_tokens: int = Field(
-        512, ge=16, le=1 << 20, description="rows in one step: prompt chunks, last tokens, drafts"
+    max_num_seqs: int = Field(
+        _SIZES.max_num_seqs, ge=1, le=4096, description="sequences in one step"
     )
-    block_size: int = Field(16, ge=1, le=1024, description="KV slots in a block")
+    max_num_batched_tokens: int = Field(
+        _SIZES.max_num_batched_tokens,
+        ge=16,
+        le=1 << 20,
+        description="rows in one step: prompt chunks, last tokens, drafts",
+    )
+    block_size: int = Field(_SIZES.block_size, ge=1, le=1024, description="KV slots in a block")
     kv_cache_memory: Memory = Field(
-        MemorySize(fraction=0.3),
+        MemorySize(fraction=_SIZES.kv_fraction),
         description="memory of the KV cache: a fraction of what is free after loading, or an "
         'amount such as "2GiB"',
     )
-    prefix_cache: bool = Field(True, description="whether prompts share KV blocks by content")
+    prefix_cache: bool = Field(
+        _SIZES.prefix_cache, description="whether prompts share KV blocks by content"
+    )
     structured_outputs: bool = Field(
         True,
         description="whether requests may bring a grammar; reading the tokenizer for it takes 0.3 "
         "to 4 seconds at start",
     )
     slice_cache_rows: int = Field(
-        4096, ge=0, le=1 << 20, description="LM-head rows of prompts kept beside the profiles' own"
+        _SIZES.slice_cache_rows,
+        ge=0,
+        le=1 << 20,
+        description="LM-head rows of prompts kept beside the profiles' own",
     )
     full_head: Literal["device", "stream", "cpu"] = Field(
         "device",
@@ -263,6 +280,21 @@ class EngineConfig(Section):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         return self
+
+    def sizes(self, limits: LimitsConfig) -> EngineSizes:
+        """The sizes of each engine. limits: of the server, whose queue an engine's is."""
+        memory = self.kv_cache_memory
+        return EngineSizes(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            kv_bytes=memory.num_bytes,
+            kv_fraction=memory.fraction or 0.0,
+            prefix_cache=self.prefix_cache,
+            slice_cache_rows=self.slice_cache_rows,
+            max_waiting_requests=limits.max_queued_requests,
+            max_waiting_tokens=limits.max_queued_tokens,
+        )
 
 
 class LogConfig(Section):

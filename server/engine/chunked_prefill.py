@@ -20,7 +20,7 @@ def chunked_prefill_rows(
 ) -> int:
     """Prompt rows of the next step, should anybody decode in it: see EngineSettings."""
     if cost is None or settings.target_step_s <= 0.0:
-        return settings.chunked_prefill_rows
+        return settings.most_prefill_rows
     num_decoding = num_keys = 0
     for sequence in running:
         if sequence.num_pending == 1:
@@ -30,5 +30,5 @@ def chunked_prefill_rows(
     return max(
         settings.min_chunked_prefill_rows,
         cost.rows_within(settings.target_step_s),
-        min(settings.chunked_prefill_rows, cost.rows_within(settings.prefill_ratio * alone_s)),
+        min(settings.most_prefill_rows, cost.rows_within(settings.prefill_ratio * alone_s)),
     )

@@ -100,7 +100,7 @@ class Engine:
             self.pool,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            chunked_prefill_rows=settings.chunked_prefill_rows,
+            chunked_prefill_rows=settings.most_prefill_rows,
         )
         self.budget = DraftBudget(cost)
         self.planner = DraftPlanner(self.budget, info.vocab_size)
@@ -497,4 +497,4 @@ def _make_slices(
         first_window=min(8, settings.max_window),
         adapts=settings.adapts_windows,
     )
-    return SliceBook(runner, profiles, control, capacity=settings.slice_rows)
+    return SliceBook(runner, profiles, control, capacity=settings.slice_cache_rows)

@@ -7,11 +7,11 @@ bits at every batch); CUDA runs transformers' own modules on TorchRunner.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from server.engine.batch import Runner
-from server.types import ModelInfo
+from server.types import EngineSizes, ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,8 +25,7 @@ class RunnerSpec:
 
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. max_model_len: None = the
-    model's own limit, or what the KV memory holds if that is less. kv_bytes or kv_fraction:
-    memory of the KV cache, the fraction of what is free once the weights are loaded. threads:
+    model's own limit, or what the KV memory holds if that is less. threads:
     CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and windows of `exact` are verified on the CPU. A CPU has it in place.
@@ -34,15 +33,11 @@ class RunnerSpec:
 
     name: str
     folder: str
+    sizes: EngineSizes = field(default_factory=EngineSizes)
     adapter: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    block_size: int = 16
-    kv_bytes: int | None = None
-    kv_fraction: float = 0.3
     threads: int | None = None
     full_head: Literal["device", "stream", "cpu"] = "device"
 
@@ -60,7 +55,7 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
 
 def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
     """The longest sequence: what was asked for, else the most that fits."""
-    room = num_blocks * spec.block_size
+    room = num_blocks * spec.sizes.block_size
     if spec.max_model_len is None:
         return min(limit, room)
     if spec.max_model_len > limit:
@@ -82,8 +77,8 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.loader import open_model
     from server.model.shape import rope_tables, shape_of
 
-    if spec.block_size != BLOCK_SIZE:
-        raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.block_size}")
+    if spec.sizes.block_size != BLOCK_SIZE:
+        raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
     if spec.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
     dtype = "float32" if spec.dtype == "auto" else spec.dtype
@@ -97,11 +92,11 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     num_blocks = num_blocks_for(
         kv_bytes_per_block(shape),
         torch.device("cpu"),
-        num_bytes=spec.kv_bytes,
-        fraction=spec.kv_fraction,
+        num_bytes=spec.sizes.kv_bytes,
+        fraction=spec.sizes.kv_fraction,
     )
     # More than every sequence at full length can never be used.
-    num_blocks = min(num_blocks, spec.max_num_seqs * (-(-most // BLOCK_SIZE) + 1))
+    num_blocks = min(num_blocks, spec.sizes.max_num_seqs * (-(-most // BLOCK_SIZE) + 1))
     max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
     cos, sin = rope_tables(folder.config, shape, max_model_len)
     info = ModelInfo(
@@ -114,8 +109,8 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         device="cpu",
         dtype=dtype,
         fingerprint=f"{folder.fingerprint}:{dtype}",
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.sizes.max_num_seqs,
+        max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
     )
     return CpuRunner(
         shape,
@@ -124,7 +119,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         sin,
         info,
         num_blocks=num_blocks,
-        max_rows=spec.max_num_batched_tokens,
+        max_rows=spec.sizes.max_num_batched_tokens,
         max_model_len=max_model_len,
         num_threads=spec.threads,
     )
@@ -159,11 +154,11 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     module = cast("PreTrainedModel", build_module(folder, dtype, device, skip=elsewhere))
     num_blocks = num_blocks_for(
         bytes_per_block(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.block_size, dtype
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.sizes.block_size, dtype
         ),
         device,
-        num_bytes=spec.kv_bytes,
-        fraction=spec.kv_fraction,
+        num_bytes=spec.sizes.kv_bytes,
+        fraction=spec.sizes.kv_fraction,
     )
     max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
     runner = TorchRunner(
@@ -171,10 +166,10 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         name=spec.name,
         device=device,
         num_blocks=num_blocks,
-        block_size=spec.block_size,
+        block_size=spec.sizes.block_size,
         max_model_len=max_model_len,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.sizes.max_num_seqs,
+        max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
         eos_token_ids=folder.eos_token_ids,
         num_token_ids=folder.num_token_ids,
         fingerprint=folder.fingerprint,

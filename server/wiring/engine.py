@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from server.engine.task_store import TaskMemory
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
-    from server.types import ModelInfo, SpeculationParams, VocabularyMode
+    from server.types import EngineSizes, ModelInfo, SpeculationParams, VocabularyMode
     from vocab_store.enrichment import Enrichment
 
 __all__ = ["EngineOrder", "build_engine"]
@@ -59,9 +59,8 @@ class EngineOrder:
     dtype: str
     max_model_len: int | None
     table: str
+    sizes: EngineSizes
     engine: EngineConfig
-    max_waiting_requests: int
-    max_waiting_tokens: int
     drafters: tuple[str, ...]
     namespace: str = ""
     learns: bool = False
@@ -81,11 +80,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         device=order.device,
         dtype=order.dtype,
         max_model_len=order.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        block_size=engine.block_size,
-        kv_bytes=engine.kv_cache_memory.num_bytes,
-        kv_fraction=engine.kv_cache_memory.fraction or 0.0,
+        sizes=order.sizes,
         threads=engine.threads,
         full_head=engine.full_head,
     )
@@ -134,16 +129,8 @@ def build_engine(order: EngineOrder) -> Engine:
 def _engine_settings(order: EngineOrder) -> EngineSettings:
     from server.engine.engine import EngineSettings
 
-    return EngineSettings(
-        max_num_seqs=order.engine.max_num_seqs,
-        max_num_batched_tokens=order.engine.max_num_batched_tokens,
-        chunked_prefill_rows=max(16, order.engine.max_num_batched_tokens // 2),
-        max_waiting_requests=order.max_waiting_requests,
-        max_waiting_tokens=order.max_waiting_tokens,
-        prefix_cache=order.engine.prefix_cache,
-        slice_rows=order.engine.slice_cache_rows,
-        target_step_s=_TARGET_STEP_S[order.device.partition(":")[0]],
-    )
+    target_step_s = _TARGET_STEP_S[order.device.partition(":")[0]]
+    return EngineSettings(**asdict(order.sizes), target_step_s=target_step_s)
 
 
 def _drafter_makers(

@@ -263,7 +263,9 @@ def with_slices(
         for at, request, abort in work.requests
     ]
     work.settings = replace(
-        work.settings, slice_rows=rng.choice((0, 2, 5, 100)), max_window=rng.choice((1, 4, 64))
+        work.settings,
+        slice_cache_rows=rng.choice((0, 2, 5, 100)),
+        max_window=rng.choice((1, 4, 64)),
     )
     return work
 

@@ -239,3 +239,36 @@ def test_a_value_is_what_the_kept_nodes_promise_less_their_rows() -> None:
     trees = [np.array([0.9, 0.1, 0.5]), np.array([0.4]), np.array([0.2])]
     values = budget.values(trees, [2, 1, 0], 1, 1, 0.0)
     assert values == pytest.approx([0.9 + 0.5 - 2 / 15, 0.4 - 1 / 15, 0.0])
+
+
+def test_of_choices_that_are_worth_the_same_the_one_with_fewest_nodes_is_taken() -> None:
+    """A node that never is accepted adds nothing; where its row is free too, it is still a row."""
+    free_to_8 = CostTable([1, 8, 16], [0.01, 0.01, 0.1])
+    hopeless = [np.zeros(6)]
+    for budget in (DraftBudget(free_to_8), DraftBudget(free_to_8, host_s=0.01)):
+        assert budget.choose(hopeless, 1, 1, 0.0, 100) == [0]
+        assert budget.choose([np.array([0.5, 0.0, 0.0])], 1, 1, 0.0, 100) == [1]
+        assert budget.choose(hopeless, 1, 4, 0.0, 100) == [0], "beside a prefill, too"
+
+
+def test_a_rest_begins_short_again_after_a_worthwhile_proposal() -> None:
+    record = DraftRecord()
+
+    def rest() -> int:
+        """Steps until it is asked again."""
+        steps = 0
+        while not record.allowance():
+            steps += 1
+        return steps
+
+    for _ in range(40):  # worth nothing: rests grow to the longest
+        record.record_value(0.0, price=0.1)
+        longest = rest()
+    assert longest == DraftRecord.LAST_REST
+    record.record_value(1.0, price=0.1)
+    assert rest() == 0
+    steps = 0
+    while not (found := rest()):  # and worth nothing again, until it rests
+        record.record_value(0.0, price=0.1)
+        steps += 1
+    assert found == 2 and steps > 1, "what was learned before is forgotten"

@@ -91,7 +91,7 @@ def test_every_row_of_a_prompt_is_copied_before_its_first_token() -> None:
     engine = Engine(
         FakeRunner(FakeModel(40, seed=2), fake_info(vocab_size=40)),
         {},
-        EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, slice_rows=num_rows + 4),
+        EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, slice_cache_rows=num_rows + 4),
         profiles=lambda name: profile,
     )
     flush = unseen_ids(prompts, profile, num_rows + 4, 40)

@@ -30,7 +30,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.sampler import path_tokens
 from server.model.gpu.slices import TorchSlices
 from server.model.gpu.transfers import Fence, HostTable, SideStream
-from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
+from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Collector, Result
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
@@ -476,8 +476,8 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
     """What a server on CUDA builds, on the CPU: no second copy of a table, and rows that pad the
     vocabulary are neither drawn from nor copied."""
     module = save_tiny(tmp_path, family, vocab_size=144)
-    spec = RunnerSpec("tiny", str(tmp_path), device="cpu", dtype="float32", max_num_seqs=4,
-                      max_num_batched_tokens=64, kv_bytes=1 << 20, full_head=place)  # fmt: skip
+    sizes = EngineSizes(max_num_seqs=4, max_num_batched_tokens=64, kv_bytes=1 << 20)
+    spec = RunnerSpec("tiny", str(tmp_path), sizes, device="cpu", dtype="float32", full_head=place)
     runner = _build_torch_runner(spec)
     assert isinstance(runner, TorchRunner) and runner.info.vocab_size == 128
     embed: Any = runner._body.get_input_embeddings()
@@ -562,7 +562,7 @@ def _serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
             chunked_prefill_rows=16,
-            slice_rows=slice_rows,
+            slice_cache_rows=slice_rows,
         ),
         stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
         profiles=PROFILES.__getitem__,
