@@ -54,7 +54,7 @@ nightly: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy server drafters vocab_store
+	$(BIN)/mypy server drafters vocab_store loadtest
 
 docs: $(STAMP)
 	$(BIN)/zensical build --clean --strict

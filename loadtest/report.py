@@ -175,7 +175,7 @@ def chart(
                 "y": LEGEND_ROW * (1 + index // legend_columns) - 6,
             }
         )  # fmt: skip
-        spoken += [dot["title"] for dot in dots]
+        spoken += [str(dot["title"]) for dot in dots]
     return {
         "title": title,
         "height": bottom + 24,

@@ -315,7 +315,9 @@ def forecasts_of(
     for name in variants:
         if name == OFF:
             continue
-        options = {"corpus": Corpus.load(corpus, fingerprint=None)} if name == WARM else {}
+        options: dict[str, Any] = {}
+        if name == WARM and corpus is not None:
+            options["corpus"] = Corpus.load(corpus, fingerprint=None)
         drafter: Any = make_drafter("auto", **options)
         drafter.warm_up()  # compiling is none of a step's cost
         expected = forecast(

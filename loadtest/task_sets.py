@@ -110,9 +110,9 @@ def prepare(
             own = recorded_dir / task_set.name / "train.jsonl"
         elif not own.is_file():
             tell(f"recording {num_train} outputs for {task_set.name}")
-            adapter = ["--adapter", str(models_dir / task_set.adapter)] if task_set.adapter else []
+            adapted = ["--adapter", str(models_dir / task_set.adapter)] if task_set.adapter else []
             _tailor(
-                "corpus", "generate", "--model", model, *adapter, "--data", str(train),
+                "corpus", "generate", "--model", model, *adapted, "--data", str(train),
                 "--limit", str(num_train), "--max-tokens", str(max_tokens), "-o", str(own),
             )  # fmt: skip
         tell(f"building the corpus of {task_set.name}")

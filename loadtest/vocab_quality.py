@@ -395,10 +395,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for task in tasks:
             names = TOLERANCE_ROWS + (ABLATION_ROWS if task in options.ablations else ())
-            results[task] = measure_task(
-                texts, files, loaded[task], task, names,
-                lambda name, cell, task=task: print(markdown(task, name, cell), flush=True),
-            )  # fmt: skip
+
+            def show(name: str, cell: Any, task: str = task) -> None:
+                print(markdown(task, name, cell), flush=True)
+
+            results[task] = measure_task(texts, files, loaded[task], task, names, show)
     finally:
         engine.close()
     emit(

@@ -513,7 +513,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = ["tokens/s", "against full", "95 %", *(f"{part} ms" for part in PARTS), "misses"]
     for column in ("mode", *columns):
         table.add_column(column, justify="right")
-    modes_found: dict[str, Any] = result["modes"]  # type: ignore[assignment]
+    modes_found: dict[str, Any] = result["modes"]
     for name, row in modes_found.items():
         against = row["against_full"]
         table.add_row(

@@ -15,7 +15,7 @@ import openvino_genai
 from one_stream import OneStream, serve
 
 
-class ChunkStreamer(openvino_genai.StreamerBase):  # type: ignore[misc]
+class ChunkStreamer(openvino_genai.StreamerBase):
     """Sends what each step brought as one server-sent event, its text detokenized incrementally."""
 
     def __init__(self, tokenizer: Any, handler: Handler, num_prompt: int) -> None:
