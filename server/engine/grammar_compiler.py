@@ -5,13 +5,10 @@ What a compiled grammar is used for: server/engine/grammar.py.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +17,11 @@ from server.grammar_text import grammar_limits, grammar_text
 from server.types import NO_SCOPE, GrammarSpec
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-__all__ = ["GrammarCompiler", "GrammarTemplate", "load_grammar_tokenizer", "one_line"]
+    from server.engine.grammar_tokenizer import GrammarTokenizer
+
+__all__ = ["GrammarCompiler", "GrammarTemplate", "one_line"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,24 +40,6 @@ class GrammarTemplate:
         self.num_words = (vocab_size + 31) // 32
 
 
-def load_grammar_tokenizer(
-    tokenizer_file: Path | str, vocab_size: int, eos_token_ids: Sequence[int]
-) -> LLTokenizer:
-    """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids, 3 s for 262,000, and
-    holds the interpreter lock.
-
-    vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
-    """
-    from llguidance import LLTokenizer
-
-    text = Path(tokenizer_file).read_text(encoding="utf-8")
-    if not all(re.search(rf'"{name}":\s*null', text[:1000]) for name in ("truncation", "padding")):
-        spec = json.loads(text)
-        spec["truncation"] = spec["padding"] = None
-        text = json.dumps(spec)
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-
-
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in threads of its own, and keeps the last ones.
 
@@ -73,7 +54,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        load_tokenizer: Callable[[], LLTokenizer],
+        load_tokenizer: Callable[[], GrammarTokenizer],
         vocab_size: int,
         *,
         timeout_s: float = 10.0,
@@ -89,7 +70,7 @@ class GrammarCompiler:
         self._num_kept_chars = 0
         self._kept: OrderedDict[tuple[str, GrammarSpec], Future[GrammarTemplate]] = OrderedDict()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
-        self._tokenizer: Future[LLTokenizer] | None = None
+        self._tokenizer: Future[GrammarTokenizer] | None = None
 
     def compile(self, spec: GrammarSpec, scope: str = NO_SCOPE) -> Future[GrammarTemplate]:
         """The compiled grammar, sooner or later. The Future raises ValueError for one that cannot
@@ -133,14 +114,15 @@ class GrammarCompiler:
         """End the threads; what is being compiled is left to itself. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, spec: GrammarSpec, tokenizer: Future[LLTokenizer]) -> GrammarTemplate:
+    def _work(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> GrammarTemplate:
         from llguidance import LLMatcher
 
         try:
             known = tokenizer.result()
         except Exception as error:
             raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
-        matcher = LLMatcher(known, grammar_text(spec), log_level=0, limits=grammar_limits())
+        text = grammar_text(known.spelled(spec))
+        matcher = LLMatcher(known.library, text, log_level=0, limits=grammar_limits())
         template = GrammarTemplate(matcher, self.vocab_size)
         if not matcher.is_error():
             # What the first mask finds out, copies know: the step loop is spared a long beginning.

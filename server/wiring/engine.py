@@ -154,7 +154,8 @@ def _drafter_makers(
 
 def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
     """What compiles grammars, its tokenizer read; None where they are switched off."""
-    from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
+    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar_tokenizer import load_grammar_tokenizer
 
     if not order.engine.structured_outputs:
         return None

@@ -14,7 +14,8 @@ import pytest
 from drafters import make_drafter
 from server.api.engines.client import EngineSpec
 from server.engine.engine import Engine, EngineSettings
-from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
+from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
 from server.engine.stops import StopTable
 from tests.api.chat_models import CONTEXT, TABLE, TOKENIZER, encode, served, weather

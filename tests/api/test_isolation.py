@@ -27,7 +27,8 @@ from server.config import (
     VocabularyConfig,
 )
 from server.engine.engine import Engine, EngineSettings
-from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
+from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskMemory

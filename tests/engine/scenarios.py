@@ -12,6 +12,7 @@ import numpy as np
 from server.engine.budget import CostTable
 from server.engine.engine import Engine, EngineSettings
 from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.engine.stops import StopTable
 from server.types import (
     Delta,
@@ -314,7 +315,8 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
 def make_engine(work: Workload, drafter: FakeDrafter) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
-        grammars = GrammarCompiler(lambda: work.grammar_tokenizer, work.model.vocab_size)
+        known = GrammarTokenizer(work.grammar_tokenizer, {})
+        grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
         for _, request, _ in work.requests:  # so that arrivals stay at their steps
             if request.grammar is not None:
                 grammars.compile(request.grammar, request.scope).exception()

@@ -17,7 +17,8 @@ from drafters import make_drafter
 from server import token_bytes
 from server.engine.batch import Runner
 from server.engine.engine import Engine, EngineSettings
-from server.engine.grammar_compiler import GrammarCompiler, load_grammar_tokenizer
+from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.model.gpu.runner import TorchRunner
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer

@@ -1,0 +1,95 @@
+"""A tokenizer as grammars see it: what a text spells is letters, whatever it spells.
+
+A tokenizer.json cuts "<|im_end|>" inside any text out as the control token of that name, and
+llguidance asks it how a forced text is cut. A schema's constant, a choice or a tool's enum that
+holds such a name would then end the answer, or be refused. So llguidance gets the tokenizer with
+those names replaced by ones that nobody can write: their ids and everything else stay.
+A Lark grammar may still ask for a control token, by its name without quotes or as <[id]>.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from server.types import GrammarSpec
+
+__all__ = ["GrammarTokenizer", "load_grammar_tokenizer"]
+
+_LARK = re.compile(
+    r"""
+    (?P<other> "(?:\\.|[^"\\])*" | //[^\n]* | /(?:\\.|[^/\\\n])+/ )
+    | (?P<name> <[^<>\s"/\[\]]+> )
+    """,
+    re.VERBOSE,
+)
+"""A literal, comment or regular expression of Lark, or the name of a control token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokenizer:
+    """library: llguidance's tokenizer. hidden: id of each control token whose name was replaced."""
+
+    library: LLTokenizer
+    hidden: Mapping[str, int]
+
+    def spelled(self, spec: GrammarSpec) -> GrammarSpec:
+        """The grammar with control tokens named by their ids."""
+        if spec.kind != "lark" or "<" not in spec.source:
+            return spec
+
+        def by_id(found: re.Match[str]) -> str:
+            token_id = self.hidden.get(found["name"] or "")
+            return found[0] if token_id is None else f"<[{token_id}]>"
+
+        return replace(spec, source=_LARK.sub(by_id, spec.source))
+
+
+def load_grammar_tokenizer(
+    tokenizer_file: Path | str, vocab_size: int, eos_token_ids: Sequence[int]
+) -> GrammarTokenizer:
+    """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids, 3 s for 262,000, and
+    holds the interpreter lock.
+
+    vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
+    """
+    from llguidance import LLTokenizer
+
+    spec = json.loads(Path(tokenizer_file).read_text(encoding="utf-8"))
+    spec["truncation"] = spec["padding"] = None
+    hidden = _hide(spec)
+    library = LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    return GrammarTokenizer(library, hidden)
+
+
+def _hide(spec: dict[str, Any]) -> dict[str, int]:
+    """Rename the control tokens of a tokenizer.json; their names and ids.
+
+    Those are the special ones and what llguidance takes for one: an added token like <tool_call>.
+    Other added tokens ("   ") are text like any other.
+    """
+    secret = secrets.token_hex(16)  # a name that could be guessed could be written
+    hidden: dict[str, int] = {}
+    new_names: dict[str, str] = {}
+    for token in spec.get("added_tokens") or ():
+        name, token_id = token["content"], int(token["id"])
+        if token.get("special") or (name.startswith("<") and name.endswith(">")):
+            hidden[name] = token_id
+            new_names[name] = token["content"] = f"<{secret}-{token_id}>"
+    model = spec["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {new_names.get(name, name): i for name, i in vocab.items()}
+    elif vocab is not None:  # Unigram: [piece, score] by id
+        model["vocab"] = [[new_names.get(name, name), score] for name, score in vocab]
+    if model.get("unk_token") in new_names:
+        model["unk_token"] = new_names[model["unk_token"]]
+    return hidden
