@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from server.engine.batch import Runner
+from server.errors import UnsupportedModelError
 from server.types import EngineSizes, ModelInfo
 
 if TYPE_CHECKING:
@@ -131,15 +132,22 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     no second copy."""
     import torch
 
+    from server.model.families import family_of
     from server.model.gpu.kv_cache import bytes_per_block, num_blocks_for
     from server.model.gpu.runner import TorchRunner
-    from server.model.loader import EMBEDDING, HEAD, build_module, open_model
+    from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
     from server.model.shape import shape_of
 
     device = torch.device(spec.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
     folder = open_model(spec.folder, adapter=spec.adapter)
+    reason = family_of(folder.config).on_cuda
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{folder.config.model_type} does not run on {spec.device}: {reason}. Nearest that "
+            "works: `devices: [cpu]` for this model"
+        )
     stored = getattr(folder.config, "dtype", None)
     if spec.dtype == "auto":
         dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
@@ -151,7 +159,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         head = folder.weights.get(HEAD).to(dtype)
     embedding = head if shape.tied else folder.weights.get(EMBEDDING).to(dtype)
     elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
-    module = cast("PreTrainedModel", build_module(folder, dtype, device, skip=elsewhere))
+    module = cast(
+        "PreTrainedModel", finish_module(build_module(folder, dtype, device, skip=elsewhere))
+    )
     num_blocks = num_blocks_for(
         bytes_per_block(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.sizes.block_size, dtype

@@ -30,6 +30,8 @@ from torch import nn
 from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
 from server.model.catalog import Report, cache_dir, model_folder, sha256_of
+from server.model.families import family_of
+from server.model.shape import shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
 from vocab_store.enrichment import Enrichment
 
@@ -42,21 +44,46 @@ __all__ = [
     "WeightReader",
     "build_module",
     "check_supported",
+    "finish_module",
     "open_model",
 ]
 
 # --- weights --------------------------------------------------------------------------------------
 
 
+def _full_name(stored: str) -> str:
+    """A text checkpoint's name as the state dict has it; base models leave `model.` out."""
+    return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+
+
+def _text_name(stored: str) -> str | None:
+    """The language model's name of a multimodal checkpoint's tensor; None = not of its text part.
+
+    Two layouts are about: `language_model.model.layers...` and `model.language_model.layers...`.
+    """
+    for prefix, name in (("language_model.model.", "model."), ("model.language_model.", "model.")):
+        if stored.startswith(prefix):
+            return name + stored.removeprefix(prefix)
+    if stored in (HEAD, f"language_model.{HEAD}"):
+        return HEAD
+    return None
+
+
 class WeightReader:
     """The tensors of a model folder by name, read when asked for. Opened by `open_model`.
 
     Names are those of transformers' state dict. With tied embeddings the head is the embedding.
+    wrapped: the files are a multimodal checkpoint's; its language model is read and nothing else.
     Not closed explicitly, the mapped files go with the object.
     """
 
     def __init__(
-        self, files: Sequence[Path], *, tied: bool, adapter: LoraAdapter | None = None
+        self,
+        files: Sequence[Path],
+        *,
+        tied: bool,
+        adapter: LoraAdapter | None = None,
+        wrapped: bool = False,
     ) -> None:
         self._tied = tied
         self._adapter = adapter
@@ -67,7 +94,9 @@ class WeightReader:
             for stored in reader.keys():  # noqa: SIM118 (no mapping)
                 if stored.endswith(".rotary_emb.inv_freq"):  # old checkpoints; recomputed
                     continue
-                name = stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+                name = _text_name(stored) if wrapped else _full_name(stored)
+                if name is None:
+                    continue
                 if name in self._where:
                     raise ModelError(f"{file}: {name} is in two files")
                 self._where[name] = (len(self._readers), stored)
@@ -193,6 +222,11 @@ def open_model(
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}/config.json: {str(error)[:300]}") from None
+    is_wrapped = config.model_type != family_of(raw).model_type
+    eos = [getattr(config, "eos_token_id", None)]
+    if is_wrapped:
+        config = _text_config(raw, config)
+        eos.append(getattr(config, "eos_token_id", None))
     check_supported(config)
     tokenizer_file = path / "tokenizer.json"
     if not tokenizer_file.is_file():
@@ -203,7 +237,7 @@ def open_model(
     files = _weight_files(path)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
-    weights = WeightReader(files, tied=tied, adapter=lora)
+    weights = WeightReader(files, tied=tied, adapter=lora, wrapped=is_wrapped)
     if lora is not None:
         config.vocab_size = lora.num_rows(int(config.vocab_size))
         config.tie_word_embeddings = tied and not lora.separate_head
@@ -214,10 +248,23 @@ def open_model(
         fingerprint=_fingerprint(raw, files, () if lora is None else lora.files),
         tokenizer_file=tokenizer_file,
         tokenizer_fingerprint=sha256_of(tokenizer_file),
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
         weights=weights,
         enrichment=None if lora is None else lora.enrichment,
     )
+
+
+def _text_config(raw: Mapping[str, Any], config: Any) -> Any:
+    """The language model's config of a multimodal checkpoint, complete in itself."""
+    text = config.text_config
+    text.architectures = [family_of(raw).architecture]
+    own = raw.get("text_config")
+    own = own if isinstance(own, Mapping) else {}
+    tied = own.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
+    text.tie_word_embeddings = bool(tied)
+    if getattr(text, "dtype", None) is None:
+        text.dtype = getattr(config, "dtype", None)
+    return text
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -260,14 +307,13 @@ def _check_complete(
             adapter.check(name, expected[name])
 
 
-def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
+def _eos_token_ids(path: Path, sources: list[Any], vocab_size: int) -> tuple[int, ...]:
     ids: set[int] = set()
-    sources = [getattr(config, "eos_token_id", None)]
     if (path / "generation_config.json").is_file():
-        sources.append(read_json(path / "generation_config.json").get("eos_token_id"))
+        sources = [*sources, read_json(path / "generation_config.json").get("eos_token_id")]
     for value in sources:
         for token_id in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(token_id, int) and 0 <= token_id < config.vocab_size:
+            if isinstance(token_id, int) and 0 <= token_id < vocab_size:
                 ids.add(token_id)
     return tuple(sorted(ids))
 
@@ -363,3 +409,22 @@ def build_module(
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, leaf, buffer.to(device))
     return module.eval()
+
+
+def finish_module(module: nn.Module) -> nn.Module:
+    """Make a module's body give what our own head and sampler need; for TorchRunner only.
+
+    - Logits that a family divides (Granite): the final states are divided, so that our head needs
+      not know. transformers' own head would divide twice from now on.
+    - longrope (Phi): the short factors for all positions; shape.max_position_embeddings ends where
+      they end, and looking at the positions would stop the host at every step.
+    """
+    config: Any = module.config
+    shape = shape_of(config)
+    if shape.logit_divisor != 1.0:
+        norm = module.get_submodule(shape.names.final_norm)
+        norm.register_forward_hook(lambda _, __, states: states / shape.logit_divisor)
+    rotary: Any = getattr(module.get_submodule("model"), "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) == "longrope":
+        rotary.rope_type = "default"
+    return module

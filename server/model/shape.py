@@ -1,7 +1,7 @@
-"""ModelShape: what a supported family's config says, as plain numbers, in one place.
+"""ModelShape: what a supported model's config says, as plain numbers, in one place.
 
-The CPU runner and the loader read a transformers config only through this. Whether a config is
-supported at all is the loader's question (loader.check_supported).
+The runners and the loader read a transformers config only through this. What differs between
+families is families.py's; whether a config is supported at all is supported.py's question.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from server.model.families import NormPlacement, QkNorm, WeightNames, family_of, position_limit
+
+NO_ROPE = "no_rope"
+"""The rope table of layers that do not rotate."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -20,9 +25,12 @@ class ModelShape:
 
     vocab_size: real ids; rows past it (a padded table) are never drawn. windows: per layer, the
     sliding window in positions (a row attends to positions > its own - window), 0 = all. rope_ids:
-    per layer, which rope table it uses. sandwich_norms: Gemma 3's norms after attention and MLP.
-    norm_offset: 1.0 where the stored weight is added to one (Gemma). embedding_scale: factor on
-    gathered embeddings.
+    per layer, which of rope_layer_types is its rope table. norms, qk_norm, interleaved: families.py
+    has their meaning. norm_offset: 1.0 where the stored weight is added to one (Gemma).
+    rotary_dim: leading dimensions of a head that rotate. embedding_scale: factor on gathered
+    embeddings. residual_scale: on what attention and MLP add.
+    logit_divisor: of the logits. attention_cap, logit_cap: soft-capping c * tanh(x / c), 0 = none.
+    query_beta, query_period: q at position p is scaled by 1 + beta * log(1 + floor(p / period)).
     """
 
     family: str
@@ -31,94 +39,125 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
     intermediate_size: int
     vocab_size: int
     norm_eps: float
     norm_offset: float
     activation: Literal["silu", "gelu_tanh"]
     attention_scale: float
-    qk_norm: bool
-    sandwich_norms: bool
+    qk_norm: QkNorm
+    norms: NormPlacement
+    interleaved: bool
     embedding_scale: float
+    residual_scale: float
+    logit_divisor: float
+    attention_cap: float
+    logit_cap: float
+    query_beta: float
+    query_period: int
     tied: bool
     windows: tuple[int, ...]
     rope_ids: tuple[int, ...]
     rope_layer_types: tuple[str | None, ...]
     max_position_embeddings: int
+    names: WeightNames
+
+
+def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+    """(the rope tables, which of them each layer uses)."""
+    family = family_of(config)
+    per_layer: list[str | None] = []
+    for i, rotates in enumerate(family.rotary(config)):
+        if not rotates:
+            per_layer.append(NO_ROPE)
+        else:
+            per_layer.append(config.layer_types[i] if family.ropes_differ else None)
+    tables = tuple(sorted(set(per_layer), key=lambda name: name or ""))
+    return tables, tuple(tables.index(name) for name in per_layer)
+
+
+def _rotated_share(config: Any) -> float:
+    rope = getattr(config, "rope_parameters", None) or {}
+    own = getattr(config, "partial_rotary_factor", None)
+    return float(rope.get("partial_rotary_factor") or own or 1.0)
 
 
 def shape_of(config: Any) -> ModelShape:
     """The ModelShape of a (supported, text-only) transformers config."""
-    family = config.model_type
-    num_layers = int(config.num_hidden_layers)
-    gemma = family == "gemma3_text"
+    family = family_of(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer_types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) or 0
-    if layer_types is not None:
-        windows = tuple(window if t == "sliding_attention" else 0 for t in layer_types)
-    elif family == "mistral":
-        windows = (window,) * num_layers
-    else:
-        windows = (0,) * num_layers
-    rope_types: tuple[str | None, ...] = (None,)
-    rope_ids = (0,) * num_layers
-    if gemma:
-        rope_types = tuple(sorted(set(layer_types or ())))
-        rope_ids = tuple(rope_types.index(t) for t in (layer_types or ()))
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    scalar = getattr(config, "query_pre_attn_scalar", None) if gemma else None
+    tables, rope_ids = _ropes(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale(config)
+    embedding = 1.0 if family.embedding_scale is None else family.embedding_scale(config)
+    shared = getattr(config, "shared_intermediate_size", None)
     return ModelShape(
-        family=family,
-        num_layers=num_layers,
+        family=family.model_type,
+        num_layers=int(config.num_hidden_layers),
         hidden_size=int(config.hidden_size),
         num_heads=int(config.num_attention_heads),
         num_kv_heads=int(config.num_key_value_heads),
         head_dim=int(head_dim),
-        intermediate_size=int(config.intermediate_size),
+        rotary_dim=int(head_dim * _rotated_share(config)),
+        intermediate_size=int(shared or config.intermediate_size),
         vocab_size=int(config.vocab_size),
         norm_eps=float(config.rms_norm_eps),
-        norm_offset=1.0 if gemma else 0.0,
+        norm_offset=family.norm_offset,
         activation="silu" if activation == "silu" else "gelu_tanh",
-        attention_scale=float((scalar or head_dim) ** -0.5),
-        qk_norm=family in ("qwen3", "gemma3_text"),
-        sandwich_norms=gemma,
-        embedding_scale=float(config.hidden_size**0.5) if gemma else 1.0,
+        attention_scale=float(scale),
+        qk_norm=family.qk_norm,
+        norms=family.norms,
+        interleaved=family.interleaved,
+        embedding_scale=float(embedding),
+        residual_scale=float(getattr(config, "residual_multiplier", None) or 1.0),
+        logit_divisor=float(getattr(config, "logits_scaling", None) or 1.0),
+        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        query_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
+        query_period=int(rope.get("original_max_position_embeddings") or 1),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
-        windows=windows,
+        windows=family.windows(config),
         rope_ids=rope_ids,
-        rope_layer_types=rope_types,
-        max_position_embeddings=int(config.max_position_embeddings),
+        rope_layer_types=tables,
+        max_position_embeddings=position_limit(config),
+        names=family.names,
     )
-
-
-_ROTARY = {
-    "llama": "LlamaRotaryEmbedding",
-    "mistral": "MistralRotaryEmbedding",
-    "qwen2": "Qwen2RotaryEmbedding",
-    "qwen3": "Qwen3RotaryEmbedding",
-    "gemma3_text": "Gemma3RotaryEmbedding",
-}
 
 
 def rope_tables(
     config: Any, shape: ModelShape, num_positions: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """(cos, sin), each float32 [rope tables, num_positions, head_dim / 2], from transformers' own
-    rotary module, so that every rope scaling it knows (and we allow) is its own arithmetic."""
+    """(cos, sin), each float32 [rope tables, num_positions, rotated dimensions / 2], from
+    transformers' own rotary module, so that every rope scaling it knows (and we allow) is its own
+    arithmetic. A table of layers that do not rotate is cos = 1, sin = 0."""
     import torch
 
-    package = "gemma3" if shape.family == "gemma3_text" else shape.family
-    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    rotary = getattr(module, _ROTARY[shape.family])(config)
+    module_name, class_name = family_of(config).rotary_class
+    rotary_class = getattr(importlib.import_module(module_name), class_name)
+    rotary = None if set(shape.rope_layer_types) == {NO_ROPE} else rotary_class(config)
     positions = torch.arange(num_positions)[None]
     probe = torch.zeros(1, dtype=torch.float32)
-    half = shape.head_dim // 2
-    cos_tables, sin_tables = [], []
+    tables: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None] = []
+    half = shape.rotary_dim // 2
     with torch.no_grad():
         for layer_type in shape.rope_layer_types:
+            if rotary is None or layer_type == NO_ROPE:
+                tables.append(None)
+                continue
             args = (probe, positions) if layer_type is None else (probe, positions, layer_type)
             cos, sin = rotary(*args)
-            cos_tables.append(cos[0, :, :half].float().numpy())
-            sin_tables.append(sin[0, :, :half].float().numpy())
+            tables.append((cos[0, :, :half].float().numpy(), sin[0, :, :half].float().numpy()))
+    still = np.ones((num_positions, half), np.float32), np.zeros((num_positions, half), np.float32)
+    cos_tables, sin_tables = zip(*(table or still for table in tables), strict=True)
     return np.ascontiguousarray(np.stack(cos_tables)), np.ascontiguousarray(np.stack(sin_tables))
+
+
+def query_scales(shape: ModelShape, num_positions: int) -> npt.NDArray[np.float32]:
+    """float32 [num_positions], the factor on q; [0] where there is none (Llama 4's scaling)."""
+    if not shape.query_beta:
+        return np.zeros(0, np.float32)
+    steps = np.floor(np.arange(num_positions, dtype=np.float32) / shape.query_period)
+    scales: npt.NDArray[np.float32] = 1 + np.float32(shape.query_beta) * np.log(1 + steps)
+    return scales.astype(np.float32)

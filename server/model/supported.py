@@ -1,8 +1,8 @@
 """Which models are computed right, and why the others are refused.
 
-Only architectures that are on the allow-list, with configs whose every switch we compute, are
-opened; a wrong answer is worse than none. No torch here: the command line asks before it starts
-an engine.
+Only architectures of a known family (families.py), with configs whose every switch we compute, are
+opened; a wrong answer is worse than none. A refusal names the key, the reason and the nearest thing
+that works. No torch here: the command line asks before it starts an engine.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from server.errors import UnsupportedModelError
+from server.model.families import BY_ARCHITECTURE, FAMILIES, Family
+from server.model.refusals import nearest_to, reason_for
 
 __all__ = ["ARCHITECTURES", "check_raw", "check_supported"]
 
-ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "MistralForCausalLM": "mistral",
-}
-"""Allowed classes and the model_type of their configs."""
+ARCHITECTURES: Mapping[str, Family] = BY_ARCHITECTURE
+"""Allowed classes and their families."""
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 _ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
@@ -52,6 +48,9 @@ _REFUSED_KEYS = {
     "rope_interleaved": "its rotary embedding is interleaved",
 }
 
+_OF_WRAPPERS = {"text_config", "vision_config", "audio_config"}
+"""Keys that a multimodal checkpoint has; those of a known wrapper are opened for their text."""
+
 
 # --- what is supported ----------------------------------------------------------------------------
 
@@ -59,61 +58,96 @@ _REFUSED_KEYS = {
 def check_supported(config: Any) -> None:
     """Raise UnsupportedModelError, with every reason, unless `config` is one we compute exactly.
 
-    config: a transformers PretrainedConfig.
+    config: a transformers PretrainedConfig, of the language model where the checkpoint is
+    multimodal.
     """
     reasons = list(_reasons(config))
     if reasons:
         name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        raise UnsupportedModelError(f"{name} is not supported: " + "; ".join(reasons))
+        raise UnsupportedModelError(_refusal(name, reasons, str(config.model_type)))
+
+
+def _refusal(name: str, reasons: list[str], model_type: str) -> str:
+    return f"{name} is not supported: {'; '.join(reasons)}. {nearest_to(model_type, reasons)}"
 
 
 def _reasons(config: Any) -> Iterator[str]:
     architectures = list(getattr(config, "architectures", None) or [])
     if len(architectures) != 1:
-        yield "its config.json names no single architecture"
+        yield "its config.json names no single architecture (architectures)"
         return
-    expected = ARCHITECTURES.get(architectures[0])
-    for key, reason in _REFUSED_KEYS.items():
-        if getattr(config, key, None):
-            yield f"{reason} ({key})"
-    if expected is None:
-        yield f"supported architectures are {', '.join(ARCHITECTURES)}"
+    family = BY_ARCHITECTURE.get(architectures[0])
+    computed = frozenset() if family is None else family.keys
+    for key in _REFUSED_KEYS:
+        if key not in computed and getattr(config, key, None):
+            yield _key_reason(key, getattr(config, key))
+    if family is None:
+        yield _unknown(architectures[0], str(config.model_type))
         return
-    if config.model_type != expected:
-        yield f"its model_type is {config.model_type!r} and not {expected!r}"
+    if config.model_type != family.model_type:
+        yield f"its model_type is {config.model_type!r} and not {family.model_type!r} (model_type)"
         return
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation not in _ACTIVATIONS:
-        yield f"activation {activation!r} is none of {', '.join(sorted(_ACTIVATIONS))}"
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        unknown = sorted(set(layer_types) - _LAYER_TYPES)
-        if unknown:
-            yield f"layer type {unknown[0]!r} is none of {', '.join(sorted(_LAYER_TYPES))}"
-        if len(layer_types) != config.num_hidden_layers:
-            yield "layer_types and num_hidden_layers disagree"
-        if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):
-            yield "it has sliding layers and no sliding_window"
-    yield from _rope_reasons(config)
+        kinds = ", ".join(sorted(_ACTIVATIONS))
+        yield f"activation {activation!r} is none of {kinds} (hidden_act)"
+    yield from _layer_reasons(config, family)
+    yield from _rope_reasons(config, family)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
-        yield f"{heads} heads cannot share {kv_heads} key-value heads"
+        yield f"{heads} heads cannot share {kv_heads} key-value heads (num_key_value_heads)"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % 2:
-        yield f"head_dim {head_dim} is odd"
+        yield f"head_dim {head_dim} is odd (head_dim)"
 
 
-def _rope_reasons(config: Any) -> Iterator[str]:
+def _key_reason(key: str, value: Any) -> str:
+    reason = _REFUSED_KEYS[key]
+    if key == "quantization_config":
+        method = value.get("quant_method") if isinstance(value, Mapping) else None
+        if method is None:
+            method = getattr(value, "quant_method", None)
+        if method is not None:
+            reason += f" with {str(getattr(method, 'value', method))[:40]}"
+    return f"{reason} ({key})"
+
+
+def _unknown(architecture: str, model_type: str) -> str:
+    known = reason_for(model_type, architecture)
+    return f"it is none of the families that `tailor models list` shows{known}"
+
+
+def _layer_reasons(config: Any, family: Family) -> Iterator[str]:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return
+    allowed = _LAYER_TYPES | family.layer_types
+    unknown = sorted(set(layer_types) - allowed)
+    if unknown:
+        kinds = ", ".join(sorted(allowed))
+        yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"
+    if len(layer_types) != config.num_hidden_layers:
+        yield "layer_types and num_hidden_layers disagree (layer_types)"
+    if "sliding_attention" in layer_types and not getattr(config, "sliding_window", None):
+        yield "it has sliding layers and no sliding_window (layer_types)"
+
+
+def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
     rope = getattr(config, "rope_parameters", None) or {}
+    allowed = _ROPE_TYPES | family.rope_types
     per_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
+    partial = "partial_rotary_factor" not in family.keys
     for parameters in rope.values() if per_layer_type else (rope,):
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in _ROPE_TYPES:
+        # Hunyuan calls a fixed stretch of the base "dynamic".
+        is_static = kind == "dynamic" and bool(parameters.get("alpha"))
+        if kind not in allowed and not (is_static and family.model_type == "hunyuan_v1_dense"):
             # dynamic and longrope change all positions' angles with the longest one in the batch
-            yield f"rope type {kind!r} is none of {', '.join(sorted(_ROPE_TYPES))}"
-        if parameters.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+            kinds = ", ".join(sorted(allowed))
+            yield f"rope type {kind!r} is none of {kinds} (rope_parameters)"
+        if partial and parameters.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             yield "its rotary embedding covers a part of the head (partial_rotary_factor)"
-    if getattr(config, "partial_rotary_factor", None) not in (None, 1, 1.0):
+    if partial and getattr(config, "partial_rotary_factor", None) not in (None, 1, 1.0):
         yield "its rotary embedding covers a part of the head (partial_rotary_factor)"
 
 
@@ -124,12 +158,27 @@ def check_raw(raw: Mapping[str, Any]) -> None:
     Raises UnsupportedModelError.
     """
     architectures = raw.get("architectures")
-    if (
-        not isinstance(architectures, list)
-        or len(architectures) != 1
-        or architectures[0] not in ARCHITECTURES
-    ):
-        name = architectures[0] if isinstance(architectures, list) and architectures else "a model"
-        reasons = [f"{why} ({key})" for key, why in _REFUSED_KEYS.items() if raw.get(key)]
-        reasons.append(f"supported architectures are {', '.join(ARCHITECTURES)}")
-        raise UnsupportedModelError(f"{str(name)[:80]} is not supported: {'; '.join(reasons)}")
+    name = architectures[0] if isinstance(architectures, list) and architectures else "a model"
+    family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None
+    model_type = str(raw.get("model_type", ""))[:80]
+    if isinstance(architectures, list) and len(architectures) == 1 and family is not None:
+        text = raw.get("text_config")
+        if name in family.wrappers and isinstance(text, Mapping):
+            kind = str(text.get("model_type", family.model_type))
+            if kind != family.model_type:
+                reason = f"its language model is {kind!r} and not {family.model_type!r}"
+                raise UnsupportedModelError(
+                    _refusal(name, [f"{reason} (text_config.model_type)"], kind)
+                )
+        return
+    reasons = [_key_reason(key, raw[key]) for key in _REFUSED_KEYS if raw.get(key)]
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        reasons.append("its config.json names no single architecture (architectures)")
+    else:
+        reasons.append(_unknown(str(name)[:80], model_type))
+    raise UnsupportedModelError(_refusal(str(name)[:80], reasons, model_type))
+
+
+def family_names() -> str:
+    """The families by the names that people know, for a message."""
+    return ", ".join(name for family in FAMILIES.values() for name in family.known_as)

@@ -31,13 +31,15 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     from server import token_bytes
     from server.api.chat_template import load_chat_template
     from server.api.served_model import ServedModel
+    from server.model.families import position_limit, text_values
     from server.model.supported import check_raw
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
     try:
         raw = json.loads(config_file.read_text(encoding="utf-8"))
         check_raw(raw)
-        vocab_size, limit = int(raw["vocab_size"]), int(raw["max_position_embeddings"])
+        values = text_values(raw)
+        vocab_size, limit = int(values["vocab_size"]), position_limit(values)
         created = int(config_file.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None

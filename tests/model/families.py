@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import transformers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -115,12 +117,100 @@ def mistral() -> PreTrainedModel:
     )
 
 
+def _own(architecture: str, **changes: Any) -> Callable[[], PreTrainedModel]:
+    """A maker of a family by its class name, from _SIZES and what differs."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+
+    def make() -> PreTrainedModel:
+        model_class: Any = getattr(transformers, architecture)
+        return model_class(model_class.config_class(**{**_SIZES, **heads, **changes}))
+
+    return make
+
+
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
+_LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0]}
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,
     "mistral": mistral,
+    "gemma2": _own(
+        "Gemma2ForCausalLM",
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=6.0,
+        tie_word_embeddings=True,
+    ),
+    # Layers without rotary, and a window on those.
+    "smollm3": _own(
+        "SmolLM3ForCausalLM",
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        tie_word_embeddings=True,
+    ),
+    "phi3": _own(
+        "Phi3ForCausalLM",
+        sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            **_LONG_FACTORS,
+        },
+        max_position_embeddings=4 * MAX_LEN,
+        original_max_position_embeddings=MAX_LEN,
+    ),
+    "granite": _own("GraniteForCausalLM", **_GRANITE),
+    "granitemoehybrid": _own(
+        "GraniteMoeHybridForCausalLM",
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        layer_types=["full_attention"] * 3,
+        position_embedding_type=None,
+        mamba_n_heads=4,
+        **_GRANITE,
+    ),
+    "olmo2": _own("Olmo2ForCausalLM"),
+    "olmo3": _own("Olmo3ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+    # A scale on q that grows with the position.
+    "ministral3": _own(
+        "Ministral3ForCausalLM",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "ernie4_5": _own("Ernie4_5ForCausalLM", tie_word_embeddings=True),
+    "hunyuan_v1_dense": _own(
+        "HunYuanDenseV1ForCausalLM",
+        rope_parameters={
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "alpha": 20.0,
+        },
+    ),
+    "exaone4": _own("Exaone4ForCausalLM", sliding_window=WINDOW, layer_types=_MIXED),
+    "glm4": _own(
+        "Glm4ForCausalLM",
+        rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        attention_bias=True,
+    ),
 }
 
 
@@ -133,10 +223,15 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
         for name, weight in module.named_parameters():
             if weight.ndim == 1:
                 weight.uniform_(-0.5, 0.5) if "norm" in name else weight.normal_(0.0, 0.3)
-                if "norm" in name and family != "gemma3":
+                if "norm" in name and not family.startswith("gemma"):
                     weight.add_(1.0)
             elif "embed" in name or "lm_head" in name:
-                weight.normal_(0.0, 0.4 if family != "gemma3" else 0.15)
+                weight.normal_(0.0, 0.15 if family.startswith("gemma") else 0.4)
             else:
                 weight.normal_(0.0, 1.3 / weight.shape[1] ** 0.5)
     return module.eval()
+
+
+def model_type(family: str) -> str:
+    """transformers' model_type of a family of this table."""
+    return "gemma3_text" if family == "gemma3" else family

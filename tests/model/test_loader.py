@@ -193,7 +193,7 @@ def test_supported_configs_pass(family: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GptOssForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM", "NoSuchModel"]
+    "architecture", ["GptOssForCausalLM", "MixtralForCausalLM", "CohereForCausalLM", "NoSuchModel"]
 )
 def test_other_architectures_are_refused(architecture: str, folder: Path) -> None:
     (folder / "config.json").write_text(

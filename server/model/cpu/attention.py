@@ -20,6 +20,7 @@ from server.model.cpu.kernels import (
     fetch_add,
     max_of,
     rms_norm,
+    soft_cap,
 )
 from server.model.cpu.records import RowKeys
 from server.model.cpu.vector_ir import LANES
@@ -44,22 +45,34 @@ def _rotate(x, cos, sin):
 
 @_serial
 def _place_rows(first, step, rows, qkv, layer, shape):
-    """Bias, head norms and rope on q and k in place, then K and V into their slots."""
+    """Bias, norms and rope on q and k in place, then K and V into their slots."""
     num_kv_heads = layer.keys.shape[0]
     num_heads = shape.num_heads
     d = shape.head_dim
+    normed = layer.q_norm.shape[0]
+    norms_heads = normed == d
     for r in range(first, rows.num, step):
         row = qkv[r]
         if layer.bias.shape[0] > 0:
             for i in range(layer.bias.shape[0]):
                 row[i] += layer.bias[i]
+        if normed > d:
+            keys = row[num_heads * d : (num_heads + num_kv_heads) * d]
+            rms_norm(row[:normed], layer.q_norm, row[:normed], normed, shape.eps)
+            rms_norm(keys, layer.k_norm, keys, keys.shape[0], shape.eps)
         c = layer.cos[rows.positions[r]]
         s = layer.sin[rows.positions[r]]
         for h in range(num_heads + num_kv_heads):
             head = row[h * d : (h + 1) * d]
-            if shape.has_qk_norm:
-                rms_norm(head, layer.q_norm if h < num_heads else layer.k_norm, head, d, shape.eps)
+            norm = layer.q_norm if h < num_heads else layer.k_norm
+            if norms_heads and not shape.norm_after_rope:
+                rms_norm(head, norm, head, d, shape.eps)
             _rotate(head, c, s)
+            if norms_heads and shape.norm_after_rope:
+                rms_norm(head, norm, head, d, shape.eps)
+        if layer.query_scales.shape[0] > 0:
+            for i in range(num_heads * d):
+                row[i] *= layer.query_scales[rows.positions[r]]
         block = rows.slots[r] // LANES
         lane = rows.slots[r] % LANES
         for h in range(num_kv_heads):
@@ -115,14 +128,19 @@ def _score_row(q, group, keys, shape, scores, acc):
             )  # fmt: skip
         for g in range(group):
             scores[g, prefix_len + j - base] = acc[g, width + slot % LANES]
+    scale = shape.scale
+    if shape.cap > 0:
+        for g in range(group):
+            soft_cap(s + g * room * 4, padded // LANES, scale, shape.cap)
+        scale = np.float32(1.0)
     for g in range(group):
         for i in range(base, keys.start):
             scores[g, i - base] = -np.inf
         for i in range(num_keys - base, padded):
             scores[g, i] = -np.inf
         row = s + g * room * 4
-        top = max_of(row, padded // LANES) * shape.scale
-        total = exp_shifted(row, padded // LANES, shape.scale, top)
+        top = max_of(row, padded // LANES) * scale
+        total = exp_shifted(row, padded // LANES, scale, top)
         acc[g, width] = np.float32(1.0) / total
 
 

@@ -27,8 +27,8 @@ from server.model.cpu.vector_ir import LANES
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 _parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
-# Rows of the norm table, one plane a layer.
-NORM_IN, NORM_MLP, NORM_POST_ATTENTION, NORM_POST_MLP = 0, 1, 2, 3
+# Rows of the norm table, one plane a layer; WeightNames.norms has them in this order.
+NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
 
 
 @_serial
@@ -61,11 +61,15 @@ def _residual_rows(first, step, num_rows, x, y, norms, out):
             rms_norm(y[r], norms.post, y[r], n, norms.eps)
         if norms.bias.shape[0] > 0:
             for i in range(n):
-                x[r, i] += y[r, i] + norms.bias[i]
+                x[r, i] += (y[r, i] + norms.bias[i]) * norms.scale
         else:
             for i in range(n):
-                x[r, i] += y[r, i]
-        rms_norm(x[r], norms.following, out[r], n, norms.eps)
+                x[r, i] += y[r, i] * norms.scale
+        if norms.has_following:
+            rms_norm(x[r], norms.following, out[r], n, norms.eps)
+        else:
+            for i in range(n):
+                out[r, i] = x[r, i]
 
 
 @_parallel
@@ -76,10 +80,10 @@ def _residual_parallel(num_rows, x, y, norms, out, threads):
 
 @_serial
 def residual(num_rows, x, y, norms, out, threads):
-    """x[r] += y[r] (+ bias), then out[r] = RMSNorm(x[r]) * following, for r < num_rows.
+    """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, for r < num_rows.
 
-    has_post: y[r] goes through RMSNorm * post first, in place. One pass over a row, while it is in
-    the cache.
+    has_post: y[r] goes through RMSNorm * post first, in place. Without has_following, out[r] =
+    x[r]. One pass over a row, while it is in the cache.
     """
     if threads == 1 or num_rows <= 4 * SERIAL_ROWS:
         _residual_rows(0, 1, num_rows, x, y, norms, out)
@@ -93,21 +97,25 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
     num, threads = rows.num, work.threads
     x, y, normed = scratch.x, scratch.projected, scratch.normed
     num_layers = layers.norms.shape[0]
-    norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, threads)
+    if shape.norms_before:
+        norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, threads)
+    else:
+        normed[:num] = x[:num]
     for i in range(num_layers):
         norms = layers.norms[i]
         table = positions.rope_ids[i]
         layer = AttentionLayer(
-            layers.qkv_bias[i], layers.qk_norms[i, 0], layers.qk_norms[i, 1], positions.cos[table],
-            positions.sin[table], positions.windows[i], cache.keys[i], cache.values[i],
+            layers.qkv_bias[i], layers.q_norms[i], layers.k_norms[i], positions.cos[table],
+            positions.sin[table], positions.query_scales, positions.windows[i], cache.keys[i],
+            cache.values[i],
         )  # fmt: skip
         linear(normed, num, layers.qkv, i, scratch.qkv, work)
         place(rows, scratch.qkv, layer, shape, threads)
         attend(rows, scratch.qkv, layer, shape, scratch, scratch.attended, work)
         linear(scratch.attended, num, layers.out, i, y, work)
         after = Residual(
-            layers.out_bias[i], shape.sandwich, norms[NORM_POST_ATTENTION], norms[NORM_MLP],
-            shape.eps,
+            layers.out_bias[i], shape.norms_after, norms[NORM_POST_ATTENTION], shape.residual_scale,
+            shape.norms_before, norms[NORM_MLP], shape.eps,
         )  # fmt: skip
         residual(num, x, y, after, normed, threads)
         gated_linear(normed, num, layers.gate_up, i, scratch.inner, shape.gelu, work)
@@ -116,8 +124,9 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
         last = i + 1 == num_layers
         following = layers.final_norm if last else layers.norms[i + 1, NORM_IN]
         after = Residual(
-            layers.out_bias[i, :0], shape.sandwich, norms[NORM_POST_MLP], following, shape.eps
-        )
+            layers.out_bias[i, :0], shape.norms_after, norms[NORM_POST_MLP], shape.residual_scale,
+            shape.norms_before or last, following, shape.eps,
+        )  # fmt: skip
         residual(num, x, y, after, scratch.hidden if last else normed, threads)
 
 

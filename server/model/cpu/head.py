@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.linear import product
+from server.model.cpu.linear import cap_logits, product
 from server.model.cpu.records import Float32, Work
 from server.model.cpu.weights import PackedWeights
 
@@ -25,9 +25,15 @@ class FullLogits(NamedTuple):
 
 
 class FullHead:
-    """The full LM head. Used from one thread at a time."""
+    """The full LM head. Used from one thread at a time.
 
-    def __init__(self, weights: PackedWeights, vocab_size: int, work: Work) -> None:
+    cap: soft-capping of the logits, 0 = none.
+    """
+
+    def __init__(
+        self, weights: PackedWeights, vocab_size: int, work: Work, cap: float = 0.0
+    ) -> None:
+        self._cap = cap
         self._weights = weights.full_head
         self._vocab_size = vocab_size
         self._work = work
@@ -46,5 +52,6 @@ class FullHead:
         if num:
             self._states[:num] = states[rows]
             product(self._states, num, self._weights, self._logits, self._work)
+            cap_logits(self._logits, num, self._cap)
             self._logits[:num, self._vocab_size :] = -np.inf
         return FullLogits(self._logits, self._states, {int(row): i for i, row in enumerate(rows)})

@@ -32,6 +32,7 @@ from server.model.cpu.kernels import (
     half_panel_product,
     panel_product,
     silu_gate,
+    soft_cap,
 )
 from server.model.cpu.records import Int64, Work
 from server.model.cpu.vector_ir import LANES
@@ -229,3 +230,15 @@ def _float_gated_linear(x, num_rows, weights, layer, out, gelu, work):
 def product(x, num_rows, weights, out, work):
     """`linear` on the record's first matrix."""
     linear(x, num_rows, weights, 0, out, work)
+
+
+@_serial
+def cap_logits(logits, num_rows, cap):
+    """logits[m] = cap * tanh(logits[m] / cap) for m < num_rows; nothing where cap is 0.
+
+    logits: float32 [*, a multiple of 16].
+    """
+    if cap > 0.0:
+        for m in range(num_rows):
+            row = logits[m].ctypes.data
+            soft_cap(row, logits.shape[1] // LANES, np.float32(1.0), np.float32(cap))

@@ -38,16 +38,21 @@ class Rows(NamedTuple):
 class Shape(NamedTuple):
     """Sizes and switches of a model.
 
-    scale: on attention scores. has_qk_norm: RMSNorm on each head of q and k. sandwich: norms after
-    attention and MLP too. gelu: the MLP's gate is GELU's tanh form, else SiLU.
+    scale: on attention scores. cap: soft-capping of them, cap * tanh(score / cap), 0 = none.
+    norm_after_rope: whether q and k are normed after the rotation. norms_before, norms_after: of
+    attention and MLP. residual_scale: on what they add. gelu: the MLP's gate is GELU's tanh form,
+    else SiLU.
     """
 
     num_heads: int
     head_dim: int
     scale: np.float32
+    cap: np.float32
     eps: np.float32
-    has_qk_norm: bool
-    sandwich: bool
+    norm_after_rope: bool
+    norms_before: bool
+    norms_after: bool
+    residual_scale: np.float32
     gelu: bool
 
 
@@ -56,7 +61,8 @@ class Layers(NamedTuple):
 
     qkv, out, gate_up, down: one record of any weight kind each (linear.py); outputs of qkv: q
     heads, k heads, v heads; gate and up panels alternate. norms: float32 [L, 4, H], rows NORM_*
-    of forward.py. qk_norms: float32 [L, 2, head_dim]. qkv_bias, out_bias: float32 [L, outputs], or
+    of forward.py. q_norms, k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs] (all
+    at once) or [L, 0]. qkv_bias, out_bias: float32 [L, outputs], or
     [L, 0]. final_norm: float32 [H].
     """
 
@@ -65,7 +71,8 @@ class Layers(NamedTuple):
     gate_up: Any
     down: Any
     norms: Float32
-    qk_norms: Float32
+    q_norms: Float32
+    k_norms: Float32
     qkv_bias: Float32
     out_bias: Float32
     final_norm: Float32
@@ -75,13 +82,15 @@ class Positions(NamedTuple):
     """What a position means in each layer.
 
     cos, sin: float32 [tables, positions, rotated dimensions / 2]. rope_ids: int64 [L], the table.
-    windows: int64 [L], 0 = all positions before.
+    windows: int64 [L], 0 = all positions before. query_scales: float32 [positions], factors on q,
+    or [0].
     """
 
     cos: Float32
     sin: Float32
     rope_ids: Int64
     windows: Int64
+    query_scales: Float32
 
 
 class Cache(NamedTuple):
@@ -133,6 +142,7 @@ class AttentionLayer(NamedTuple):
     k_norm: Float32
     cos: Float32
     sin: Float32
+    query_scales: Float32
     window: int
     keys: Float32
     values: Float32
@@ -154,13 +164,15 @@ class RowKeys(NamedTuple):
 class Residual(NamedTuple):
     """What happens between a block's product and the next: see forward.residual.
 
-    bias: float32 [H] or [0]. post: the norm before the sum, used if has_post. following: the norm
-    after it.
+    bias: float32 [H] or [0]. post: the norm before the sum, used if has_post. scale: on what is
+    added. following: the norm after it, used if has_following.
     """
 
     bias: Float32
     has_post: bool
     post: Float32
+    scale: np.float32
+    has_following: bool
     following: Float32
     eps: np.float32
 

@@ -27,7 +27,7 @@ from server.model.cpu.slices import SlicedHead
 from server.model.cpu.threads import KernelThreads
 from server.model.cpu.vector_ir import LANES
 from server.model.cpu.weights import PackedWeights
-from server.model.shape import ModelShape
+from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
 BLOCK_SIZE = LANES
@@ -92,9 +92,12 @@ def _record_shape(shape: ModelShape) -> Shape:
         num_heads=shape.num_heads,
         head_dim=shape.head_dim,
         scale=np.float32(shape.attention_scale),
+        cap=np.float32(shape.attention_cap),
         eps=np.float32(shape.norm_eps),
-        has_qk_norm=shape.qk_norm,
-        sandwich=shape.sandwich_norms,
+        norm_after_rope=shape.qk_norm == "head_after_rope",
+        norms_before=shape.norms != "after",
+        norms_after=shape.norms != "before",
+        residual_scale=np.float32(shape.residual_scale),
         gelu=shape.activation != "silu",
     )
 
@@ -129,14 +132,15 @@ class CpuRunner:
         self._threads = num_threads or default_threads()
         rope_ids = np.asarray(shape.rope_ids, np.int64)
         windows = np.asarray(shape.windows, np.int64)
-        self._positions = Positions(cos, sin, rope_ids, windows)
+        scales = query_scales(shape, max_model_len)
+        self._positions = Positions(cos, sin, rope_ids, windows, scales)
         self._cache = _cache(shape, num_blocks)
         self._pages = KvPages((self._cache.keys, self._cache.values))
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._record_shape = _record_shape(shape)
         self._work = new_work(self._threads)
-        self._head = FullHead(weights, shape.vocab_size, self._work)
-        self._slices = SlicedHead(weights.head, self._work)
+        self._head = FullHead(weights, shape.vocab_size, self._work, shape.logit_cap)
+        self._slices = SlicedHead(weights.head, self._work, shape.logit_cap)
         self._draws = Draws(shape.vocab_size)
         self._last_ids = np.zeros(0, np.int32)
         self._kept = np.zeros((0, shape.hidden_size), np.float32)

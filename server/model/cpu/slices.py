@@ -23,7 +23,7 @@ from numba import njit
 
 from server.engine.batch import Batch, HeadSlice, Int32
 from server.model.cpu.kernels import PANEL
-from server.model.cpu.linear import float_linear, product
+from server.model.cpu.linear import cap_logits, float_linear, product
 from server.model.cpu.records import Work
 from server.model.cpu.vector_ir import LANES
 
@@ -83,12 +83,13 @@ class _Table:
 class SlicedHead:
     """Tables and the dynamic pool over one packed head. Used from one thread at a time.
 
-    head: [panels, K, PANEL], the packed full head. work: the threads of its products. `num_bytes`
-    counts what is held beside it.
+    head: [panels, K, PANEL], the packed full head. work: the threads of its products. cap:
+    soft-capping of the logits, 0 = none. `num_bytes` counts what is held beside it.
     """
 
-    def __init__(self, head: Panels, work: Work) -> None:
+    def __init__(self, head: Panels, work: Work, cap: float = 0.0) -> None:
         self._head = head
+        self._cap = cap
         self._width = int(head.shape[1])
         self._work = work
         self._tables: dict[int, _Table] = {}
@@ -179,6 +180,7 @@ class SlicedHead:
         if num and num_panels:
             weights = float_linear(panels)._replace(num_panels=num_panels)
             product(states, num, weights, out, self._work)
+            cap_logits(out, num, self._cap)
         return out
 
 

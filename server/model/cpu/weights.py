@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.forward import NORM_IN, NORM_MLP, NORM_POST_ATTENTION, NORM_POST_MLP
+from server.errors import UnsupportedModelError
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import FloatLinear, float_linear
 from server.model.cpu.records import Float32, Layers
@@ -84,8 +84,9 @@ class PackedWeights:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"the CPU runner stores weights as float32 or bfloat16, not {dtype}")
         names = set(weights.names())
-        if any(name.endswith("mlp.down_proj.bias") for name in names):
-            raise ValueError("MLP biases are not supported on the CPU")
+        biased = f"model.layers.0.{shape.names.down}.bias"
+        if biased in names:
+            raise UnsupportedModelError(f"MLP biases are not computed on a CPU ({biased})")
         self.bf16 = dtype == "bfloat16"
         self._shape = s = shape
         self._source = weights
@@ -122,8 +123,14 @@ class PackedWeights:
 
     def _empty_layers(self, names: set[str]) -> Layers:
         s = self._shape
-        has_bias = "model.layers.0.self_attn.q_proj.bias" in names
-        has_out_bias = "model.layers.0.self_attn.o_proj.bias" in names
+        has_bias = f"model.layers.0.{s.names.qkv[0]}.bias" in names
+        has_out_bias = f"model.layers.0.{s.names.out}.bias" in names
+        q_norm = k_norm = 0
+        if s.qk_norm == "whole":
+            q_norm, k_norm = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        elif s.qk_norm != "none":
+            q_norm = k_norm = s.head_dim
+        final = self._vector(f"{s.names.final_norm}.weight") + np.float32(s.norm_offset)
         qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
 
         def matrix(column: int) -> FloatLinear:
@@ -135,10 +142,11 @@ class PackedWeights:
             gate_up=matrix(2),
             down=matrix(3),
             norms=np.zeros((s.num_layers, 4, s.hidden_size), np.float32),
-            qk_norms=np.zeros((s.num_layers, 2, s.head_dim), np.float32),
+            q_norms=np.zeros((s.num_layers, q_norm), np.float32),
+            k_norms=np.zeros((s.num_layers, k_norm), np.float32),
             qkv_bias=np.zeros((s.num_layers, qkv if has_bias else 0), np.float32),
             out_bias=np.zeros((s.num_layers, s.hidden_size if has_out_bias else 0), np.float32),
-            final_norm=self._vector("model.norm.weight") + np.float32(s.norm_offset),
+            final_norm=final / np.float32(s.logit_divisor),
         )
 
     def _stored(self, name: str) -> npt.NDArray[Any]:
@@ -148,21 +156,48 @@ class PackedWeights:
         value: Float32 = self._source.get(name).float().numpy()
         return value
 
+    def _rows(self, prefix: str, modules: Sequence[str], kind: str = "weight") -> Any:
+        """The rows of one or several modules, one under the other, as a torch tensor."""
+        import torch
+
+        parts = [self._source.get(f"{prefix}{module}.{kind}") for module in modules]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _qkv(self, prefix: str, kind: str) -> Any:
+        """Rows of q, k and v. Where the rotation pairs neighbours, those of q and k are put in an
+        order that pairs halves: a score is the same sum in another order."""
+        s = self._shape
+        rows = self._rows(prefix, s.names.qkv, kind)
+        if not s.interleaved:
+            return rows
+        order = np.arange(s.head_dim)
+        order[: s.rotary_dim] = np.concatenate(
+            [np.arange(0, s.rotary_dim, 2), np.arange(1, s.rotary_dim, 2)]
+        )
+        rotated = s.num_heads + s.num_kv_heads
+        places = (np.arange(rotated)[:, None] * s.head_dim + order).reshape(-1)
+        values = np.arange(rotated * s.head_dim, rows.shape[0])
+        return rows[np.concatenate([places, values])]
+
     def _pack_layer(self, layer: int) -> None:
         """The four matrices of a layer."""
         s = self._shape
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        prefix = f"model.layers.{layer}."
         views = [
             self._arena.take(num, k) for num, k in zip(self._panels, self._widths, strict=True)
         ]
         self._addresses[:, layer] = [view.ctypes.data for view in views]
         qkv, out, gate_up, down = views
-        parts = [self._stored(f"{attention}{n}_proj.weight") for n in "qkv"]
-        pack_panels(np.concatenate(parts), qkv)
-        pack_panels(self._stored(f"{attention}o_proj.weight"), out)
-        for half, part in enumerate(("gate", "up")):
-            pack_panels(self._stored(f"{mlp}{part}_proj.weight"), gate_up[half::2])
-        stored = self._stored(f"{mlp}down_proj.weight")
+        pack_panels(_as_stored(self._qkv(prefix, "weight"), self.bf16), qkv)
+        pack_panels(self._stored(f"{prefix}{s.names.out}.weight"), out)
+        if len(s.names.gate_up) == 1:
+            halves = self._stored(f"{prefix}{s.names.gate_up[0]}.weight")
+            parts = [halves[: s.intermediate_size], halves[s.intermediate_size :]]
+        else:
+            parts = [self._stored(f"{prefix}{name}.weight") for name in s.names.gate_up]
+        for half, part in enumerate(parts):
+            pack_panels(part, gate_up[half::2])
+        stored = self._stored(f"{prefix}{s.names.down}.weight")
         padded = np.zeros((s.hidden_size, self.inner_size), stored.dtype)
         padded[:, : s.intermediate_size] = stored
         pack_panels(padded, down)
@@ -171,23 +206,16 @@ class PackedWeights:
         """Norms and biases of a layer."""
         s, layers = self._shape, self.layers
         prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        norm_names = {NORM_IN: "input_layernorm", NORM_MLP: "post_attention_layernorm"}
-        if s.sandwich_norms:
-            norm_names[NORM_MLP] = "pre_feedforward_layernorm"
-            norm_names[NORM_POST_ATTENTION] = "post_attention_layernorm"
-            norm_names[NORM_POST_MLP] = "post_feedforward_layernorm"
-        for row, name in norm_names.items():
-            layers.norms[layer, row] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
-        if s.qk_norm:
-            for row, name in enumerate("qk"):
-                weight = self._vector(f"{attention}{name}_norm.weight")
-                layers.qk_norms[layer, row] = weight + s.norm_offset
+        for row, name in enumerate(s.names.norms):
+            if name is not None:
+                layers.norms[layer, row] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
+        if layers.q_norms.shape[1]:
+            for norms, name in zip((layers.q_norms, layers.k_norms), s.names.qk_norms, strict=True):
+                norms[layer] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
         if layers.qkv_bias.shape[1]:
-            parts = [self._vector(f"{attention}{n}_proj.bias") for n in "qkv"]
-            layers.qkv_bias[layer] = np.concatenate(parts)
+            layers.qkv_bias[layer] = self._qkv(prefix, "bias").float().numpy()
         if layers.out_bias.shape[1]:
-            layers.out_bias[layer] = self._vector(f"{attention}o_proj.bias")
+            layers.out_bias[layer] = self._vector(f"{prefix}{s.names.out}.bias")
 
     def _pack_head(self, table: Any) -> None:
         for first in range(0, self.head.shape[0], 256):

@@ -1,0 +1,366 @@
+"""Model families: everything that differs from Llama, one row a family.
+
+What: FAMILIES, read by supported.py (what is opened), shape.py (sizes and switches), cpu/weights.py
+(the weights' names), loader.py (the text part of multimodal checkpoints) and the command line. A
+new family that is made of known differences is one `Family` here and one small model in the tests'
+table (docs/adding-a-model.md). No torch here: the command line asks before it starts an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["BY_ARCHITECTURE", "FAMILIES", "Family", "WeightNames", "family_of", "register"]
+
+NormPlacement = Literal["before", "after", "both"]
+"""Where a layer's norms are: before attention and MLP (Llama), after them, on their results (OLMo
+2), or both (Gemma, GLM-4)."""
+
+QkNorm = Literal["none", "head", "head_after_rope", "whole"]
+"""RMSNorm on q and k: none, each head (before or after the rotation), or all heads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """Names of a layer's modules, below `model.layers.N.`; without `.weight`.
+
+    qkv: three modules, or one that holds all rows. gate_up: two, or one, gate first. norms: before
+    attention, after attention (on its result), before the MLP, after the MLP; None = not there.
+    qk_norms: of q and of k. final_norm is a full name. conv: of a short convolution's layer: the
+    projection to B, C and x, the taps, the projection back.
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    final_norm: str = "model.norm"
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+
+
+def _every_layer_rotates(config: Any) -> tuple[bool, ...]:
+    return (True,) * int(config.num_hidden_layers)
+
+
+def _layer_type_windows(config: Any) -> tuple[int, ...]:
+    """Windows where layer_types says `sliding_attention`; none without layer_types."""
+    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _same_window_everywhere(config: Any) -> tuple[int, ...]:
+    return (getattr(config, "sliding_window", None) or 0,) * int(config.num_hidden_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family: how its checkpoints call themselves and where it differs from Llama.
+
+    model_type, architecture: of the text model, as transformers has them. known_as: the names that
+    people know. wrappers: multimodal classes whose text part it is. gguf: architecture names in
+    GGUF files. on_cuda: None, or why transformers' own module cannot run on our paged cache.
+
+    The rest is the difference. The callables take the transformers config: rotary: which layers
+    rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are refused
+    elsewhere and computed here. rope_types: beside the usual ones. interleaved: the rotation pairs
+    neighbours (2i, 2i + 1), not halves. norm_offset: what is added to a stored norm weight.
+    embedding_scale, attention_scale: config -> factor; None = 1 and head_dim ** -0.5. ropes_differ:
+    one rope table per layer type.
+    """
+
+    model_type: str
+    architecture: str
+    known_as: tuple[str, ...]
+    wrappers: tuple[str, ...] = ()
+    gguf: tuple[str, ...] = ()
+    on_cuda: str | None = None
+    names: WeightNames = field(default_factory=WeightNames)
+    norms: NormPlacement = "before"
+    norm_offset: float = 0.0
+    qk_norm: QkNorm = "none"
+    interleaved: bool = False
+    ropes_differ: bool = False
+    rotary: Callable[[Any], tuple[bool, ...]] = _every_layer_rotates
+    windows: Callable[[Any], tuple[int, ...]] = _layer_type_windows
+    embedding_scale: Callable[[Any], float] | None = None
+    attention_scale: Callable[[Any], float] | None = None
+    keys: frozenset[str] = frozenset()
+    rope_types: frozenset[str] = frozenset()
+    layer_types: frozenset[str] = frozenset()
+    text_defaults: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rotary_class(self) -> tuple[str, str]:
+        """(module, class) of transformers' rotary embedding."""
+        package = self.model_type.removesuffix("_text")
+        module = f"transformers.models.{package}.modeling_{package}"
+        return module, self.architecture.removesuffix("ForCausalLM") + "RotaryEmbedding"
+
+
+# --- parts that several families share ------------------------------------------------------------
+
+_SANDWICH = WeightNames(
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+)
+_AFTER = WeightNames(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+
+_NO_SOFT_CAP = "its soft-capping is computed by the CPU runner only"
+
+
+def _granite_scales(config: Any) -> float:
+    return float(config.attention_multiplier)
+
+
+def _granite_embedding(config: Any) -> float:
+    return float(config.embedding_multiplier)
+
+
+def _gemma_attention(config: Any) -> float:
+    return float(config.query_pre_attn_scalar**-0.5)
+
+
+def _gemma_embedding(config: Any) -> float:
+    return float(config.hidden_size**0.5)
+
+
+def _granite_hybrid_rotates(config: Any) -> tuple[bool, ...]:
+    return (config.position_embedding_type == "rope",) * int(config.num_hidden_layers)
+
+
+def _smollm3_rotates(config: Any) -> tuple[bool, ...]:
+    return tuple(bool(on) for on in config.no_rope_layers[: config.num_hidden_layers])
+
+
+def _smollm3_windows(config: Any) -> tuple[int, ...]:
+    if not config.use_sliding_window:
+        return (0,) * int(config.num_hidden_layers)
+    return _layer_type_windows(config)
+
+
+def _exaone4_rotates(config: Any) -> tuple[bool, ...]:
+    return tuple(
+        config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types
+    )
+
+
+_ROWS = (
+    Family("llama", "LlamaForCausalLM", ("Llama 2, 3, 3.1, 3.2", "SmolLM2"), gguf=("llama",)),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        ("Mistral 7B", "Mistral Nemo"),
+        gguf=("mistral",),
+        windows=_same_window_everywhere,
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", ("Qwen2, Qwen2.5",), gguf=("qwen2",)),
+    Family("qwen3", "Qwen3ForCausalLM", ("Qwen3",), gguf=("qwen3",), qk_norm="head"),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        ("Gemma 2",),
+        gguf=("gemma2",),
+        on_cuda=_NO_SOFT_CAP,
+        names=_SANDWICH,
+        norms="both",
+        norm_offset=1.0,
+        embedding_scale=_gemma_embedding,
+        attention_scale=_gemma_attention,
+        keys=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        ("Gemma 3",),
+        wrappers=("Gemma3ForConditionalGeneration",),
+        gguf=("gemma3",),
+        names=_SANDWICH,
+        norms="both",
+        norm_offset=1.0,
+        qk_norm="head",
+        ropes_differ=True,
+        embedding_scale=_gemma_embedding,
+        attention_scale=_gemma_attention,
+        text_defaults={"vocab_size": 262208, "max_position_embeddings": 131072},
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        ("SmolLM3",),
+        gguf=("smollm3",),
+        rotary=_smollm3_rotates,
+        windows=_smollm3_windows,
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        ("Phi-3", "Phi-4, Phi-4-mini"),
+        gguf=("phi3",),
+        names=WeightNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        windows=_same_window_everywhere,
+        keys=frozenset({"partial_rotary_factor"}),
+        rope_types=frozenset({"longrope"}),
+    ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        ("Granite 3.0 to 3.3",),
+        gguf=("granite",),
+        embedding_scale=_granite_embedding,
+        attention_scale=_granite_scales,
+    ),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        ("Granite 4.0 dense",),
+        names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        rotary=_granite_hybrid_rotates,
+        embedding_scale=_granite_embedding,
+        attention_scale=_granite_scales,
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        ("OLMo 2",),
+        gguf=("olmo2",),
+        names=_AFTER,
+        norms="after",
+        qk_norm="whole",
+    ),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        ("OLMo 3",),
+        names=_AFTER,
+        norms="after",
+        qk_norm="whole",
+        ropes_differ=True,
+    ),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        ("Ministral 3",),
+        wrappers=("Mistral3ForConditionalGeneration",),
+        windows=_same_window_everywhere,
+        text_defaults={"vocab_size": 131072, "max_position_embeddings": 262144},
+    ),
+    Family(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        ("ERNIE 4.5 0.3B",),
+        gguf=("ernie4_5",),
+        interleaved=True,
+    ),
+    Family(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        ("Hunyuan 0.5B to 7B",),
+        gguf=("hunyuan-dense",),
+        names=WeightNames(qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
+        qk_norm="head_after_rope",
+    ),
+    Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        ("EXAONE 4.0",),
+        gguf=("exaone4",),
+        names=_AFTER,
+        norms="after",
+        qk_norm="head",
+        rotary=_exaone4_rotates,
+    ),
+    Family(
+        "glm4",
+        "Glm4ForCausalLM",
+        ("GLM-4-0414 9B",),
+        gguf=("glm4",),
+        names=WeightNames(
+            gate_up=("mlp.gate_up_proj",),
+            norms=(
+                "input_layernorm",
+                "post_self_attn_layernorm",
+                "post_attention_layernorm",
+                "post_mlp_layernorm",
+            ),
+        ),
+        norms="both",
+        interleaved=True,
+        keys=frozenset({"partial_rotary_factor"}),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {}
+"""By model_type of the text model."""
+
+BY_ARCHITECTURE: dict[str, Family] = {}
+"""By class name, wrappers included."""
+
+
+def register(family: Family) -> None:
+    """Add a family. Raises ValueError when one of its names is taken."""
+    names = (family.architecture, *family.wrappers)
+    if family.model_type in FAMILIES or any(name in BY_ARCHITECTURE for name in names):
+        raise ValueError(f"a family {family.model_type} or one of {names} is there already")
+    FAMILIES[family.model_type] = family
+    BY_ARCHITECTURE.update(dict.fromkeys(names, family))
+
+
+for _row in _ROWS:
+    register(_row)
+
+
+def family_of(config: Any) -> Family:
+    """The family of a transformers config or of a config.json, by its architecture or model_type.
+
+    Raises KeyError when there is none.
+    """
+    if isinstance(config, Mapping):
+        names, kind = config.get("architectures"), config.get("model_type")
+    else:
+        names, kind = getattr(config, "architectures", None), config.model_type
+    for name in names if isinstance(names, list) else ():
+        if name in BY_ARCHITECTURE:
+            return BY_ARCHITECTURE[name]
+    return FAMILIES[str(kind)]
+
+
+def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json's values of the language model: its own, or those of `text_config` where the
+    checkpoint is multimodal, with the family's defaults for what it leaves out."""
+    family = family_of(raw)
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return {**family.text_defaults, **raw}
+    return {**family.text_defaults, **text}
+
+
+def position_limit(values: Any) -> int:
+    """The longest sequence that is computed right, in tokens.
+
+    values: a text config, as a mapping or an object. With `longrope` the angles change for all
+    positions when a sequence outgrows the original context, so that is the limit.
+    """
+
+    def get(key: str) -> Any:
+        return values.get(key) if isinstance(values, Mapping) else getattr(values, key, None)
+
+    limit = int(get("max_position_embeddings"))
+    rope = get("rope_parameters") or get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+        original = rope.get("original_max_position_embeddings")
+        limit = min(limit, int(original or get("original_max_position_embeddings") or limit))
+    return limit

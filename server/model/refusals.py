@@ -1,0 +1,125 @@
+"""Why a kind of model is refused, and the nearest thing that works, for kinds that people try.
+
+A model that is not listed here is refused too (supported.py); this only makes the message better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["nearest_to", "reason_for"]
+
+_EXPERTS = "a mixture of experts", "a dense model of its size, such as Qwen3 0.6B to 8B"
+_RECURRENT = (
+    "a recurrent state instead of keys and values",
+    "a model with attention: Qwen3, SmolLM3",
+)
+_HYBRID = (
+    "layers with a recurrent state, which a rejected draft cannot be taken out of",
+    "a model with attention in every layer: Qwen3, or Granite 4.0 dense (not -h-)",
+)
+_LATENT = "multi-head latent attention", "a model with grouped queries: Qwen3, Llama 3.2"
+_ALIBI = "ALiBi, biases by distance", "a model with a rotary embedding: Llama 3.2, Qwen3"
+_ENCODER_DECODER = (
+    "an encoder and a decoder",
+    "a decoder of the same size, fine-tuned for the task: Qwen3 0.6B, SmolLM2",
+)
+_ENCODER = (
+    "an encoder, which writes no text",
+    "a decoder; for labels, a task with `choices` on /v1/decisions",
+)
+_PICTURES = "pictures or sound", "its text-only sister: Qwen3, Gemma 3, Llama 3.2 1B or 3B"
+_LAYER_NORMS = (
+    "layer norms with biases and MLPs without a gate",
+    "a model of Llama's build: Qwen3, SmolLM2, Llama 3.2",
+)
+_PER_LAYER = (
+    "layers that share keys and values, and inputs of their own",
+    "Gemma 3 270M, 1B or 4B",
+)
+_COHERE = "parallel blocks and scaled logits", "Qwen3 or Llama 3.1 8B"
+
+_BY_TYPE: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "granitemoe",
+         "granitemoeshared", "ernie4_5_moe", "glm4_moe", "lfm2_moe", "hunyuan_v1_moe", "dbrx",
+         "minimax", "llama4", "llama4_text"),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _RECURRENT),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_next", "falcon_h1", "nemotron_h", "zamba2", "jamba",
+         "bamba", "granitemoehybrid", "olmo_hybrid", "recurrent_gemma"),
+        _HYBRID,
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "led", "t5gemma", "whisper", "marian"),
+        _ENCODER_DECODER,
+    ),
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "deberta-v2", "mpnet",
+         "nomic_bert", "electra", "albert"),
+        _ENCODER,
+    ),
+    **dict.fromkeys(
+        ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm",
+         "paligemma", "mllama", "internvl", "qwen2_audio", "phi4_multimodal", "clip"),
+        _PICTURES,
+    ),
+    **dict.fromkeys(
+        ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "stablelm", "falcon",
+         "codegen", "nemotron"),
+        _LAYER_NORMS,
+    ),
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), _PER_LAYER),
+    **dict.fromkeys(("cohere", "cohere2", "command-r"), _COHERE),
+}  # fmt: skip
+
+# Where the type says nothing: what the reasons say.
+_BY_REASON = (
+    ("quantised", "its unquantised checkpoint, or a GGUF file of it"),
+    ("compressed", "its unquantised checkpoint, or a GGUF file of it"),
+    ("mixture of experts", _EXPERTS[1]),
+    ("latent attention", _LATENT[1]),
+    ("ALiBi", _ALIBI[1]),
+    ("encoder-decoder", _ENCODER_DECODER[1]),
+    ("multimodal", _PICTURES[1]),
+    ("its own code", "a release of it that transformers has a class for"),
+    ("rope type", "the checkpoint without its long-context scaling (rope_parameters)"),
+    ("activation", "a model of Llama's build: Qwen3, SmolLM2, Llama 3.2"),
+    ("linear_attention", _HYBRID[1]),
+)
+_HEADS = {
+    "ForSequenceClassification": ("a head of class scores (a classifier or reranker)", _ENCODER[1]),
+    "ForTokenClassification": ("a head of class scores (a tagger)", _ENCODER[1]),
+    "ForMaskedLM": _ENCODER,
+    "ForQuestionAnswering": ("a head of spans", _ENCODER[1]),
+}
+
+
+def reason_for(model_type: str, architecture: str) -> str:
+    """ "; it has ..." for a known kind that is refused, or ""."""
+    for ending, (what, _) in _HEADS.items():
+        if architecture.endswith(ending):
+            return f"; it has {what} (architectures)"
+    if model_type in _BY_TYPE:
+        return f"; it has {_BY_TYPE[model_type][0]} (model_type {model_type})"
+    return ""
+
+
+def nearest_to(model_type: str, reasons: Sequence[str]) -> str:
+    """A sentence: the nearest thing that works."""
+    text = "; ".join(reasons)
+    if "head of" in text:
+        return f"Nearest that works: {_ENCODER[1]}"
+    for words, thing in _BY_REASON[:2]:
+        if words in text:
+            return f"Nearest that works: {thing}"
+    if model_type in _BY_TYPE:
+        return f"Nearest that works: {_BY_TYPE[model_type][1]}"
+    for words, thing in _BY_REASON[2:]:
+        if words in text:
+            return f"Nearest that works: {thing}"
+    return "Nearest that works: any family of `tailor models list`, such as Qwen3 or Llama 3.2"
