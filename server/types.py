@@ -87,6 +87,7 @@ class SpeculationParams:
         the whole prompt.
     learn_tokens: when above 0, the output enters the learned outputs of (task, scope), of
         which so many tokens are held, and drafts come from them. 0: nothing is learned or used.
+    persists: what is learned is written to disk and read from there; else it is in memory only.
     scope: whose calibration and learned outputs these are: the engine takes Request.scope, so that
         nobody's drafts depend on the text of another.
     """
@@ -98,6 +99,7 @@ class SpeculationParams:
     prediction_ids: tuple[int, ...] = ()
     context_span: tuple[int, int] | None = None
     learn_tokens: int = 0
+    persists: bool = False
     scope: str = NO_SCOPE
 
 

@@ -76,9 +76,16 @@ def speculation_of(
             corpus = _corpus_of(asked.corpus, task, drafter, known)
     if drafter == "off" or num_draft == 0:
         return SpeculationParams()
-    learns = own.learn and (asked is None or asked.corpus in (None, task.name))
+    # Outputs are learned where they can be drafted from: by the task, or by this request.
+    able_to_learn = {drafter, own.drafter} & set(that_use(Need.LEARNED))
+    learns = own.learn and able_to_learn and (asked is None or asked.corpus in (None, task.name))
     return SpeculationParams(
-        drafter, num_draft, options, corpus, learn_tokens=own.learn_max_tokens if learns else 0
+        drafter,
+        num_draft,
+        options,
+        corpus,
+        learn_tokens=own.learn_max_tokens if learns else 0,
+        persists=own.learn == "persist",
     )
 
 

@@ -201,7 +201,7 @@ class TaskRoutes:
         return CorpusAnswer(
             task=task.name,
             corpus=self._corpus(task),
-            learn=task.speculation.learn,
+            learn=task.speculation.learns,
             learned=report.learned,
         )
 
@@ -278,7 +278,7 @@ class TaskRoutes:
             "model": self._intake.model_of(task).name,
             "drafter": task.speculation.drafter,
             "max_draft_tokens": task.speculation.max_draft_tokens,
-            "learn": task.speculation.learn,
+            "learn": task.speculation.learns,
             "corpus": self._corpus(task),
         }
 

@@ -106,8 +106,10 @@ class SpeculationConfig(Section):
         max_length=1000,
         description="tasks whose corpus a request may draft from instead of the task's own",
     )
-    learn: bool = Field(
-        False, description="whether drafts also come from the outputs of finished requests"
+    learn: bool | Literal["persist"] = Field(
+        True,
+        description="whether drafts also come from outputs of finished requests, held in memory; "
+        "persist: and written to disk",
     )
     learn_max_tokens: int = Field(
         200_000,
@@ -126,11 +128,17 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _learning_drafter(self) -> SpeculationConfig:
         learning = that_use(Need.LEARNED)
-        if self.learn and self.drafter not in learning:
+        asked = self.learn if "learn" in self.model_fields_set else False
+        if asked and self.drafter not in learning:
             raise ValueError(
                 f"learn needs a drafter with a corpus ({' or '.join(learning)}), not {self.drafter}"
             )
         return self
+
+    @property
+    def learns(self) -> bool:
+        """Whether requests that draft as the task does are learned from."""
+        return bool(self.learn) and self.drafter in that_use(Need.LEARNED)
 
     def options(self) -> tuple[tuple[str, float | int | str | bool], ...]:
         """The drafters' parameters that were set, as sorted (dotted name, value) pairs."""

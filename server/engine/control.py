@@ -65,7 +65,13 @@ class TaskControl:
         prompt = sequence.ids[: sequence.prompt_len]
         for output in outputs or ():
             memory.learn(
-                request.task, request.scope, spec.corpus, spec.learn_tokens, prompt, output
+                request.task,
+                request.scope,
+                spec.corpus,
+                spec.learn_tokens,
+                prompt,
+                output,
+                spec.persists,
             )
 
     def _report(self, payload: Any) -> dict[str, Any]:

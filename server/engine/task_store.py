@@ -4,10 +4,11 @@
 drafter, corpus, scope), shared by all drafters made of these, so that making one anew forgets
 nothing. *Learned outputs* are those of finished requests of tasks that learn, one reservoir per
 (task, scope). The scope is made of tenant and cache_salt, so that nobody's drafts are made of
-another's text, nor as many or as few as another's text made them. Both are written atomically into
-the engine's own folder at intervals and at the end, and read from there when they are first needed.
-The folder belongs to one model and one engine: engines of one model learn apart, each from what it
-served.
+another's text, nor as many or as few as another's text made them. Learned outputs stay in memory
+unless the task says `learn: persist`; then they are kept as calibrations are: written atomically
+into the engine's own folder at intervals and at the end, and read from there when they are first
+needed. The folder belongs to one model and one engine: engines of one model learn apart, each from
+what it served.
 
 Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
 priority keeps the reservoirs, builds their layers (drafters.learned) and writes files. `poll` says
@@ -56,25 +57,23 @@ MAX_ROWS = 400  # of a calibration table in a report
 
 
 @dataclass(frozen=True, slots=True)
-class _Example:
-    """A finished request's output, on its way to the worker."""
+class _Open:
+    """The layer of this key is wanted over this corpus. persist: its outputs may be on disk."""
 
     key: Key
     generation: int
     corpus: str | None
     max_tokens: int
-    prompt_ids: Int32
-    output_ids: Int32
+    persist: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """The layer of this key is wanted over this corpus."""
+class _Example:
+    """A finished request's output, on its way to the worker."""
 
-    key: Key
-    generation: int
-    corpus: str | None
-    max_tokens: int
+    to: _Open
+    prompt_ids: Int32
+    output_ids: Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,7 @@ class _Reservoir:
     outputs: LearnedOutputs
     corpus: str | None
     generation: int
+    persist: bool
     num_unbuilt: int = 0
     num_unsaved: int = 0
     saved_at_s: float = 0.0
@@ -129,7 +129,7 @@ class TaskMemory:
         save_every_s: float = 60.0,
         build_share: float = 0.05,
         max_scopes: int = 64,
-        max_held_tokens: int = 4_000_000,
+        max_held_tokens: int = 1_000_000,
         max_queued: int = 4096,
     ) -> None:
         """folder: where to keep things, or None. fingerprint: of the tokenizer.
@@ -204,8 +204,12 @@ class TaskMemory:
         max_tokens: int,
         prompt_ids: Int32,
         output_ids: Int32,
+        persist: bool = False,
     ) -> None:
-        """Take a finished output. corpus: the file that the task drafts from, if it has one."""
+        """Take a finished output. corpus: the file that the task drafts from, if it has one.
+
+        persist: what the scope learns is written to disk, and read from there.
+        """
         if self._jobs.qsize() >= self._max_queued:
             self.num_dropped += 1
             return
@@ -215,16 +219,15 @@ class TaskMemory:
         self._sizes_changed = True
         self._put(
             _Example(
-                key,
-                self._generations.get(task, 0),
-                corpus,
-                max_tokens,
+                _Open(key, self._generations.get(task, 0), corpus, max_tokens, persist),
                 prompt_ids[-MAX_PROMPT:].copy(),
                 output_ids.copy(),
             )
         )
 
-    def learned(self, task: str, scope: str, corpus: str | None, max_tokens: int) -> Corpus | None:
+    def learned(
+        self, task: str, scope: str, corpus: str | None, max_tokens: int, persist: bool = False
+    ) -> Corpus | None:
         """The layer to draft from, if it is built; else it is soon, and `poll` tells."""
         key = (task, scope)
         generation = self._generations.get(task, 0)
@@ -233,7 +236,7 @@ class TaskMemory:
             return layer.corpus
         if key not in self._opened or self._opened[key] != corpus:
             self._opened[key] = corpus
-            self._put(_Open(key, generation, corpus, max_tokens))
+            self._put(_Open(key, generation, corpus, max_tokens, persist))
         return None
 
     def forget(self, task: str) -> None:
@@ -335,7 +338,7 @@ class TaskMemory:
                 if isinstance(job, _Example):
                     self._take(job)
                 elif isinstance(job, _Open):
-                    self._open(job.key, job.generation, job.corpus, job.max_tokens)
+                    self._open(job)
                 elif isinstance(job, _Forget):
                     self._drop_task(job.task)
                 elif isinstance(job, _Refresh):
@@ -362,17 +365,18 @@ class TaskMemory:
     def _is_idle(self) -> bool:
         return not any(r.num_unbuilt or r.num_unsaved for r in self._reservoirs.values())
 
-    def _open(self, key: Key, generation: int, corpus: str | None, max_tokens: int) -> _Reservoir:
+    def _open(self, wanted: _Open) -> _Reservoir:
         """The reservoir of a key, read from its file if it is not here."""
         from drafters.array_file import ArrayFileError
         from drafters.learned import LearnedOutputs
 
+        key = wanted.key
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
             seed = int(digest(*key), 16)
-            outputs = LearnedOutputs(max_tokens, max_prompt=MAX_PROMPT, seed=seed)
-            reservoir = _Reservoir(outputs, corpus, generation)
-            path = self._learned_file(key)
+            outputs = LearnedOutputs(wanted.max_tokens, max_prompt=MAX_PROMPT, seed=seed)
+            reservoir = _Reservoir(outputs, wanted.corpus, wanted.generation, wanted.persist)
+            path = self._learned_file(key) if wanted.persist else None
             if path is not None:
                 try:
                     reservoir.outputs.restore(
@@ -386,19 +390,20 @@ class TaskMemory:
             reservoir.saved_at_s = time.monotonic()
             self._reservoirs[key] = reservoir
             self._note_size(key, reservoir)
-        reservoir.outputs.max_tokens = max_tokens
-        if reservoir.corpus != corpus:
-            reservoir.corpus = corpus
+        reservoir.outputs.max_tokens = wanted.max_tokens
+        reservoir.persist = wanted.persist
+        if reservoir.corpus != wanted.corpus:
+            reservoir.corpus = wanted.corpus
             reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
         self._reservoirs.move_to_end(key)
         return reservoir
 
     def _take(self, example: _Example) -> None:
-        reservoir = self._open(example.key, example.generation, example.corpus, example.max_tokens)
+        reservoir = self._open(example.to)
         reservoir.outputs.add(example.prompt_ids, example.output_ids)
         reservoir.num_unbuilt += 1
-        reservoir.num_unsaved += 1
-        self._note_size(example.key, reservoir)
+        reservoir.num_unsaved += reservoir.persist
+        self._note_size(example.to.key, reservoir)
 
     def _note_size(self, key: Key, reservoir: _Reservoir) -> None:
         self._sizes[key] = (reservoir.outputs.num_tokens, reservoir.outputs.num_seen)

@@ -68,7 +68,11 @@ def make_task_drafter(
             raise ValueError(f"corpus of task {task}: {error.strerror}") from None
     if memory is not None and speculation.learn_tokens > 0 and Need.LEARNED in spec.needs:
         given[Need.LEARNED.value] = memory.learned(
-            task, speculation.scope, speculation.corpus, speculation.learn_tokens
+            task,
+            speculation.scope,
+            speculation.corpus,
+            speculation.learn_tokens,
+            speculation.persists,
         )
     drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:

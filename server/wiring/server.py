@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,7 +135,7 @@ def _orders(
             engine=engine,
             drafters=DRAFTER_NAMES,
             namespace=_namespace(config),
-            learns=any(task.speculation.learn for task in tasks.values()),
+            learns=any(task.speculation.learns for task in tasks.values()),
             vocabularies=tuple(vocabularies),
             log_format=config.log.format,
             log_level=config.log.level,
@@ -172,6 +172,23 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
             ) from None
         except ValueError as error:  # VocabStoreError
             raise ConfigError(f"task {task.name}: vocabulary.profile: {error}") from None
+
+
+def _learning_lines(tasks: Iterable[TaskConfig]) -> Iterator[str]:
+    """What is kept of requests, where and for how long: a line for memory and one for disk."""
+    for persists in (False, True):
+        told = sorted(
+            f"{task.name} ({task.speculation.learn_max_tokens:,} tokens)"
+            for task in tasks
+            if task.speculation.learns and (task.speculation.learn == "persist") == persists
+        )
+        if told:
+            where = "and on disk" if persists else "until the server stops"
+            yield (
+                f"outputs of finished requests are drafted from, by API key and cache_salt: in "
+                f"memory {where}; speculation.learn: false turns it off. Tasks, with the most that "
+                f"is held of a key: {', '.join(told)}"
+            )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -225,6 +242,8 @@ def run_server(
         )
     for order in plan.orders:
         log.info("loading %s on %s", order.model, order.device)
+    for line in _learning_lines(plan.tasks.values()):
+        log.info(line)
 
     async def main() -> int:
         metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)

@@ -67,7 +67,7 @@ class Place:
         TOKENIZER.save(str(self.model / "tokenizer.json"))
         (self.model / "config.json").write_text('{"vocab_size": 400, "eos_token_id": 0}')
         self.write("sql", "description: SQL\nspeculation: {drafter: auto, max_draft_tokens: 8}\n")
-        self.write("learner", "speculation: {drafter: auto, max_draft_tokens: 8, learn: true}\n")
+        self.write("learner", "speculation: {drafter: auto, max_draft_tokens: 8, learn: persist}\n")
         self.write(
             "limited",
             "limits: {max_draft_tokens: 8}\nspeculation:\n  drafter: mix\n  max_draft_tokens: 4\n"
@@ -188,7 +188,7 @@ def test_tasks_are_listed_and_told(live: LiveServer) -> None:
     sql = next(task for task in listed["data"] if task["id"] == "sql")
     assert sql == {
         "id": "sql", "object": "task", "description": "SQL", "model": "tiny", "drafter": "auto",
-        "max_draft_tokens": 8, "learn": False, "corpus": None,
+        "max_draft_tokens": 8, "learn": True, "corpus": None,
     }  # fmt: skip
     for i in range(12):
         complete(live, "sql", prompt=f"a b c d a b {i}")

@@ -43,7 +43,7 @@ def _engine(folder: Path | None, **memory: Any) -> Engine:
     return Engine(FakeRunner(MODEL, info), drafters, settings, memory=kept)
 
 
-LEARN = SpeculationParams("auto", 5, learn_tokens=LEARN_TOKENS)
+LEARN = SpeculationParams("auto", 5, learn_tokens=LEARN_TOKENS, persists=True)
 
 
 def _request(i: int | str, prompt: list[int], **fields: Any) -> Request:
@@ -254,6 +254,39 @@ def test_a_restart_keeps_what_was_learned_and_the_calibration(
     engines.append(third)
     told_third = _run(third, [_request(f"t{i}", p) for i, p in enumerate(prompts)])
     assert _tokens_per_step(told_third) == pytest.approx(cold, rel=0.2)
+
+
+def test_what_is_learned_in_memory_is_never_on_disk(tmp_path: Path, engines: list[Engine]) -> None:
+    in_memory = replace(LEARN, persists=False)
+    prompts = [[2, 3 + i] for i in range(40)]
+
+    def run(engine: Engine, name: str) -> float:
+        requests = [
+            replace(_request(f"{name}{i}", p), speculation=in_memory) for i, p in enumerate(prompts)
+        ]
+        return _tokens_per_step(_run(engine, requests))
+
+    first = _engine(tmp_path)
+    engines.append(first)
+    cold = run(first, "cold")
+    assert first.memory is not None
+    first.memory.wait()
+    assert run(first, "warm") > 1.5 * cold
+    first.close()
+    assert list(tmp_path.glob("calibration-*")) and not list(tmp_path.glob("learned-*"))
+
+    # A file that a task wrote while it said `persist` is not read by one that does not.
+    written = _engine(tmp_path)
+    engines.append(written)
+    _run(written, [_request(f"p{i}", p) for i, p in enumerate(prompts)])
+    written.close()
+    assert list(tmp_path.glob("learned-*"))
+    second = _engine(tmp_path)
+    engines.append(second)
+    _run(second, [replace(_request("open", [2, 3]), speculation=in_memory)])
+    assert second.memory is not None
+    second.memory.wait()
+    assert {task: held for task, held, _ in second.memory.sizes()}["task"] <= 16
 
 
 def test_tenants_and_salts_share_nothing(tmp_path: Path, engines: list[Engine]) -> None:

@@ -357,8 +357,15 @@ def test_config_is_light() -> None:
 # --- learning ---
 
 
-def test_learning_is_off_by_default_and_needs_a_drafter_with_a_corpus(tmp_path: Path) -> None:
-    assert not _task(tmp_path, "").speculation.learn
+def test_learning_is_on_in_memory_and_needs_a_drafter_with_a_corpus(tmp_path: Path) -> None:
+    default = _task(tmp_path, "").speculation
+    assert default.learn is True and default.learns
+    assert not _task(tmp_path, "speculation: {learn: false}\n").speculation.learns
+    assert _task(tmp_path, "speculation: {learn: persist}\n").speculation.learn == "persist"
+    # What cannot learn does not, unless the file says that it should.
+    assert not _task(tmp_path, "speculation: {drafter: trie}\n").speculation.learns
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: speculation\.learn"):
+        _task(tmp_path, "speculation: {learn: disk}\n")
     text = "speculation:\n  drafter: auto\n  learn: true\n  learn_max_tokens: 5000\n"
     task = _task(tmp_path, text)
     assert task.speculation.learn and task.speculation.learn_max_tokens == 5000

@@ -319,7 +319,7 @@ def test_hangup_reloads_and_a_restart_keeps_what_a_task_knows(
 ) -> None:
     folder = tmp_path / "tasks"
     folder.mkdir()
-    (folder / "known.yaml").write_text("speculation: {drafter: auto, learn: true}\n")
+    (folder / "known.yaml").write_text("speculation: {drafter: auto, learn: persist}\n")
     words, env = ("--tasks", str(folder)), {"TAILOR_ADMIN_KEY": "admin"}
     server = start(*words, **env)
     body = {"model": "known", "prompt": "abcabc", "max_tokens": 12, "temperature": 0}
