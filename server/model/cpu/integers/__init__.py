@@ -1,0 +1,1 @@
+"""Products of integers: quantised weights, int8 activations, exact int32 sums."""

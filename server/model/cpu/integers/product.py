@@ -1,0 +1,176 @@
+"""Products with quantised weights: which panel and which rows a thread takes next.
+
+What: IntegerMatrix, weights in panels as compiled code takes them; Activations, the buffers of
+int8 rows; products of the two, one thread's share or all threads'. What not: the arithmetic
+(kernels.py, quantise.py).
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, prange
+
+from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
+from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, kernel_address
+from server.model.cpu.integers.quantise import Activations, activations, quantise_rows
+from server.model.cpu.integers.weights import Stored, pack_rows
+from server.model.cpu.kernels import fetch_add
+
+__all__ = ["ROW_SPAN", "Activations", "IntegerMatrix", "activations", "multiply", "pack"]
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+
+ROW_SPAN = 96
+"""Most rows of one work item: their inputs stay in a core's L2."""
+
+_SERIAL_ROWS = 8  # up to so many are quantised by one thread
+
+
+class IntegerMatrix(NamedTuple):
+    """A matrix of weights whose outputs are cut into parts, each in a form of its own.
+
+    parts: int64 [parts, 6]: address of the panels, of the form's kernel, bytes of a panel, count
+    (the kernel's argument), first output, outputs. inputs: K. outputs: N. per_row: whether
+    activations have one scale a row (`int8`) and not one a block.
+    """
+
+    parts: npt.NDArray[np.int64]
+    inputs: int
+    outputs: int
+    per_row: bool
+
+
+def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes on a cache line's boundary."""
+    arena = np.zeros(num_bytes + 64, np.uint8)
+    skip = -arena.ctypes.data % 64
+    return arena[skip : skip + num_bytes]
+
+
+def pack(stored: Sequence[Stored]) -> tuple[IntegerMatrix, list[npt.NDArray[np.uint8]]]:
+    """(the matrix of these rows, one part after the other; the memory that it points into).
+
+    The parts have the same inputs. Raises ValueError when per-output forms stand beside others.
+    """
+    per_row = {s.form.per_output for s in stored}
+    if len(per_row) != 1:
+        raise ValueError("int8 with one scale an output does not mix with forms in blocks")
+    rows, arenas, first = [], [], 0
+    inputs = stored[0].numbers.shape[1]
+    for part in stored:
+        num, k = part.numbers.shape
+        if k != inputs:
+            raise ValueError(f"parts have {inputs} and {k} inputs")
+        size = part.form.panel_bytes(k)
+        arena = _aligned(panels_of(num) * size)
+        pack_rows(part, arena.reshape(-1, size))
+        arenas.append(arena)
+        kernel, count = kernel_address(part.form), count_of(part.form, k)
+        rows.append((arena.ctypes.data, kernel, size, count, first, num))
+        first += num
+    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop()), arenas
+
+
+def count_of(form: Form, num_inputs: int) -> int:
+    """What a kernel's loop runs over: blocks, or super-blocks."""
+    return padded_inputs(form, num_inputs) // (BLOCK * form.blocks_per_super)
+
+
+@_serial
+def num_items(matrix, num_rows):
+    """Work items of a product."""
+    panels = 0
+    for part in range(matrix.parts.shape[0]):
+        panels += (matrix.parts[part, 5] + PANEL - 1) // PANEL
+    return panels * ((num_rows + ROW_SPAN - 1) // ROW_SPAN)
+
+
+@_serial
+def one_item(item, rows, num_rows, matrix, out, scratch, job):
+    """One panel for one span of rows: its columns of out, float32 [*, outputs].
+
+    rows: Activations. scratch: ROW_SPAN * PANEL floats, job: JOB_ITEMS int64 of this thread.
+    """
+    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    span = (num_rows + spans - 1) // spans
+    p = item // spans
+    first = item % spans * span
+    num = min(span, num_rows - first)
+    part = 0
+    while p >= (matrix.parts[part, 5] + PANEL - 1) // PANEL:
+        p -= (matrix.parts[part, 5] + PANEL - 1) // PANEL
+        part += 1
+    line = matrix.parts[part]
+    width = min(PANEL, line[5] - p * PANEL)
+    ldq = rows.q.shape[1]
+    ldf = rows.figures.shape[1] * 16
+    ldo = out.shape[1] * 4
+    column = line[4] + p * PANEL
+    target = out.ctypes.data + first * ldo + column * 4
+    short = width < PANEL
+    job[0] = rows.q.ctypes.data + first * ldq
+    job[1] = ldq
+    job[2] = rows.figures.ctypes.data + first * ldf
+    job[3] = ldf
+    job[4] = num
+    job[5] = line[0] + p * line[2]
+    job[6] = line[3]
+    job[7] = scratch.ctypes.data if short else target
+    job[8] = PANEL * 4 if short else ldo
+    call_kernel(line[1], job.ctypes.data)
+    if short:
+        for m in range(num):
+            for i in range(width):
+                out[first + m, column + i] = scratch[m * PANEL + i]
+
+
+@_serial
+def product_share(rows, num_rows, matrix, out, scratch, counter):
+    """One thread's share of out[:num_rows] = x @ W."""
+    total = num_items(matrix, num_rows)
+    job = np.empty(JOB_ITEMS, np.int64)
+    item = fetch_add(counter)
+    while item < total:
+        one_item(item, rows, num_rows, matrix, out, scratch, job)
+        item = fetch_add(counter)
+
+
+@_parallel
+def _product_parallel(rows, num_rows, matrix, out, scratch, counter, threads):
+    for t in prange(threads):
+        product_share(rows, num_rows, matrix, out, scratch[t], counter)
+
+
+@_parallel
+def _quantise_parallel(num_rows, x, num_inputs, per_row, rows, threads):
+    for t in prange(threads):
+        quantise_rows(t, threads, num_rows, x, num_inputs, per_row, rows)
+
+
+@_serial
+def quantise_inputs(num_rows, x, matrix_inputs, per_row, rows, threads):
+    """x[:num_rows] float32 [rows, >= inputs] into `rows`."""
+    if threads == 1 or num_rows <= _SERIAL_ROWS:
+        quantise_rows(0, 1, num_rows, x, matrix_inputs, per_row, rows)
+    else:
+        _quantise_parallel(num_rows, x, matrix_inputs, per_row, rows, threads)
+
+
+@_serial
+def multiply(x, num_rows, matrix, rows, out, scratch, counter, threads):
+    """out[m, :outputs] = W @ x[m] for m < num_rows: quantised, then multiplied.
+
+    x: float32 [*, >= inputs]. scratch: float32 [threads, ROW_SPAN * PANEL]. counter: int64 [1].
+    """
+    quantise_inputs(num_rows, x, min(matrix.inputs, x.shape[1]), matrix.per_row, rows, threads)
+    counter[0] = 0
+    if threads == 1:
+        product_share(rows, num_rows, matrix, out, scratch[0], counter.ctypes.data)
+    else:
+        _product_parallel(rows, num_rows, matrix, out, scratch, counter.ctypes.data, threads)

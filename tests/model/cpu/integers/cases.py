@@ -1,0 +1,60 @@
+"""Random weights of every form, as a GGUF holds them and taken apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from server.model.cpu.integers.forms import BY_NAME, FORMS, PANEL
+from server.model.cpu.integers.product import ROW_SPAN, multiply, pack
+from server.model.cpu.integers.quantise import activations
+from server.model.cpu.integers.weights import Stored, from_ggml, quantised
+
+GGML = tuple(form.name for form in FORMS if not form.per_output)
+# Bytes of a block, its inputs, and where its float16 numbers lie.
+_BLOCKS = {
+    "q8_0": (34, 32, (0,)), "q4_0": (18, 32, (0,)), "q4_1": (20, 32, (0, 2)),
+    "q5_0": (22, 32, (0,)), "q5_1": (24, 32, (0, 2)), "q4_k": (144, 256, (0, 2)),
+    "q5_k": (176, 256, (0, 2)), "q6_k": (210, 256, (208,)),
+}  # fmt: skip
+
+
+def ggml_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """uint8 [outputs, bytes]: any numbers, finite scales."""
+    rng = np.random.default_rng(seed)
+    size, per, halves = _BLOCKS[name]
+    raw = rng.integers(0, 256, (outputs, inputs // per, size), np.uint8)
+    for at in halves:
+        values = rng.standard_normal((outputs, inputs // per)).astype("<f2") * np.float16(0.01)
+        raw[:, :, at : at + 2] = values[..., None].view(np.uint8)
+    return raw.reshape(outputs, -1)
+
+
+def stored(name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
+    """Weights of a form, from ggml's bytes or quantised."""
+    if name in GGML:
+        return from_ggml(name, ggml_rows(name, outputs, inputs, seed))
+    rng = np.random.default_rng(seed)
+    return quantised(BY_NAME[name], rng.standard_normal((outputs, inputs), dtype=np.float32))
+
+
+def inputs(rows: int, width: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Rows of quite different sizes, with zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, width), dtype=np.float32)
+    x *= np.exp(rng.standard_normal((rows, width), dtype=np.float32))
+    x[rows // 2, : width // 2] = 0.0
+    return x
+
+
+def multiplied(x: Any, parts: list[Stored], threads: int = 1) -> npt.NDArray[np.float32]:
+    """The product as the server computes it."""
+    matrix, arenas = pack(parts)
+    out = np.full((x.shape[0], matrix.outputs), np.nan, np.float32)
+    scratch = np.zeros((threads, ROW_SPAN * PANEL), np.float32)
+    rows = activations(x.shape[0], matrix.inputs)
+    multiply(x, x.shape[0], matrix, rows, out, scratch, np.zeros(8, np.int64), threads)
+    del arenas
+    return out
