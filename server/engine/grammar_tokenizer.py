@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from server.types import GrammarSpec
+    from vocab_store.enrichment import Enrichment
 
 __all__ = ["GrammarTokenizer", "load_grammar_tokenizer"]
 
@@ -54,12 +55,16 @@ class GrammarTokenizer:
 
 
 def load_grammar_tokenizer(
-    tokenizer_file: Path | str, vocab_size: int, eos_token_ids: Sequence[int]
+    tokenizer_file: Path | str,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    enrichment: Enrichment | None = None,
 ) -> GrammarTokenizer:
     """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids, 3 s for 262,000, and
     holds the interpreter lock.
 
     vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
+    enrichment: tokens of the model's own; a forced text is cut into the fewest ids.
     """
     from llguidance import LLTokenizer
 
@@ -67,7 +72,42 @@ def load_grammar_tokenizer(
     spec["truncation"] = spec["padding"] = None
     hidden = _hide(spec)
     library = LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    if enrichment is not None:
+        special = sorted({*hidden.values(), *eos_token_ids})
+        wide: Any = _EnrichedTokenizer(library, enrichment, vocab_size, special, eos_token_ids[0])
+        library = LLTokenizer(wide, n_vocab=vocab_size, eos_token=list(eos_token_ids))
     return GrammarTokenizer(library, hidden)
+
+
+class _EnrichedTokenizer:
+    """What llguidance asks of a tokenizer (its TokenizerWrapper), with an enrichment's tokens.
+
+    tokens[i] are the bytes of id i; an id without a token has none and is in no mask.
+    """
+
+    is_tokenizer_wrapper = True
+
+    def __init__(
+        self,
+        base: LLTokenizer,
+        enrichment: Enrichment,
+        vocab_size: int,
+        special_token_ids: Sequence[int],
+        eos_token_id: int,
+    ) -> None:
+        self.eos_token_id = eos_token_id
+        self.bos_token_id: int | None = None
+        self.special_token_ids = list(special_token_ids)
+        pieces = [base.decode_bytes([i]) for i in range(min(base.vocab_size, vocab_size))]
+        pieces += [b""] * (vocab_size - len(pieces))
+        for token_id, parts in zip(enrichment.ids, enrichment.parts, strict=True):
+            pieces[token_id] = b"".join(pieces[part] for part in parts)
+        self.tokens = pieces
+        self._base = base
+        self._segment = enrichment.segment
+
+    def __call__(self, text: str) -> list[int]:
+        return self._segment(self._base.tokenize_str(text))
 
 
 def _hide(spec: dict[str, Any]) -> dict[str, int]:

@@ -165,6 +165,7 @@ def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
             Path(order.folder) / "tokenizer.json",
             info.vocab_size,
             info.eos_token_ids,
+            enrichment_of(order.adapter),
         ),
         info.vocab_size,
     )

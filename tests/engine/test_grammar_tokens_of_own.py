@@ -1,0 +1,92 @@
+"""Grammars over a model's own tokens: they are letters like the base ids they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from server.engine.grammar import GrammarState
+from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
+from server.types import GrammarSpec
+from tests.model.tiny_models import save_tokenizer
+from vocab_store.enrichment import Enrichment
+
+BASE, EOS = 128, 2
+
+
+def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState, Enrichment]:
+    """(over base ids, over enriched ids, the enrichment)."""
+    save_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    parts = (ids("ab"), ids("cd"), ids("abc"), ids("dx"))
+    enrichment = Enrichment("t", BASE, tuple(range(BASE, BASE + len(parts))), parts)
+
+    def state(given: Enrichment | None, size: int) -> GrammarState:
+        def load() -> GrammarTokenizer:
+            return load_grammar_tokenizer(file, size, (EOS,), given)
+
+        return GrammarState(GrammarCompiler(load, size).compile(spec).result())
+
+    return state(None, BASE), state(enrichment, BASE + len(parts)), enrichment
+
+
+def _allowed(state: GrammarState, size: int) -> set[int]:
+    mask = np.zeros((size + 31) // 32, np.uint32)
+    state.fill_mask(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits[:size]).tolist())
+
+
+@pytest.mark.parametrize("source", ["ab(cd|x)*", "a(b|bcdx)+", "(abc|dx)+y?"])
+def test_an_own_token_is_allowed_where_its_parts_are(tmp_path: Path, source: str) -> None:
+    spec = GrammarSpec("regex", source)
+    base, own, enrichment = _states(tmp_path, spec)
+    size = BASE + len(enrichment)
+    rng = np.random.default_rng(5)
+    num_consumed = 0
+    for _ in range(6):
+        allowed = _allowed(own, size)
+        spelled = set()
+        for token_id in enrichment.ids:
+            taken = 0
+            for part in enrichment.parts_of(token_id):
+                if part not in _allowed(base, BASE):
+                    break
+                base.consume(part)
+                taken += 1
+            if taken == len(enrichment.parts_of(token_id)):
+                spelled.add(token_id)
+            base.rollback(num_consumed)
+        assert allowed & set(enrichment.ids) == spelled
+        letters = allowed - set(enrichment.ids)
+        assert letters <= _allowed(base, BASE)
+        choices = sorted(allowed - {EOS})
+        if not choices:
+            break
+        token_id = int(rng.choice(choices))
+        own.consume(token_id)
+        for part in enrichment.parts_of(token_id):
+            base.consume(part)
+            num_consumed += 1
+        assert own.is_complete == base.is_complete
+
+
+def test_forced_text_is_written_in_the_fewest_ids(tmp_path: Path) -> None:
+    _, own, enrichment = _states(tmp_path, GrammarSpec("regex", "abcdx"))
+    size = BASE + len(enrichment)
+    ids = []
+    while not own.is_complete and len(ids) < 8:
+        forced = _allowed(own, size) & set(enrichment.ids)
+        longest = max(forced, key=lambda i: len(enrichment.parts_of(i)))
+        own.consume(longest)
+        ids.append(longest)
+    assert ids == [BASE + 2, BASE + 3]  # "abc" "dx"
