@@ -9,7 +9,7 @@ how long an answer may be, it may fill the context.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from server.api.chat_protocol import (
@@ -18,7 +18,7 @@ from server.api.chat_protocol import (
     template_messages,
 )
 from server.api.chat_template import ChatTemplate, RenderedChat
-from server.api.intake import CompletionOrder, Intake
+from server.api.intake import CompletionOrder, Intake, opens_objects
 from server.api.protocol import INT31, CompletionBody, GenerationBody
 from server.api.served_model import ServedModel
 from server.api.structured import grammar_of_schema
@@ -118,7 +118,7 @@ class ChatIntake:
         self, body: ChatBody, request_id: str, max_model_len: int | None = None, tenant: str = ""
     ) -> ChatOrder:
         """The order of one body, for a tenant. Raises what is the client's fault."""
-        _, model = self._intake.find(body.model)
+        task, model = self._intake.find(body.model)
         talker = self._talkers.get(model.name)
         if talker is None:
             raise UnsupportedFieldError(
@@ -127,7 +127,7 @@ class ChatIntake:
                 param="model",
             )
         refuse_unsupported(body)
-        tools = chosen_tools(body)
+        tools = chosen_tools(body, close=not opens_objects(body, task))
         if tools.shown is not None and talker.style is None:
             raise UnsupportedFieldError(
                 "tools: this model's chat template writes calls in a way that is not read here.",
@@ -138,6 +138,9 @@ class ChatIntake:
         max_tokens = body.max_completion_tokens or body.max_tokens
         messages = self._messages(body, talker.template, tools)
         num_chars = sum(len(message["content"]) for message in messages)
+        names = dict(_NAMES)
+        if body.max_completion_tokens is None and body.max_tokens is not None:
+            del names["max_tokens"]
         try:
             # Templates may repeat what messages say, hardly ever leave it out.
             self._intake.check_size(num_chars, model, max_tokens, room, "messages")
@@ -166,12 +169,9 @@ class ChatIntake:
                 tenant=tenant,
             )
         except RequestError as error:
-            names = dict(_NAMES)
-            if body.max_completion_tokens is None and body.max_tokens is not None:
-                del names["max_tokens"]
             raise error.named(names) from None
         return ChatOrder(
-            order=order,
+            order=replace(order, names={**order.names, **names}),
             table=talker.table if tools.callable else model.table,
             names=talker.names,
             style=talker.style if tools.callable else None,
@@ -182,7 +182,7 @@ class ChatIntake:
 
     async def _forced(
         self, body: ChatBody, tools: ChosenTools, talker: _Talker, tenant: str
-    ) -> tuple[ForcedCall | None, GrammarSpec | None]:
+    ) -> tuple[ForcedCall | None, tuple[GrammarSpec, str] | None]:
         """How a call is made certain, and the checked grammar of it."""
         formatted = body.structured_outputs is not None or (
             body.response_format is not None and body.response_format.type != "text"
@@ -206,7 +206,7 @@ class ChatIntake:
         grammar = grammar_of_schema(forced.schema, "tools")
         scope = scope_of(tenant, body.cache_salt or "")
         await self._intake.grammars.check(grammar, "tools", scope)
-        return forced, grammar
+        return forced, (grammar, "tools")
 
     def _messages(
         self, body: ChatBody, template: ChatTemplate, tools: ChosenTools

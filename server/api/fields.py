@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from server.errors import FieldKey
 
-__all__ = ["LOGPROBS", "MAX_TOKENS", "PROMPT"]
+__all__ = ["GRAMMAR", "LOGPROBS", "MAX_TOKENS", "PROMPT"]
 
 PROMPT = FieldKey("prompt")
 MAX_TOKENS = FieldKey("max_tokens")
 LOGPROBS = FieldKey("logprobs")
+GRAMMAR = FieldKey("structured_outputs")
+"""Whichever field brought the grammar."""

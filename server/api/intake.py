@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from server.api.fields import MAX_TOKENS, PROMPT
+from server.api.fields import GRAMMAR, MAX_TOKENS, PROMPT
 from server.api.intake_drafts import DraftingTasks, speculation_of, vocabulary_of
 from server.api.intake_prompts import (
     PromptText,
@@ -31,6 +31,7 @@ from server.api.intake_sampling import Choices, choices_of, max_tokens_of, sampl
 from server.api.protocol import (
     NEUTRAL,
     CompletionBody,
+    GenerationBody,
     PredictionBody,
     joined_texts,
     refuse_unless_neutral,
@@ -47,7 +48,7 @@ from server.errors import (
 )
 from server.types import GrammarSpec, Request, scope_of
 
-__all__ = ["CompletionOrder", "Intake"]
+__all__ = ["CompletionOrder", "Intake", "opens_objects"]
 
 
 DEFAULT_MAX_TOKENS = 16
@@ -66,7 +67,7 @@ class CompletionOrder:
 
     requests: one per prompt, in order. num_choices: n (each Request runs best_of). logprobs: what
     the client asked for. needs_engine: False when there is nothing to compute (max_tokens 0 without
-    logprobs).
+    logprobs). names: the route's names of fields, by their keys, for errors of the engine.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class CompletionOrder:
     include_token_sources: bool
     include_rejected_drafts: bool
     created: int
+    names: Mapping[str, str]
 
     @property
     def needs_engine(self) -> bool:
@@ -159,15 +161,15 @@ class Intake:
         max_model_len: int | None = None,
         *,
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
-        grammar: GrammarSpec | None = None,
+        grammar: tuple[GrammarSpec, str] | None = None,
         tenant: str = "",
     ) -> CompletionOrder:
         """The order of one body.
 
         max_model_len: what the engine can hold, if it told less than the model's own.
         default_max_tokens: where neither the body nor the task says; cut to the room there is.
-        grammar: a checked one that the output must match, for a body that asks for none. tenant:
-        who asks (Visit.tenant).
+        grammar: a checked one that the output must match, and the field that it comes from, for a
+            body that asks for none. tenant: who asks (Visit.tenant).
         Raises the errors of server.errors that are the client's fault (4xx).
         """
         arrival_s = time.monotonic()
@@ -182,8 +184,10 @@ class Intake:
                 body.structured_outputs,
                 body.response_format,
                 scope_of(tenant, body.cache_salt or ""),
+                close=not opens_objects(body, task),
             )
-        check_with_sampling(grammar, sampling)
+        spec, grammar_field = grammar or (None, "")
+        check_with_sampling(spec, sampling)
         speculation = speculation_of(body, task, self._drafting)
         if body.prediction is not None:
             ids = await self._prediction_ids(body.prediction, model, room)
@@ -201,7 +205,7 @@ class Intake:
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             arrival_s=arrival_s,
-            grammar=grammar,
+            grammar=spec,
             report_sources=bool(body.include_token_sources),
             report_rejected=bool(body.include_rejected_drafts),
         )
@@ -214,7 +218,7 @@ class Intake:
             echoes = echo_text(model, prompt, ids, sampling) if choices.echo else PromptText()
             texts.append(echoes)
         self._check_total(requests)
-        return _order(body, shared, model, choices, requests, texts)
+        return _order(body, grammar_field, model, choices, requests, texts)
 
     async def encode(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
         """The ids of a text; long texts are done in a thread."""
@@ -341,9 +345,16 @@ class Intake:
         return tuple(ids)
 
 
+def opens_objects(body: GenerationBody, task: TaskConfig) -> bool:
+    """Whether objects of a JSON schema that do not say may have further members."""
+    if body.additional_properties is not None:
+        return body.additional_properties
+    return task.additional_properties
+
+
 def _order(
     body: CompletionBody,
-    shared: Request,
+    grammar_field: str,
     model: ServedModel,
     choices: Choices,
     requests: Sequence[Request],
@@ -351,7 +362,7 @@ def _order(
 ) -> CompletionOrder:
     options = body.stream_options
     return CompletionOrder(
-        request_id=shared.request_id,
+        request_id=requests[0].request_id.rpartition("-")[0],
         label=body.model,
         model=model,
         requests=tuple(requests),
@@ -367,6 +378,7 @@ def _order(
         include_token_sources=bool(body.include_token_sources),
         include_rejected_drafts=bool(body.include_rejected_drafts),
         created=int(time.time()),
+        names={GRAMMAR.key: grammar_field} if grammar_field else {},
     )
 
 

@@ -23,6 +23,10 @@ from server.types import SamplingParams
 
 __all__ = ["Choices", "choices_of", "max_tokens_of", "sampling_of"]
 
+LEAST_TEMPERATURE = 1e-30
+"""Below it logits divide to infinity (fp32 ends at 3e38); above it the likeliest id has all the
+probability long since: the choices are greedy either way."""
+
 _ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -94,6 +98,9 @@ def sampling_of(
     top_p, top_k = float(pick("top_p", 1.0)), int(pick("top_k", 0))
     if top_p == 0.0:  # OpenAI allows it; it keeps the most likely id alone
         top_p, top_k = 1.0, 1
+    temperature = float(pick("temperature", 1.0))
+    if temperature < LEAST_TEMPERATURE:
+        temperature = 0.0
     stop = _stops_of(body.stop) if body.stop is not None else defaults.stop
     stop_ids = defaults.stop_token_ids if body.stop_token_ids is None else body.stop_token_ids
     _check_ids(stop_ids, model, "stop_token_ids")
@@ -112,7 +119,7 @@ def sampling_of(
     if body.max_tokens == 0 and not choices.echo:
         raise InvalidRequestError(f"{MAX_TOKENS} may be 0 only with echo.", param=str(MAX_TOKENS))
     return SamplingParams(
-        temperature=float(pick("temperature", 1.0)),
+        temperature=temperature,
         top_p=top_p,
         top_k=max(0, top_k),
         min_p=float(pick("min_p", 0.0)),

@@ -192,6 +192,11 @@ class GenerationBody(BodyPart):
     cache_salt: str | None = Field(None, max_length=256)
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormatBody | None = None
+    additional_properties: bool | None = Field(
+        None,
+        description="whether objects of a JSON schema that do not say may have members that it "
+        "does not describe; default the task's, else false",
+    )
 
     # Honoured with the value of what happens anyway alone (see NEUTRAL).
     use_beam_search: Any = None

@@ -87,6 +87,7 @@ class RouteContext:
             submission = self.submit(request, order.requests)
         else:
             submission = Submission.answered(order.requests, self.metrics)
+        submission.names = order.names
         if order.stream:
             return EventStream(
                 events(shape, submission),

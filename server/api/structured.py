@@ -2,7 +2,7 @@
 
 For routes:
 
-    spec = await intake.grammars.of(body.structured_outputs, body.response_format, scope)
+    wanted = await intake.grammars.of(body.structured_outputs, body.response_format, scope)
     check_with_sampling(spec, sampling)
 
 What can be wrong is told before a request is admitted, as a 400 that names the field: both fields
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, Literal
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from server.api.body_part import BodyPart
+from server.api.closing import close_all, close_described
 from server.errors import (
     ConstraintUnsatisfiableError,
     InvalidRequestError,
@@ -50,6 +52,7 @@ may write any amount of it sometimes write nothing else."""
 
 MAX_SCHEMA_DEPTH = 32
 MAX_CHOICES = 4096
+_GBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 _SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
@@ -74,14 +77,16 @@ class StructuredOutputsBody(BodyPart):
     )
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = Field(
-        None, description="objects without additionalProperties allow no others"
+        None,
+        description="whether objects that do not say allow no other members; default: only objects "
+        "that describe their members",
     )
 
 
 class JsonSchemaBody(BodyPart):
-    """response_format.json_schema. `strict` changes nothing: a schema always holds."""
+    """response_format.json_schema. Name and `strict` change nothing: a schema always holds."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = Field(None, max_length=1 << 16)
     schema_value: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -92,25 +97,36 @@ class ResponseFormatBody(BodyPart):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
+    schema_value: dict[str, Any] | None = Field(
+        None, alias="schema", description="of json_object, as llama.cpp and Together take it"
+    )
 
 
 def grammar_of(
-    structured_outputs: StructuredOutputsBody | None, response_format: ResponseFormatBody | None
+    structured_outputs: StructuredOutputsBody | None,
+    response_format: ResponseFormatBody | None,
+    *,
+    close: bool = True,
 ) -> tuple[GrammarSpec, str] | None:
     """(what the output must match, the field that says so), or None for any text.
 
-    Looks at the fields alone and compiles nothing. Raises InvalidRequestError or
-    LimitExceededError.
+    close: whether objects of a schema that do not say have no further members. Looks at the fields
+    alone and compiles nothing. Raises InvalidRequestError or LimitExceededError.
     """
     formatted = response_format is not None and response_format.type != "text"
-    if response_format is not None and response_format.type != "json_schema":
-        if response_format.json_schema is not None:
+    if response_format is not None:
+        if response_format.type != "json_schema" and response_format.json_schema is not None:
             raise InvalidRequestError(
                 "response_format.json_schema is allowed only with the type json_schema.",
                 param="response_format.json_schema",
             )
+        if response_format.type != "json_object" and response_format.schema_value is not None:
+            raise InvalidRequestError(
+                "response_format.schema is allowed only with the type json_object.",
+                param="response_format.schema",
+            )
     if structured_outputs is not None:
-        wanted = _structured(structured_outputs)
+        wanted = _structured(structured_outputs, close)
         if formatted:
             raise InvalidRequestError(
                 "response_format and structured_outputs cannot be combined: each says what the "
@@ -121,7 +137,11 @@ def grammar_of(
     if response_format is None or not formatted:
         return None
     if response_format.type == "json_object":
-        return _json_schema(_ANY_OBJECT, WHITESPACE, "response_format"), "response_format"
+        schema, where = response_format.schema_value, "response_format.schema"
+        if schema is None:
+            return _json_schema(_ANY_OBJECT, WHITESPACE, "response_format"), "response_format"
+        schema = _closed(schema, where) if close else schema
+        return _json_schema(schema, WHITESPACE, where), where
     if response_format.json_schema is None:
         raise InvalidRequestError(
             "response_format.json_schema is required with the type json_schema.",
@@ -129,7 +149,17 @@ def grammar_of(
         )
     where = "response_format.json_schema.schema"
     schema = response_format.json_schema.schema_value
-    return _json_schema(_ANY_OBJECT if schema is None else schema, WHITESPACE, where), where
+    if schema is None:
+        schema = _ANY_OBJECT
+    elif close:
+        schema = _closed(schema, where)
+    return _json_schema(schema, WHITESPACE, where), where
+
+
+def _closed(schema: Any, where: str) -> Any:
+    """The schema with its objects closed; its depth is looked at before it is walked."""
+    _check_depth(schema, where)
+    return close_described(schema)
 
 
 def grammar_of_schema(schema: Any, where: str) -> GrammarSpec:
@@ -139,7 +169,15 @@ def grammar_of_schema(schema: Any, where: str) -> GrammarSpec:
 
 def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:
     """Refuse what cannot be honoured together with a grammar. Raises UnsupportedFieldError."""
-    if spec is not None and sampling.ignore_eos:
+    if spec is None:
+        return
+    if sampling.min_tokens:
+        raise UnsupportedFieldError(
+            f"min_tokens ({sampling.min_tokens}) cannot be combined with structured outputs: the "
+            "output ends where it is complete. Leave it out or send 0.",
+            param="min_tokens",
+        )
+    if sampling.ignore_eos:
         raise UnsupportedFieldError(
             "ignore_eos cannot be combined with structured outputs: the output ends where it is "
             "complete.",
@@ -150,7 +188,7 @@ def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> N
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def _structured(body: StructuredOutputsBody) -> tuple[GrammarSpec, str]:
+def _structured(body: StructuredOutputsBody, close: bool) -> tuple[GrammarSpec, str]:
     given = {
         "json": body.json_value is not None,
         "regex": body.regex is not None,
@@ -185,7 +223,10 @@ def _structured(body: StructuredOutputsBody) -> tuple[GrammarSpec, str]:
             whitespace = ""
         schema = _ANY_OBJECT if body.json_value is None else _schema_of(body.json_value, where)
         if body.disable_additional_properties:
-            schema = _closed(schema)
+            _check_depth(schema, where)
+            schema = close_all(schema)
+        elif close and body.disable_additional_properties is None:
+            schema = _closed(schema, where)
         return _json_schema(schema, whitespace, where), where
     if body.regex is not None:
         return GrammarSpec("regex", body.regex), where
@@ -197,6 +238,13 @@ def _structured(body: StructuredOutputsBody) -> tuple[GrammarSpec, str]:
             raise _too_long(where, len(source))
         return GrammarSpec("lark", source), where
     assert body.grammar is not None
+    if _GBNF.search(body.grammar):
+        raise UnsupportedFieldError(
+            f"{where}: this is a GBNF grammar (llama.cpp's); only Lark as llguidance reads it is "
+            'taken: `rule: "text" other` instead of `rule ::= "text" other`, the first rule is '
+            "called start.",
+            param=where,
+        )
     return GrammarSpec("lark", body.grammar), where
 
 
@@ -213,11 +261,15 @@ def _schema_of(value: Any, where: str) -> Any:
     return value
 
 
-def _json_schema(schema: Any, whitespace: str, where: str) -> GrammarSpec:
+def _check_depth(schema: Any, where: str) -> None:
     if _depth(schema, MAX_SCHEMA_DEPTH + 1) > MAX_SCHEMA_DEPTH:
         raise LimitExceededError(
             f"{where}: nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=where
         )
+
+
+def _json_schema(schema: Any, whitespace: str, where: str) -> GrammarSpec:
+    _check_depth(schema, where)
     try:
         source = json.dumps(schema, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -233,30 +285,6 @@ def _depth(value: Any, most: int) -> int:
         return 0
     inner = value.values() if isinstance(value, dict) else value
     return 1 + max((_depth(item, most - 1) for item in inner), default=0)
-
-
-def _closed(schema: Any) -> Any:
-    """The schema with additionalProperties false in every object that does not say."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions"):
-            # The keys in here are names, not keywords.
-            closed[key] = (
-                {name: _closed(item) for name, item in value.items()}
-                if isinstance(value, dict)
-                else value
-            )
-        elif key in ("const", "enum", "default", "examples"):
-            closed[key] = value
-        else:
-            closed[key] = _closed(value)
-    if "properties" in closed or "patternProperties" in closed or closed.get("type") == "object":
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def _too_long(where: str, num_chars: int) -> LimitExceededError:
@@ -296,17 +324,18 @@ class GrammarChecker:
         structured_outputs: StructuredOutputsBody | None,
         response_format: ResponseFormatBody | None,
         scope: str,
-    ) -> GrammarSpec | None:
-        """The checked grammar of a body's two fields, or None for any text. scope: whose it is
-        (types.scope_of).
+        *,
+        close: bool = True,
+    ) -> tuple[GrammarSpec, str] | None:
+        """The checked grammar of a body's two fields and the field's name, or None for any text.
+        scope: whose it is (types.scope_of).
 
         Raises InvalidRequestError and its kin, or QueueFullError.
         """
-        wanted = grammar_of(structured_outputs, response_format)
-        if wanted is None:
-            return None
-        await self.check(*wanted, scope)
-        return wanted[0]
+        wanted = grammar_of(structured_outputs, response_format, close=close)
+        if wanted is not None:
+            await self.check(*wanted, scope)
+        return wanted
 
     async def check(self, spec: GrammarSpec, where: str, scope: str = NO_SCOPE) -> None:
         """Return when the grammar can be compiled. `where` names the field in what is raised:

@@ -213,6 +213,11 @@ class TaskConfig(Section):
     limits: TaskLimits = Field(default_factory=TaskLimits)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     vocabulary: VocabularyConfig = Field(default_factory=VocabularyConfig)
+    additional_properties: bool = Field(
+        False,
+        description="whether objects of a JSON schema that do not say may have members that it "
+        "does not describe",
+    )
 
     @field_validator("name")
     @classmethod

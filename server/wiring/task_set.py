@@ -195,6 +195,8 @@ class TaskSet:
                 spec = task.speculation.model_copy(update={"corpus": str(uploaded)})
                 task = task.model_copy(update={"speculation": spec})
             tasks[name] = task
+            if problem := self._beyond_vocabulary(task):
+                problems.append(f"task {name}: {problem}")
             corpus = task.speculation.corpus
             if corpus is None:
                 continue
@@ -205,6 +207,20 @@ class TaskSet:
         if problems:
             raise ConfigError("\n".join(problems))
         return tasks, sizes
+
+    def _beyond_vocabulary(self, task: TaskConfig) -> str:
+        """What names ids that the task's model does not have, "" for nothing."""
+        ids = task.sampling.stop_token_ids
+        if not ids:
+            return ""
+        try:
+            config = json.loads((self._model_of(task)[0] / "config.json").read_bytes())
+            vocab_size = int(config["vocab_size"])
+        except (OSError, ValueError, KeyError):
+            return ""
+        if max(ids) < vocab_size:
+            return ""
+        return f"sampling.stop_token_ids: {max(ids)} is not below the vocabulary size, {vocab_size}"
 
     def _folder(self, task: str) -> Path | None:
         if self._uploads is None:

@@ -301,7 +301,7 @@ def test_a_killed_engine_process_fails_its_stream_and_comes_back() -> None:
         off = {"drafter": "off"}
         s = send_request(live.port, max_tokens=200, stream=True, ignore_eos=True, speculation=off)
         assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
-        handle: Any = live.client._slots[0].handle
+        handle: Any = live.client.slots[0].handle
         os.kill(handle.pid, signal.SIGKILL)
         rest = b""
         while data := s.recv(65536):
@@ -365,7 +365,7 @@ def test_two_thousand_requests_a_third_of_them_cut_leave_nothing_behind() -> Non
         assert threading.active_count() <= num_threads
         wait_until(lambda: live.sample("tailor_num_requests_running") == 0)
         wait_until(lambda: live.sample("tailor_kv_cache_usage_perc") == 0)
-        assert live.client.queued == {} and live.client.num_queued_tokens == 0
+        assert live.client.num_queued == 0 and live.client.num_queued_tokens == 0
         done = live.sample("tailor_request_outcomes_total", outcome="ok")
         gone = live.sample("tailor_request_outcomes_total", outcome="abort")
         assert done >= 1333 and done + gone <= 2000 and cut_off == 667

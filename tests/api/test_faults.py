@@ -116,13 +116,13 @@ def test_an_engine_killed_under_load_fails_what_it_held_and_no_client_hangs() ->
             results = [threads.submit(one, i) for i in range(16)]
             wait_until(lambda: live.client.num_open == 16, 20)
             held = live.client.engines()[0]["open_requests"]
-            handle: Any = live.client._slots[0].handle
+            handle: Any = live.client.slots[0].handle
             os.kill(handle.pid, signal.SIGKILL)
             outcomes = [r.result(timeout=30) for r in results]
         assert outcomes.count("died") == held and outcomes.count("ok") == 16 - held
         wait_until(lambda: all(e["state"] == "ready" for e in live.client.engines()), 20)
         assert [e["restarts"] for e in live.client.engines()] == [1, 0]
-        assert live.client.num_open == 0 and live.client.queued == {}
+        assert live.client.num_open == 0 and live.client.num_queued == 0
         assert text_of(live.post(max_tokens=2, **OFF))
 
 
@@ -130,7 +130,7 @@ def test_an_engine_that_hangs_holds_nobody_longer_than_the_task_allows() -> None
     tasks = {"quick": TaskConfig(name="quick", limits=TaskLimits(total_timeout_s=0.4))}
     engine = spec(start_process, step_s=0.005, drafts=False)
     with LiveServer([engine], tasks=tasks, max_model_len=CONTEXT) as live:
-        handle: Any = live.client._slots[0].handle
+        handle: Any = live.client.slots[0].handle
         os.kill(handle.pid, signal.SIGSTOP)
         try:
             began_s = time.monotonic()

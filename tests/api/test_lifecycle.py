@@ -78,7 +78,7 @@ def test_a_client_that_leaves_the_queue_is_aborted() -> None:
             s.close()
             wait_until(lambda: live.client.num_open == 0)
         wait_until(lambda: len(engine.aborted) == 2)
-        assert live.client.queued == {} and live.client.num_queued_tokens == 0
+        assert live.client.num_queued == 0 and live.client.num_queued_tokens == 0
         engine.gate.set()
         assert live.post(max_tokens=1).status_code == 200
 
@@ -343,7 +343,7 @@ def test_a_task_stays_on_its_home_engine_until_that_is_full() -> None:
         loads = sorted(e["open_requests"] for e in client.engines())
         assert sum(loads) == 72 and loads[-1] <= 1.25 * 18 + 1
         client.abort_all(NoEngineError("over"))
-        assert client.num_open == 0 and client.queued == {} and client.num_queued_tokens == 0
+        assert client.num_open == 0 and client.num_queued == 0 and client.num_queued_tokens == 0
         await client.stop()
 
     asyncio.run(scenario())

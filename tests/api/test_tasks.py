@@ -386,6 +386,15 @@ def test_a_reload_that_fails_leaves_everything_as_it_was(
     complete(live, "sql")
 
 
+def test_a_reload_with_ids_beyond_the_vocabulary_is_refused(live: LiveServer, place: Place) -> None:
+    place.write("sql", "sampling: {stop_token_ids: [7, 400]}\n")
+    message = call(live, "POST", "/v1/tasks/reload", 400)["error"]["message"]
+    assert "task sql: sampling.stop_token_ids: 400 is not below the vocabulary size, 400" in message
+    assert live.post(model="sql", max_tokens=2).status_code in (200, 401)
+    place.write("sql", "sampling: {stop_token_ids: [7, 399]}\n")
+    assert "sql" in call(live, "POST", "/v1/tasks/reload")["changed"]
+
+
 def test_reloads_and_uploads_under_load_lose_nothing(live: LiveServer, place: Place) -> None:
     prompts = ["the quick", "SELECT name", "hello world", "once upon"]
     plain = {p: complete(live, "sql", p, speculation={"drafter": "off"}) for p in prompts}

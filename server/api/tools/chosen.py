@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from server.api.chat_protocol import MAX_TOOLS, MAX_TOOLS_CHARS, ChatBody
+from server.api.closing import close_described
 from server.api.tools.strict import StrictArguments
 from server.errors import (
     InvalidRequestError,
@@ -37,9 +38,10 @@ class ChosenTools:
     num_chars: int
 
 
-def chosen_tools(body: ChatBody) -> ChosenTools:
-    """Raises InvalidRequestError and UnsupportedFieldError, naming the field.
+def chosen_tools(body: ChatBody, *, close: bool = True) -> ChosenTools:
+    """close: whether objects of parameters that do not say have no further members.
 
+    Raises InvalidRequestError and UnsupportedFieldError, naming the field.
     With tool_choice "none" the model is not shown the tools: then it cannot call one.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
@@ -74,10 +76,9 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
                 f"{at}.function.parameters: the type must be object.",
                 param=f"{at}.function.parameters",
             )
+        whole = {**parameters, "type": "object"}
         schemas[function.name] = (
-            {**parameters, "type": "object"}
-            if function.parameters
-            else {**parameters, "additionalProperties": False}
+            close_described(whole) if close or not function.parameters else whole
         )
         entry: dict[str, Any] = {"name": function.name}
         if function.description is not None:

@@ -539,12 +539,6 @@ def tell_tools(
 
 # --- forced calls ---
 
-# With one of them, a schema's properties are not all there are, or it says so itself.
-_PARTS = frozenset(
-    {"$ref", "additionalProperties", "anyOf", "if", "oneOf", "patternProperties",
-     "unevaluatedProperties"}
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class ForcedCall:
@@ -570,7 +564,6 @@ def force_call(
     and arguments; more than one call only in Mistral's lists, and if parallel.
     """
     key = _ARGUMENTS[style]
-    tools = {name: _closed(schema) for name, schema in tools.items()}
     if len(tools) == 1:
         [(name, schema)] = tools.items()
         head = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS] [", "llama3": ""}[style]
@@ -600,39 +593,6 @@ def force_call(
         return ForcedCall("[TOOL_CALLS]", {**many, "$defs": definitions}, None, begun=True)
     opening = "<tool_call>\n" if style == "hermes" else ""
     return ForcedCall(opening, {**one, "$defs": definitions}, None, begun=style == "hermes")
-
-
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, with no further properties where it does not say whether there may be some.
-
-    Functions have no use for arguments that nobody described, and small models like to write them.
-    Where schemas are put together from parts (allOf) nothing is closed: a part does not know the
-    others' properties.
-    """
-    if '"allOf"' in json.dumps(schema):
-        return schema
-    closed = _close(schema)
-    assert isinstance(closed, dict)
-    return closed
-
-
-def _close(schema: Any) -> Any:
-    if isinstance(schema, (list, tuple)):
-        return [_close(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    whole = "properties" in schema and not _PARTS.intersection(schema)
-    closed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-            closed[key] = {name: _close(inner) for name, inner in value.items()}
-        elif key == "items" or (key in ("anyOf", "oneOf") and "properties" not in schema):
-            closed[key] = _close(value)
-        else:
-            closed[key] = value
-    if whole:
-        closed["additionalProperties"] = False
-    return closed
 
 
 def _moved(schema: Any, root: str) -> Any:

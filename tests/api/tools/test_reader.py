@@ -210,36 +210,12 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 @pytest.mark.parametrize("style", ["hermes", "mistral", "llama3"])
 def test_one_tool_is_forced_by_name(style: ToolFormat) -> None:
     forced = force_call(style, {"f": CITY}, parallel=True)
-    assert forced.schema == {**CITY, "additionalProperties": False} and forced.name == "f"
+    assert forced.schema == CITY and forced.name == "f"
     key = "parameters" if style == "llama3" else "arguments"
     assert forced.opening.endswith(f'{{"name": "f", "{key}":')
     assert read(style, '{"city": "Rome"}', 3, forced="f") == [("f", '{"city": "Rome"}')]
     whole = forced.opening + '{"city": "Rome"}}'
     assert read(style, whole, 1)[0] == ("f", '{"city": "Rome"}')
-
-
-def test_only_objects_that_are_described_whole_are_closed() -> None:
-    free = {"type": "object"}
-    said = {"properties": {}, "additionalProperties": True}
-    mixed = {"properties": {"a": CITY}, "anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]}
-    schema = {
-        "properties": {"free": free, "said": said, "mixed": mixed, "list": {"items": CITY}},
-        "$defs": {"city": {"anyOf": [CITY, {"type": "null"}]}},
-    }
-    shut = {**CITY, "additionalProperties": False}
-    forced = force_call("hermes", {"f": schema}, parallel=True)
-    assert forced.schema == {
-        "properties": {
-            "free": free,
-            "said": said,
-            "mixed": {**mixed, "properties": {"a": shut}},
-            "list": {"items": shut},
-        },
-        "$defs": {"city": {"anyOf": [shut, {"type": "null"}]}},
-        "additionalProperties": False,
-    }
-    together = {"allOf": [CITY, {"properties": {"b": {}}}]}
-    assert force_call("hermes", {"f": together}, parallel=True).schema == together
 
 
 @pytest.mark.parametrize("parallel", [True, False])

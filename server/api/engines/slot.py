@@ -1,0 +1,204 @@
+"""One engine that should run, and the handle of the process that does, if there is one.
+
+The life of a slot:
+
+    loading ──ready──> ready ──died──> restarting ──ready──> ready ...
+       │  └──died without a word, or for lack of memory──> loading again, after a pause
+       │                                   │
+       └──cannot be built: said so───────┬─┘ too many restarts in the window
+                                         v
+                                      failed
+
+A slot has at most one handle at a time. Each handle gets a reader thread (blocking receive; one
+hop into the event loop per step, with all Deltas of that step) and a writer thread (so that a full
+pipe never blocks the loop). Everything but these threads is on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from server import channel
+from server.api.engines.submission import Submission
+from server.channel import EngineHandle
+from server.types import Delta, EngineStats, ModelInfo, Request
+
+__all__ = ["EngineFactory", "EngineSlot", "EngineSpec", "SlotListener", "SlotState", "WaitingRoom"]
+
+EngineFactory = Callable[[], EngineHandle]
+"""Starts an engine and returns its handle. Called in a thread; may block."""
+
+SlotState = Literal["loading", "ready", "restarting", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine that should run: its name (unique), its model's name, its device, its factory."""
+
+    name: str
+    model: str
+    device: str
+    factory: EngineFactory
+
+
+class SlotListener(Protocol):
+    """Who is told what an engine says, on the loop. generation: of the handle that said it."""
+
+    def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None: ...
+
+    def on_deltas(
+        self, slot: EngineSlot, generation: int, deltas: list[Delta], stats: EngineStats | None
+    ) -> None: ...
+
+    def on_stats(self, slot: EngineSlot, generation: int, stats: EngineStats) -> None: ...
+
+    def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None: ...
+
+    def on_death(
+        self, slot: EngineSlot, generation: int, reason: str, final: bool = False
+    ) -> None: ...
+
+    def on_idle(self) -> None: ...
+
+
+class WaitingRoom:
+    """The Requests that wait for their first Delta, and their prompt tokens."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tokens
+
+    def add(self, request_id: str, num_tokens: int) -> None:
+        """A Request was handed to an engine."""
+        self._tokens[request_id] = num_tokens
+        self.num_tokens += num_tokens
+
+    def remove(self, request_id: str) -> None:
+        """A Request got its first Delta, or is over. Idempotent."""
+        self.num_tokens -= self._tokens.pop(request_id, 0)
+
+
+class EngineSlot:
+    """One engine that should run, and the handle that does if there is one."""
+
+    def __init__(self, spec: EngineSpec, listener: SlotListener, waiting: WaitingRoom) -> None:
+        self.spec = spec
+        self.state: SlotState = "loading"
+        self.info: ModelInfo | None = None
+        self.stats = EngineStats()
+        self.handle: EngineHandle | None = None
+        self.generation = 0
+        self.was_ready = False
+        self.deaths_s: list[float] = []
+        self.num_restarts = 0
+        self.retry_at_s = 0.0
+        self.open: dict[str, tuple[Submission, int, int]] = {}
+        self.load = 0
+        self._listener = listener
+        self._waiting = waiting
+        self._outbox: queue.SimpleQueue[channel.Message | None] | None = None
+        self.reader: threading.Thread | None = None
+
+    # What it holds.
+
+    def hold(self, submission: Submission, request: Request) -> None:
+        """Work for a Request from now on."""
+        self.open[request.request_id] = (
+            submission,
+            request.num_choices,
+            len(request.prompt_ids),
+        )
+        self.load += request.num_choices
+        self._waiting.add(request.request_id, len(request.prompt_ids))
+        submission.placed(request.request_id, self)
+
+    def forget(self, request_id: str) -> None:
+        """Work for a Request no more. Idempotent."""
+        held = self.open.pop(request_id, None)
+        if held is not None:
+            self.load -= held[1]
+        self._waiting.remove(request_id)
+        if not self.open:
+            self._listener.on_idle()
+
+    # Its threads.
+
+    def attach(self, handle: EngineHandle, loop: asyncio.AbstractEventLoop) -> None:
+        """Start to read from and write to an engine that runs."""
+        self.handle = handle
+        self.generation += 1
+        outbox: queue.SimpleQueue[channel.Message | None] = queue.SimpleQueue()
+        self._outbox = outbox
+        self.reader = threading.Thread(
+            target=self._read,
+            args=(handle, self.generation, loop),
+            name=f"read-{self.spec.name}",
+            daemon=True,
+        )
+        self.reader.start()
+        threading.Thread(
+            target=_write, args=(handle, outbox), name=f"write-{self.spec.name}", daemon=True
+        ).start()
+
+    def send(self, message: channel.Message) -> None:
+        """Hand a message to the engine, if there is one; never blocks."""
+        if self._outbox is not None:
+            self._outbox.put(message)
+
+    def close_outbox(self) -> None:
+        """Let the writer thread end behind what was sent."""
+        if self._outbox is not None:
+            self._outbox.put(None)
+            self._outbox = None
+
+    def _read(self, handle: EngineHandle, generation: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Reader thread. Everything it learns is posted to the loop."""
+        reason, final = "its channel closed", False
+        try:
+            while True:
+                message = channel.receive(handle.connection)
+                kind = message[0]
+                if kind == "deltas":
+                    loop.call_soon_threadsafe(
+                        self._listener.on_deltas, self, generation, message[1], message[2]
+                    )
+                elif kind == "stats":
+                    loop.call_soon_threadsafe(self._listener.on_stats, self, generation, message[1])
+                elif kind == "ready":
+                    loop.call_soon_threadsafe(self._listener.on_ready, self, generation, message[1])
+                elif kind == "control":
+                    loop.call_soon_threadsafe(
+                        self._listener.on_control, self, generation, message[1], message[2]
+                    )
+                elif kind == "failed":
+                    reason, final = str(message[1]), bool(message[2])
+        except (EOFError, OSError):
+            pass
+        except RuntimeError:
+            return  # the loop is closed: the server is gone
+        except Exception as error:  # a message that is none: treat the engine as broken
+            reason = f"it sent a message that cannot be read ({type(error).__name__})"
+        try:
+            loop.call_soon_threadsafe(self._listener.on_death, self, generation, reason, final)
+        except RuntimeError:
+            return
+
+
+def _write(handle: EngineHandle, outbox: queue.SimpleQueue[channel.Message | None]) -> None:
+    """Writer thread: one message at a time, in order. The reader reports a broken channel."""
+    while (message := outbox.get()) is not None:
+        try:
+            channel.send(handle.connection, message)
+        except (OSError, ValueError):
+            return

@@ -1,0 +1,192 @@
+"""The open Requests of one HTTP request, as one stream of Deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from server import channel
+from server.api.fields import GRAMMAR
+from server.api.usage import RequestAccount
+from server.errors import (
+    ConstraintUnsatisfiableError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    TailorError,
+    UnavailableError,
+    error_for_engine_code,
+)
+from server.metrics.series import Metrics
+from server.types import Delta, Request
+
+__all__ = ["Holder", "Submission"]
+
+
+class Holder(Protocol):
+    """Who works for a Request: an engine's slot."""
+
+    def forget(self, request_id: str) -> None: ...
+
+    def send(self, message: channel.Message) -> None: ...
+
+
+class Submission:
+    """The open Requests of one HTTP request, as one stream of Deltas.
+
+        async for arrived in submission:      # a list of (index of the Request, Delta)
+            ...
+
+    Ends after the last choice of the last Request. Raises the error of the first choice that fails
+    (the others are aborted then). `abort` may be called at any time, any number of times; the
+    iteration then raises `error`, or ends if none was given.
+
+    names: what the route calls fields, by their keys, in errors of the engine; written by the
+    route.
+    """
+
+    def __init__(self, requests: Sequence[Request], metrics: Metrics) -> None:
+        self.accounts = [RequestAccount(request, metrics) for request in requests]
+        self._open = {
+            request.request_id: (i, request.num_choices) for i, request in enumerate(requests)
+        }
+        self._holders: dict[str, Holder] = {}
+        self._arrived: list[tuple[int, Delta]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: TailorError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.names: Mapping[str, str] = {}
+
+    @classmethod
+    def answered(cls, requests: Sequence[Request], metrics: Metrics) -> Submission:
+        """One that needs no engine: every choice ended at once with no token (max_tokens 0)."""
+        submission = cls(requests, metrics)
+        now_s = time.monotonic()
+        for i, request in enumerate(requests):
+            for choice_id in range(request.num_choices):
+                delta = Delta(request.request_id, choice_id, (), finish_reason="length")
+                submission.accounts[i].observe(delta, now_s)
+                submission._arrived.append((i, delta))
+            submission.accounts[i].close("ok")
+        submission._open.clear()
+        return submission
+
+    def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def abort(self, error: TailorError | None = None) -> None:
+        """Free what the engines hold for this; idempotent. What already arrived is dropped."""
+        if not self._open:
+            return
+        for request_id, (i, _) in self._open.items():
+            holder = self._holders[request_id]
+            holder.forget(request_id)
+            holder.send(("abort", request_id))
+            self.accounts[i].close("abort" if error is None else "error")
+        self._open.clear()
+        self._error = error
+        self._arrived.clear()
+        self.wake()
+
+    def expire_after(self, seconds: float) -> None:
+        """Abort with DeadlineExceededError when it is still open after so many seconds."""
+        error = DeadlineExceededError(
+            "The request took longer than its task allows.",
+            headers=(("x-should-retry", "false"),),  # which OpenAI's clients heed
+        )
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort, error)
+
+    def wake(self) -> None:
+        """Let the iteration see what arrived. After `take`, once for all Deltas of a step."""
+        if not self._open and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def account_of(self, request_id: str) -> RequestAccount:
+        """The account of one of its open Requests."""
+        return self.accounts[self._open[request_id][0]]
+
+    # Called by the slots.
+
+    def placed(self, request_id: str, holder: Holder) -> None:
+        """`holder` works for this Request from now on."""
+        self._holders[request_id] = holder
+
+    def take(self, delta: Delta, now_s: float) -> None:
+        """One Delta of an open Request arrived. now_s: time.monotonic()."""
+        i, num_left = self._open[delta.request_id]
+        account = self.accounts[i]
+        account.observe(delta, now_s)
+        if delta.finish_reason in ("error", "abort"):
+            holder = self._holders[delta.request_id]
+            holder.forget(delta.request_id)
+            holder.send(("abort", delta.request_id))  # its other choices
+            del self._open[delta.request_id]
+            account.close(delta.finish_reason)
+            error = (
+                UnavailableError("The request was aborted by the engine.", retry_after_s=1.0)
+                if delta.finish_reason == "abort"
+                else _engine_error(delta, account.request).named(self.names)
+            )
+            self.abort(error)
+            self._error = error
+            self._arrived.clear()
+            self.wake()
+            return
+        self._arrived.append((i, delta))
+        if delta.finish_reason is not None:
+            num_left -= 1
+            if num_left:
+                self._open[delta.request_id] = (i, num_left)
+            else:
+                del self._open[delta.request_id]
+                self._holders[delta.request_id].forget(delta.request_id)
+                account.close("ok")
+
+    def fail(self, request_id: str, error: TailorError) -> None:
+        """The engine of an open Request is gone: this ends with `error`."""
+        i, _ = self._open.pop(request_id)
+        self.accounts[i].close("error")
+        self.abort(error)
+        self._error = error
+        self._arrived.clear()
+        self.wake()
+
+
+def _engine_error(delta: Delta, request: Request) -> TailorError:
+    """The error of a Delta, with the field that is to blame where one is."""
+    message = delta.error or "The engine could not finish this request."
+    error = error_for_engine_code(delta.error_code, message)
+    param: str | None = None
+    if isinstance(error, ConstraintUnsatisfiableError):
+        sampling = request.sampling
+        if sampling.allowed_token_ids is not None:
+            param = "allowed_token_ids"
+        elif request.grammar is not None:
+            param = str(GRAMMAR)
+        elif sampling.logit_bias:
+            param = "logit_bias"
+        else:
+            param = "min_tokens" if sampling.min_tokens else None
+    elif isinstance(error, InvalidRequestError) and message.startswith("the grammar"):
+        param = str(GRAMMAR)
+    if param is None:
+        return error
+    return type(error)(f"{param}: {message}", param=param, retry_after_s=error.retry_after_s)

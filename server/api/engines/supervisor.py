@@ -1,0 +1,308 @@
+"""The engines' supervisor: starts them, hears them, restarts those that die, drains, stops.
+
+All state is touched from the event loop's thread only. The supervisor and nobody else writes a
+slot's state; see server.api.engines.slot for its life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.engines.slot import EngineSlot, EngineSpec, WaitingRoom
+from server.api.engines.submission import Submission
+from server.channel import EngineHandle
+from server.errors import DrainingError, EngineDiedError, NoEngineError, TailorError
+from server.metrics.series import Metrics
+from server.types import Delta, EngineStats, ModelInfo
+
+__all__ = ["RestartPolicy", "Supervisor"]
+
+log = logging.getLogger("tailor.client")
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """At most max_restarts in window_s; the n-th waits first_delay_s * 2^(n-1) s, capped."""
+
+    max_restarts: int = 5
+    window_s: float = 600.0
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+
+
+class Supervisor:
+    """All slots of the server; hears what they say (slot.SlotListener).
+
+    `gave_up` is set when no engine is left and none will be restarted. A handle that died fails the
+    Requests that it held and no others.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        *,
+        metrics: Metrics,
+        restart: RestartPolicy,
+        stop_timeout_s: float,
+    ) -> None:
+        self.gave_up = asyncio.Event()
+        self.waiting = WaitingRoom()
+        self.slots = [EngineSlot(spec, self, self.waiting) for spec in specs]
+        self._metrics = metrics
+        self._restart = restart
+        self._stop_timeout_s = stop_timeout_s
+        self._draining = False
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next_call = 0
+        self._idle = asyncio.Event()
+
+    def of(self, model: str) -> list[EngineSlot]:
+        """The slots of one model."""
+        return [slot for slot in self.slots if slot.spec.model == model]
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models, in order."""
+        return list(dict.fromkeys(slot.spec.model for slot in self.slots))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that an engine works for."""
+        return sum(len(slot.open) for slot in self.slots)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether traffic may come: every model has an engine, and none is on its first way up.
+
+        So a server with many devices gets its load when all of them can share it, and keeps it
+        while some engine of each model lives. Requests are taken as soon as their model has one.
+        """
+        return (
+            not self._draining
+            and not any(slot.state == "loading" for slot in self.slots)
+            and all(any(slot.state == "ready" for slot in self.of(m)) for m in self.models)
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an engine is there or still on its first way up."""
+        return any(slot.state in ("ready", "loading") for slot in self.slots)
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Start every engine in the background and return at once."""
+        for slot in self.slots:
+            self._metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
+            self._spawn(self._launch(slot, 0.0))
+        self._spawn(self._watch())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, wait for what is open up to the timeout, then abort the rest.
+
+        Returns whether everything finished by itself.
+        """
+        self._draining = True
+        finished = True
+        if self.num_open:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while self.num_open:
+                        self._idle.clear()
+                        await self._idle.wait()
+            except TimeoutError:
+                finished = False
+                self.abort_all(DrainingError("The server is shutting down.", retry_after_s=5.0))
+        return finished
+
+    def abort_all(self, error: TailorError) -> None:
+        """Abort every open Request; their clients get `error`."""
+        for slot in self.slots:
+            for submission, _, _ in list(slot.open.values()):
+                submission.abort(error)
+
+    async def stop(self) -> None:
+        """Stop all engines. Idempotent."""
+        if self._stopping:
+            return
+        self._draining = self._stopping = True
+        self.abort_all(DrainingError("The server is shutting down."))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._stop_slot(slot) for slot in self.slots))
+
+    async def _stop_slot(self, slot: EngineSlot) -> None:
+        handle, reader = slot.handle, slot.reader
+        slot.state = "stopped"
+        if handle is None:
+            return
+        slot.send(("stop",))
+        slot.close_outbox()
+        if reader is not None:
+            await asyncio.to_thread(reader.join, self._stop_timeout_s)
+        await self._reap(slot, handle)
+        self._metrics.engine_down(slot.spec.name, slot.spec.model, restarted=False)
+        slot.handle = None
+
+    async def _reap(self, slot: EngineSlot, handle: EngineHandle) -> None:
+        """Make an engine end and free what its handle holds; a failure to do so is logged."""
+        try:
+            await asyncio.to_thread(handle.stop, self._stop_timeout_s)
+        except Exception as error:
+            log.error("engine %s does not stop: %s", slot.spec.name, error)
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _launch(self, slot: EngineSlot, delay_s: float) -> None:
+        slot.retry_at_s = time.monotonic() + delay_s
+        await asyncio.sleep(delay_s)
+        try:
+            handle = await asyncio.to_thread(slot.spec.factory)
+        except Exception as error:
+            log.error("engine %s could not be started: %s", slot.spec.name, error)
+            self._died(slot)
+            return
+        if self._stopping:
+            await self._reap(slot, handle)
+            return
+        slot.attach(handle, asyncio.get_running_loop())
+
+    async def _watch(self) -> None:
+        """Find engines that died without closing their channel."""
+        while True:
+            await asyncio.sleep(1.0)
+            for slot in self.slots:
+                handle = slot.handle
+                if handle is not None and not handle.is_alive():
+                    await asyncio.sleep(0.2)  # let the reader empty the channel first
+                    if slot.handle is handle:
+                        self.on_death(slot, slot.generation, "it is not alive")
+
+    # --- what is asked of engines ---
+
+    async def control(self, engine: str, name: str, payload: Any, timeout_s: float = 60.0) -> Any:
+        """Call an engine (e.g. reload a corpus) and wait for its answer. Raises TimeoutError,
+        NoEngineError."""
+        slot = next((s for s in self.slots if s.spec.name == engine), None)
+        if slot is None or slot.state != "ready":
+            raise NoEngineError(f"The engine {engine} is not ready.")
+        self._next_call += 1
+        call_id = self._next_call
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        slot.send(("control", call_id, name, payload))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            self._calls.pop(call_id, None)
+
+    # --- what the slots tell (on the loop) ---
+
+    def on_idle(self) -> None:
+        """A slot holds nothing any more: drain may go on."""
+        self._idle.set()
+
+    def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None:
+        """An engine loaded its model."""
+        if generation != slot.generation or slot.handle is None or self._stopping:
+            return
+        slot.info, slot.state, slot.was_ready = info, "ready", True
+        self._metrics.engine_ready(slot.spec.name, slot.spec.model, info)
+        log.info(
+            "engine %s is ready: %s on %s, %d blocks of %d",
+            slot.spec.name, info.name, info.device, info.num_blocks, info.block_size,
+        )  # fmt: skip
+
+    def on_deltas(
+        self, slot: EngineSlot, generation: int, deltas: list[Delta], stats: EngineStats | None
+    ) -> None:
+        """One step of an engine."""
+        if generation != slot.generation:
+            return
+        now_s = time.monotonic()
+        touched: dict[int, Submission] = {}
+        for delta in deltas:
+            held = slot.open.get(delta.request_id)
+            if held is None:
+                continue  # aborted meanwhile
+            submission = held[0]
+            self.waiting.remove(delta.request_id)
+            submission.take(delta, now_s)
+            touched[id(submission)] = submission
+        for submission in touched.values():
+            submission.wake()
+        if stats is not None:
+            slot.stats = stats
+            self._metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
+
+    def on_stats(self, slot: EngineSlot, generation: int, stats: EngineStats) -> None:
+        """A snapshot without Deltas."""
+        if generation == slot.generation:
+            slot.stats = stats
+            self._metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
+
+    def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None:
+        """The answer to `control`."""
+        answer = self._calls.get(call_id)
+        if generation == slot.generation and answer is not None and not answer.done():
+            answer.set_result(payload)
+
+    def on_death(self, slot: EngineSlot, generation: int, reason: str, final: bool = False) -> None:
+        """An engine's channel closed: fail what it held, restart it.
+
+        final: it said that it cannot be built. That ends a slot that was never ready; one that
+        was is tried again, because what it needs was there before.
+        """
+        if generation != slot.generation or slot.handle is None or self._stopping:
+            return
+        handle, slot.handle = slot.handle, None
+        slot.generation += 1
+        slot.close_outbox()
+        log.error("engine %s died: %s", slot.spec.name, reason)
+        self._spawn(self._reap(slot, handle))
+        error = EngineDiedError("The engine died while it worked on this request.")
+        for request_id, (submission, _, _) in list(slot.open.items()):
+            if request_id in slot.open:  # an earlier failure may have aborted its siblings
+                slot.forget(request_id)
+                submission.fail(request_id, error)
+        self._died(slot, final)
+
+    def _died(self, slot: EngineSlot, final: bool = False) -> None:
+        """Restart the slot, or give it up."""
+        slot.handle = None
+        slot.stats = EngineStats()
+        now_s = time.monotonic()
+        policy = self._restart
+        slot.deaths_s = [t for t in slot.deaths_s if now_s - t < policy.window_s]
+        hopeless = final and not slot.was_ready
+        again = not hopeless and len(slot.deaths_s) < policy.max_restarts and not self._draining
+        self._metrics.engine_down(slot.spec.name, slot.spec.model, restarted=again)
+        if again:
+            slot.state = "restarting" if slot.was_ready else "loading"
+            slot.deaths_s.append(now_s)
+            slot.num_restarts += 1
+            delay_s = min(policy.max_delay_s, policy.first_delay_s * 2 ** (len(slot.deaths_s) - 1))
+            log.warning("engine %s restarts in %.1f s", slot.spec.name, delay_s)
+            self._spawn(self._launch(slot, delay_s))
+            return
+        slot.state = "failed"
+        if all(s.state == "failed" for s in self.slots):
+            log.critical("no engine is left")
+            self.gave_up.set()

@@ -1,0 +1,100 @@
+"""What cannot be honoured is refused with the name of its field, whoever finds it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from server.api.engines.client import EngineSpec
+from server.engine.host import start_thread
+from tests.api.live import BYTE_IDS, TOKENIZER, LiveServer
+from tests.api.test_errors import check
+from tests.api.test_structured_end_to_end import make_engine
+
+A = BYTE_IDS[b"a"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    factory = partial(start_thread, partial(make_engine, file), name="e", device="cpu")
+    with LiveServer([EngineSpec("e", "tiny", "cpu", factory)]) as live:
+        yield live
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    }
+
+
+LOOP = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"json": LOOP}}, "structured_outputs.json"),
+    (schema_format(LOOP), "response_format.json_schema.schema"),
+    ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": "start: <[49999]>"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"regex": "a{100000}"}}, "structured_outputs.regex"),
+    ({"allowed_token_ids": [0], "min_tokens": 1}, "allowed_token_ids"),
+    (
+        {"allowed_token_ids": [A], "structured_outputs": {"regex": "b"}},
+        "allowed_token_ids",
+    ),
+    ({"min_tokens": 2, "structured_outputs": {"regex": "a+"}}, "min_tokens"),
+    ({"structured_outputs": {"grammar": 'root ::= "a" | b'}}, "structured_outputs.grammar"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=[p for _, p in REFUSED])
+def test_the_field_is_named(
+    server: LiveServer, body: dict[str, Any], param: str, stream: bool
+) -> None:
+    response = server.post(prompt="the fox", max_tokens=20, stream=stream, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and param.split(".")[0] in error["message"], error
+
+
+def test_a_gbnf_grammar_is_called_so(server: LiveServer) -> None:
+    gbnf = 'root ::= item+\nitem ::= "- " [a-z]+ "\\n"'
+    response = server.post(structured_outputs={"grammar": gbnf})
+    told = check(response, 400, "unsupported_parameter", "structured_outputs.grammar")
+    assert "GBNF" in told
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-300, 1e-31])
+def test_tiny_temperatures_are_greedy(server: LiveServer, temperature: float) -> None:
+    greedy = server.post(prompt="the fox", max_tokens=12, temperature=0).json()["choices"]
+    near = server.post(prompt="the fox", max_tokens=12, temperature=temperature, seed=7)
+    assert near.json()["choices"] == greedy
+
+
+def test_objects_are_closed_unless_opened(server: LiveServer) -> None:
+    """Every text of the open object's grammar but the described one is out of reach."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    compact: dict[str, Any] = {"json": schema, "disable_any_whitespace": True}
+    closed = [
+        {"structured_outputs": compact},
+        {"structured_outputs": {**compact, "disable_additional_properties": True}},
+        {"structured_outputs": compact, "additional_properties": False},
+    ]
+    opened = [
+        {"structured_outputs": {**compact, "disable_additional_properties": False}},
+        {"structured_outputs": compact, "additional_properties": True},
+    ]
+    for body in closed:
+        [choice] = server.post(max_tokens=60, seed=5, **body).json()["choices"]
+        assert choice["text"] == '{"a":1}' and choice["finish_reason"] == "stop"
+    for body in opened:
+        texts = {
+            server.post(max_tokens=8, temperature=1.5, seed=seed, **body).json()["choices"][0][
+                "text"
+            ]
+            for seed in range(6)
+        }
+        assert texts - {'{"a":1}'}, body
