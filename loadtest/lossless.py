@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest import machine
-from loadtest.compare import add_server_options, describe_servers, emit, peers_of
+from loadtest.options import add_server_options, describe_servers, emit, peers_of
 from loadtest.peer import (
     Peer,
     PeerFailed,

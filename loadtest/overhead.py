@@ -38,10 +38,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.completion import ServerRefused, request_body, stream
-from loadtest.concurrency import distinct_prompts
+from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.peer import CpuMeter, Peer, PeerFailed, free_port, stop, stop_on_sigterm, wait_ready
+from loadtest.prompts import distinct_prompts
 from loadtest.stats import median_interval, ratio
 
 ROOT = Path(__file__).resolve().parent.parent

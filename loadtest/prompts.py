@@ -61,6 +61,17 @@ class Warehouse:
 FIXED = {"plain": PLAIN, "copy": COPY}
 
 
+def distinct_prompts(num_prompts: int) -> list[str]:
+    """Prompts of about equal length that differ from the first word on: no prefix is shared."""
+    sentences = [sentence.strip() for sentence in PLAIN.split(". ")]
+    prompts = []
+    for index in range(num_prompts):
+        turn = index % len(sentences)
+        told = ". ".join([*sentences[turn:], *sentences[:turn]])
+        prompts.append(f"{index + 1}. Story number {index + 1} of the harbour. {told}")
+    return prompts
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One prompt of a task data set. completion is the gold answer, "" where there is none."""

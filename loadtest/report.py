@@ -190,75 +190,10 @@ def chart(
     }
 
 
-def _bars(rows: Mapping[str, Any], metric: str, scale: float = 1.0) -> list[Bar]:
-    return [
-        Bar(
-            server,
-            [(metric, row[metric]["p50"] * scale)],
-            row[metric]["low"] * scale,
-            row[metric]["high"] * scale,
-        )
-        for server, row in rows.items()
-        if row.get(metric)
-    ]
-
-
 def _interval(found: Mapping[str, float] | None) -> str:
     if found is None:
         return ""
     return f"{found['median']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
-
-
-def _compare(result: Mapping[str, Any], section: dict[str, Any]) -> None:
-    for prompt, rows in result["figures"].items():
-        section["plots"] += [
-            plot(
-                f"{prompt}: decode, median and range", _bars(rows, "decode_tokens_per_s"), "tok/s"
-            ),
-            plot(f"{prompt}: first token, median and range", _bars(rows, "ttft_s", 1000), "ms"),
-        ]
-        section["tables"].append(
-            {
-                "title": f"{prompt}: {result['ours']} against each (above 1 is better for it), "
-                "median of paired ratios, 95 % bootstrap interval",
-                "head": ["server", "decode", "end to end", "first token"],
-                "rows": [
-                    [server, *(_interval(found[m]) for m in found)]
-                    for server, found in result["ratios"][prompt].items()
-                ],
-            }
-        )
-        groups = result["texts"][prompt]
-        if len(groups) == 1:
-            section["notes"].append({"text": f"{prompt}: the same text from all.", "bad": False})
-        for group in groups[1:]:
-            names = ", ".join(group["servers"])
-            section["notes"].append(
-                {
-                    "text": f"{prompt}: {names} differs from character {group['diverges_at']} on.",
-                    "bad": True,
-                }
-            )
-
-
-def _concurrency(result: Mapping[str, Any], section: dict[str, Any]) -> None:
-    for count, rows in result["figures"].items():
-        section["plots"].append(
-            plot(f"{count} streams at once", _bars(rows, "tokens_per_s"), "tok/s")
-        )
-        section["tables"].append(
-            {
-                "title": f"{count} streams",
-                "head": ["server", f"{result['ours']} / server", "worst first token s",
-                         "longest silence s", "slowest / median", "KV use after"],
-                "rows": [
-                    [server, _interval(row["ratio"]), f"{row['worst_ttft_s']:.2f}",
-                     f"{row['worst_silence_s']:.2f}", f"{row['slowest_share']:.2f}",
-                     "" if row["kv_usage_after"] is None else f"{row['kv_usage_after']:.4f}"]
-                    for server, row in rows.items()
-                ],
-            }
-        )  # fmt: skip
 
 
 def _between(found: Mapping[str, float] | None, scale: float = 1.0) -> Interval | None:
@@ -269,38 +204,44 @@ def _between(found: Mapping[str, float] | None, scale: float = 1.0) -> Interval 
 
 LOAD_CHARTS = (
     ("tokens_per_s", "throughput", 1, "tok/s"),
+    ("decode_tokens_per_s", "decode speed of a stream, median", 1, "tok/s"),
     ("goodput_per_s", "requests that met the objective", 1, "/s"),
     ("ttft_s", "time to the first token, median", 1000, "ms"),
     ("ttft_p99_s", "time to the first token, 99 % of requests", 1000, "ms"),
     ("tpot_s", "time per output token, median", 1000, "ms"),
     ("itl_s", "gap between chunks, median", 1000, "ms"),
 )
+LOAD_RATIOS = {
+    "tokens_per_s": "tok/s", "decode_tokens_per_s": "decode", "ttft_s": "TTFT", "tpot_s": "TPOT",
+    "itl_s": "ITL", "e2e_s": "end to end",
+}  # fmt: skip
 
 
-def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
-    figures = result["figures"]
-    slo = ", ".join(f"{name} ≤ {limit:g} s" for name, limit in result["slo"].items())
-    section["notes"].append(
-        {
-            "text": "Objective: " + (slo or "an answer") + ". Mix: "
-            + ", ".join(f"{name} {weight:g}" for name, weight in result["mix"].items())
-            + f". {result['num_rounds']} rounds; points are medians of rounds with their 95 % "
-            "bootstrap interval.",
-            "bad": False,
-        }
-    )  # fmt: skip
+def _pair(row: Mapping[str, Any], name: str, scale: float) -> str:
+    """p50 / p99 of a row's figure; "" where it has none."""
+    found = row.get(name)
+    return f"{figure(found['p50'] * scale)} / {figure(found['p99'] * scale)}" if found else ""
+
+
+def _two(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _load_charts(figures: Mapping[str, Any], section: dict[str, Any]) -> None:
+    """A curve for each figure over the levels of one kind, bars where there is one level."""
     swept: set[str] = set()  # their charts have what bars would say
     for kind in ("clients", "req/s", "trace"):
         levels = [level for level in figures if kind in level]
-        servers = list(figures[levels[0]]) if levels else []
-        swept |= set(levels) if len(levels) > 1 else set()
-        for metric, title, scale, unit in LOAD_CHARTS if len(levels) > 1 else ():
+        if len(levels) < 2:
+            continue
+        swept |= set(levels)
+        for metric, title, scale, unit in LOAD_CHARTS:
             lines = {
                 server: [
                     _between(figures[level][server]["rounds"].get(metric), scale)
                     for level in levels
                 ]
-                for server in servers
+                for server in figures[levels[0]]
             }
             section["charts"].append(chart(title, levels, lines, unit))
     for level, rows in figures.items():
@@ -314,59 +255,76 @@ def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
             if bars:
                 section["plots"].append(plot(f"{level}: {title}", bars, unit))
 
-        def pair(row: Mapping[str, Any], name: str, scale: float) -> str:
-            found = row[name]
-            if not found:
-                return ""
-            return f"{figure(found['p50'] * scale)} / {figure(found['p99'] * scale)}"
 
-        def steps(row: Mapping[str, Any]) -> str:
-            return "" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"
-
-        section["tables"].append(
+def _load_tables(
+    level: str, rows: Mapping[str, Any], base: str, tables: list[dict[str, Any]]
+) -> None:
+    tables.append(
+        {
+            "title": f"{level}; p50 / p99 of all requests",
+            "head": ["server", "req/s", "tok/s", "TTFT ms", "TPOT ms", "ITL ms", "end to end s",
+                     "good", "good/s", "tokens a step", "longest silence s", "failed"],
+            "rows": [
+                [server, _two(row["requests_per_s"]), f"{row['tokens_per_s']:.1f}",
+                 _pair(row, "ttft_s", 1000), _pair(row, "tpot_s", 1000),
+                 _pair(row, "itl_s", 1000), _pair(row, "e2e_s", 1), f"{row['good_share']:.0%}",
+                 _two(row["goodput_per_s"]), _two(row["tokens_per_step"]),
+                 _two(row.get("worst_silence_s")), row["num_failed"]]
+                for server, row in rows.items()
+            ],
+        }
+    )  # fmt: skip
+    if len(rows) > 1:
+        tables.append(
             {
-                "title": f"{level}; p50 / p99 of all requests",
-                "head": ["server", "req/s", "tok/s", "TTFT ms", "TPOT ms", "ITL ms",
-                         "end to end s", "good", "good/s", "tokens a step", "failed"],
+                "title": f"{level}: server / {base}, median of the rounds' ratios and its 95 % "
+                "bootstrap interval",
+                "head": ["server", *LOAD_RATIOS.values()],
                 "rows": [
-                    [server, f"{row['requests_per_s']:.2f}", f"{row['tokens_per_s']:.1f}",
-                     pair(row, "ttft_s", 1000), pair(row, "tpot_s", 1000),
-                     pair(row, "itl_s", 1000), pair(row, "e2e_s", 1), f"{row['good_share']:.0%}",
-                     f"{row['goodput_per_s']:.2f}", steps(row), row["num_failed"]]
+                    [server, *(_interval(row["ratios"].get(name)) for name in LOAD_RATIOS)]
                     for server, row in rows.items()
+                    if server != base
+                ],
+            }
+        )
+    sets = sorted({name for row in rows.values() for name in row["data_sets"]})
+    if len(sets) > 1:
+        tables.append(
+            {
+                "title": f"{level}, by data set; p50 / p99; ratios are server / {base}",
+                "head": ["data set", "server", "requests", "decode tok/s", "ratio", "TTFT ms",
+                         "TPOT ms", "good", "tokens a step"],
+                "rows": [
+                    [name, server, part["num_requests"], _pair(part, "decode_tokens_per_s", 1),
+                     _interval(part.get("ratios", {}).get("decode_tokens_per_s")),
+                     _pair(part, "ttft_s", 1000), _pair(part, "tpot_s", 1000),
+                     f"{part['good_share']:.0%}", _two(part["tokens_per_step"])]
+                    for name in sets
+                    for server, row in rows.items()
+                    if (part := row["data_sets"].get(name))
                 ],
             }
         )  # fmt: skip
-        if len(rows) > 1:
-            section["tables"].append(
-                {
-                    "title": f"{level}: server / {result['base']}, median of the rounds' ratios "
-                    "and its 95 % bootstrap interval",
-                    "head": ["server", "tok/s", "TTFT", "TPOT", "ITL", "end to end"],
-                    "rows": [
-                        [server, *(_interval(row["ratios"].get(name)) for name in (
-                            "tokens_per_s", "ttft_s", "tpot_s", "itl_s", "e2e_s"))]
-                        for server, row in rows.items()
-                        if server != result["base"]
-                    ],
-                }
-            )  # fmt: skip
-        sets = sorted({name for row in rows.values() for name in row["data_sets"]})
-        if len(sets) > 1:
-            section["tables"].append(
-                {
-                    "title": f"{level}, by data set; p50 / p99",
-                    "head": ["data set", "server", "requests", "TTFT ms", "TPOT ms", "good",
-                             "tokens a step"],
-                    "rows": [
-                        [name, server, part["num_requests"], pair(part, "ttft_s", 1000),
-                         pair(part, "tpot_s", 1000), f"{part['good_share']:.0%}", steps(part)]
-                        for name in sets
-                        for server, row in rows.items()
-                        if (part := row["data_sets"].get(name))
-                    ],
-                }
-            )  # fmt: skip
+
+
+def _load(result: Mapping[str, Any], section: dict[str, Any]) -> None:
+    slo = ", ".join(f"{name} ≤ {limit:g} s" for name, limit in result["slo"].items())
+    mix = ", ".join(f"{name} {weight:g}" for name, weight in result["mix"].items())
+    told = [
+        f"Objective: {slo or 'an answer'}. Mix: {mix}. {result['num_rounds']} rounds; points are "
+        "medians of rounds with their 95 % bootstrap interval."
+    ]
+    section["notes"] += [{"text": text, "bad": False} for text in told]
+    for prompt, groups in result.get("texts", {}).items():
+        if len(groups) == 1:
+            section["notes"].append({"text": f"{prompt}: the same text from all.", "bad": False})
+        for group in groups[1:]:
+            at = f"differs from character {group['diverges_at']} on."
+            text = f"{prompt}: {', '.join(group['servers'])} {at}"
+            section["notes"].append({"text": text, "bad": True})
+    _load_charts(result["figures"], section)
+    for level, rows in result["figures"].items():
+        _load_tables(level, rows, result["base"], section["tables"])
 
 
 def _lossless(result: Mapping[str, Any], section: dict[str, Any]) -> None:
@@ -406,9 +364,7 @@ def _step_profile(result: Mapping[str, Any], section: dict[str, Any]) -> None:
 
 
 SECTIONS = {
-    "compare": ("One stream against peers", _compare),
-    "concurrency": ("Streams at once", _concurrency),
-    "load": ("Load with task prompts", _load),
+    "load": ("Load", _load),
     "lossless": ("The same text with and without speculation", _lossless),
     "step_profile": ("Where a step's time goes", _step_profile),
 }

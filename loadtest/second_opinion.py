@@ -46,11 +46,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_result_options, emit, refuse_busy_machine
-from loadtest.concurrency import distinct_prompts
-from loadtest.load import Ask, Level, run_cell
+from loadtest.cells import Ask, Level, run_cell
+from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.peer import SETTLE_S, Peer, PeerFailed, stop_on_sigterm, wait_ready
-from loadtest.prompts import Example
+from loadtest.prompts import Example, distinct_prompts
 from loadtest.stats import median_interval, ratio
 
 OURS, AGAIN = "load", "load again"

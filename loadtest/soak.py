@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest import machine
-from loadtest.compare import emit
+from loadtest.options import emit
 from loadtest.prompts import PLAIN
 
 KEPT, CUT = "soak-kept", "soak-cut"

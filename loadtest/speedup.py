@@ -45,14 +45,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import (
+from loadtest.completion import ServerRefused, Timing, request_body, stream
+from loadtest.options import (
     add_server_options,
     describe_servers,
     emit,
     peers_of,
     refuse_busy_machine,
 )
-from loadtest.completion import ServerRefused, Timing, request_body, stream
 from loadtest.peer import (
     SETTLE_S,
     CpuMeter,

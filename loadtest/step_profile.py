@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_result_options, emit, refuse_busy_machine
 from loadtest.completion import Timing, request_body, stream
-from loadtest.concurrency import distinct_prompts
+from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.peer import PeerFailed, parse_peers, wait_ready
+from loadtest.prompts import distinct_prompts
 from loadtest.stats import summarize
 
 SERIES = ("step_time", "step_model_time", "propose_time", "step_host_time")

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from loadtest import machine
 from loadtest.answers import Answer, answer_all, make_engine, open_files, total
-from loadtest.compare import emit
+from loadtest.options import emit
 from loadtest.prompts import Example, read_examples, spread_examples
 from loadtest.recordings import data_sets
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams

@@ -38,7 +38,7 @@ from rich.console import Console
 
 from loadtest import machine
 from loadtest.answers import Answer, ModelFiles, answer_all, make_engine, open_files
-from loadtest.compare import emit
+from loadtest.options import emit
 from loadtest.prompts import Example as Document
 from loadtest.prompts import read_examples
 from loadtest.vocab_table import LANGUAGES, Row, make_rows

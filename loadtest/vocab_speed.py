@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest import machine
-from loadtest.compare import add_result_options, emit, refuse_busy_machine
+from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.stats import ratio, summarize
 from server.engine.engine import Engine, EngineSettings
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams

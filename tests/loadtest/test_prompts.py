@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.concurrency import distinct_prompts
-from loadtest.prompts import mixed_examples, parse_mix, read_examples, spread_examples
+from loadtest.prompts import (
+    distinct_prompts,
+    mixed_examples,
+    parse_mix,
+    read_examples,
+    spread_examples,
+)
 
 
 @pytest.fixture

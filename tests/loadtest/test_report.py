@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import compare, concurrency, load, lossless, report
+from loadtest import load, lossless, report
 from tests.loadtest.scripted_server import WORDS, ScriptedServer
 
 VOID = {"meta", "br", "img", "link", "input"}
@@ -64,8 +64,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         two = [*one, "--server", f"peer<x>={b.url}"]
         short = ["--rounds", "1", "--tokens", "4"]
         data = ["--data", str(folder)]
-        assert compare.main([*two, *short, "--tries", "1", "--prompts", "copy"]) == 0
-        assert concurrency.main([*two, *short, "--streams", "2"]) == 0
+        assert load.main([*two, *short, "--prompts", "copy"]) == 0
+        distinct = ["--prompts", "distinct", "--concurrency", "2"]
+        assert load.main([*two, *short, *distinct]) == 0
         assert load.main(
             [*two, *short, *data, "--mix", "alpha", "--concurrency", "1,2", "--requests", "2"]
         ) == 0  # fmt: skip
@@ -96,7 +97,7 @@ def test_a_page_of_every_tool(results: Path, tmp_path: Path) -> None:
     assert "12.8 ms" in text  # the parts of the step, stacked
     assert page.addresses == [] and "http://" not in html and "script" not in page.tags
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    speed = lines[0]["figures"]["copy"]["tailor"]["decode_tokens_per_s"]["p50"]
+    speed = lines[0]["figures"]["1 clients"]["tailor"]["rounds"]["decode_tokens_per_s"]["median"]
     assert f"{report.figure(speed)} tok/s" in text
 
 
@@ -148,7 +149,8 @@ def test_the_page_of_a_load_has_its_ratios_and_its_sweep(results: Path, tmp_path
     assert report.main([str(results), "--out", str(tmp_path / "r.html")]) == 0
     page = read((tmp_path / "r.html").read_text())
     text = " ".join(page.text)
-    [line] = [r for r in map(json.loads, results.read_text().splitlines()) if r["tool"] == "load"]
+    lines = map(json.loads, results.read_text().splitlines())
+    [line] = [r for r in lines if "alpha" in r.get("mix", ())]
     ratios = line["figures"]["2 clients"]["peer<x>"]["ratios"]
     assert f"{ratios['ttft_s']['median']:.2f} [{ratios['ttft_s']['low']:.2f}, " in text
     assert page.tags.count("polyline") == 2 * len(report.LOAD_CHARTS)

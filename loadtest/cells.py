@@ -1,0 +1,328 @@
+"""The cells of a load test: one server, one level, one round; how they are planned and run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress
+
+from loadtest.completion import ServerRefused, Timing, request_body, stream
+from loadtest.peer import CpuMeter, Peer, ServerKeys, shuffled
+from loadtest.prompts import Example
+from loadtest.trace import Arrival
+
+KV_USAGE = re.compile(r"^(?:tailor_|vllm:)kv_cache_usage_perc(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load level: N clients (closed loop), requests a second, or a trace at so many times its
+    own speed (open loop)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+    speed: float | None = None
+
+    @property
+    def label(self) -> str:
+        if self.speed is not None:
+            return f"trace x{self.speed:g}"
+        return f"{self.concurrency} clients" if self.rate is None else f"{self.rate:g} req/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a cell. due_s: seconds after its start; None: when a client is free.
+
+    task: what a Tailor server gets as `model`; "" for its own model.
+    """
+
+    example: Example
+    task: str
+    max_tokens: int
+    due_s: float | None = None
+
+
+@dataclass(slots=True)
+class Cell:
+    """What one server did at one level in one round; written by run_cell only.
+
+    late_s[i]: how long after its due time request i was sent (open loop; else 0). data_sets[i]:
+    where its prompt is from. foreign_cores: cores that others used meanwhile (CpuMeter).
+    kv_usage_after: the server's KV use once it was idle (fixed prompts); None where it does not
+    tell.
+    """
+
+    server: str
+    level: Level
+    round_id: int
+    timings: list[Timing] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
+    data_sets: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+    foreign_cores: float = 0.0
+    kv_usage_after: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(timing.num_tokens for timing in self.timings) / self.wall_s
+
+
+def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests are due: a Poisson process of `rate` a second."""
+    rng = random.Random(seed)
+    now, times = 0.0, []
+    for _ in range(num_requests):
+        now += rng.expovariate(rate)
+        times.append(now)
+    return times
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The requests of every level, the same for all servers.
+
+    examples: the draws of the mix, or fixed prompts. tasks: the task of a data set, where it has
+    one. trace: the arrivals that a `speed` level replays, with the example of each. wave: fixed
+    prompts only: a cell has one request for each client, and at least so many, the prompts in turn.
+    """
+
+    examples: Sequence[Example]
+    max_tokens: int
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    trace: Sequence[tuple[Arrival, Example]] = ()
+    wave: int | None = None
+
+    def asks(self, level: Level, round_id: int) -> list[Ask]:
+        """What a cell sends, in order of time."""
+        if level.speed is not None:
+            return [
+                Ask(
+                    example,
+                    self.tasks.get(example.task, ""),
+                    arrival.max_tokens or self.max_tokens,
+                    arrival.at_s / level.speed,
+                )
+                for arrival, example in self.trace
+            ]
+        examples = self.examples
+        if self.wave is not None:
+            examples = list(islice(cycle(examples), max(level.concurrency or 1, self.wave)))
+        due: Sequence[float | None] = [None] * len(examples)
+        if level.rate is not None:
+            due = arrival_times(len(examples), level.rate, round_id)
+        return [
+            Ask(example, self.tasks.get(example.task, ""), self.max_tokens, due_s)
+            for example, due_s in zip(examples, due, strict=True)
+        ]
+
+
+def trace_examples(
+    arrivals: Sequence[Arrival],
+    draw: Callable[[Mapping[str, float], int], Sequence[Example]],
+    weights: Mapping[str, float],
+    tasks: Mapping[str, str],
+) -> list[tuple[Arrival, Example]]:
+    """Each arrival with its own prompt, or one drawn from its data set, or from the whole mix.
+
+    draw: (weights, number) -> examples. An arrival's task is a data set of the mix, or what `tasks`
+    sends one as. Raises ValueError for another.
+    """
+    sets = {task: name for name, task in tasks.items()} | {name: name for name in weights}
+    wanted: dict[str, int] = {}
+    for arrival in arrivals:
+        if arrival.prompt is None:
+            wanted[arrival.task] = wanted.get(arrival.task, 0) + 1
+    drawn = {}
+    for task, number in wanted.items():
+        if task and task not in sets:
+            raise ValueError(
+                f"the trace has requests of {task!r}: say with --as DATASET={task} "
+                "which data set of --mix stands for it"
+            )
+        chosen = {sets[task]: 1.0} if task else weights
+        drawn[task] = iter(draw(chosen, number))
+    return [
+        (
+            arrival,
+            next(drawn[arrival.task])
+            if arrival.prompt is None
+            else Example(sets.get(arrival.task, arrival.task), "", arrival.prompt, ""),
+        )
+        for arrival in arrivals
+    ]
+
+
+def parse_kv_usage(metrics: str) -> float | None:
+    """The highest KV usage of all engines in a Prometheus text; None when it has none."""
+    found = [float(value) for value in KV_USAGE.findall(metrics)]
+    return max(found) if found else None
+
+
+async def kv_usage_when_idle(client: httpx.AsyncClient, url: str, wait_s: float) -> float | None:
+    """KV use once it is 0, or what it still is after wait_s; None without such a metric."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        response = await client.get(f"{url}/metrics")
+        usage = parse_kv_usage(response.text) if response.status_code == 200 else None
+        if usage is None or usage == 0.0 or time.monotonic() > deadline:
+            return usage
+        await asyncio.sleep(0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """How a measurement is run.
+
+    num_warmups: unmeasured requests a server. max_foreign: a cell during which others used more
+    cores than this is run again, num_tries times at most, and the least disturbed one is kept; the
+    choice looks at others' CPU time only, never at a figure.
+    """
+
+    num_rounds: int
+    num_warmups: int
+    pause_s: float
+    max_foreign: float = float("inf")
+    num_tries: int = 1
+
+
+async def run_cell(
+    client: httpx.AsyncClient,
+    peer: Peer,
+    level: Level,
+    round_id: int,
+    asks: Sequence[Ask],
+    *,
+    salt: str,
+) -> Cell:
+    """Send every request at this level; failures are booked, not raised."""
+    cell = Cell(peer.name, level, round_id)
+
+    async def one(index: int, due_s: float | None) -> None:
+        ask = asks[index]
+        tailor = peer.dialect == "tailor"
+        body = request_body(
+            peer.dialect, (tailor and ask.task) or peer.model, ask.example.prompt,
+            max_tokens=ask.max_tokens, salt=f"{salt}-{index}", extra=peer.extra,
+        )  # fmt: skip
+        if tailor:
+            body["include_speculation"] = True
+        late = 0.0 if due_s is None else max(0.0, time.perf_counter() - due_s)
+        try:
+            timing = await stream(client, peer.url, body)
+        except (ServerRefused, httpx.HTTPError) as error:
+            told = f"{ask.example.task}: {error or type(error).__name__}"
+            cell.failures.append(told[:200])
+            return
+        cell.timings.append(timing)
+        cell.late_s.append(late)
+        cell.data_sets.append(ask.example.task)
+
+    began = time.perf_counter()
+    if level.concurrency is None:
+        tasks = []
+        for index, ask in enumerate(asks):
+            due = began + (ask.due_s or 0.0)
+            delay = due - time.perf_counter()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            tasks.append(asyncio.create_task(one(index, due)))
+        await asyncio.gather(*tasks)
+    else:
+        waiting = iter(range(len(asks)))
+
+        async def a_client() -> None:
+            for index in waiting:
+                await one(index, None)
+
+        await asyncio.gather(*(a_client() for _ in range(level.concurrency)))
+    cell.wall_s = time.perf_counter() - began
+    return cell
+
+
+class IdleShares:
+    """CPU that the servers used while it was another one's turn."""
+
+    def __init__(self, meter: CpuMeter) -> None:
+        self._meter = meter
+        self._cpu_s: dict[str, float] = {}
+        self._wall_s: dict[str, float] = {}
+
+    def book(self, busy: Peer, before: Mapping[str, float], wall_s: float) -> None:
+        """A turn of `busy` has ended; `before` is the meter's reading at its beginning."""
+        name = busy.where[1:] if busy.is_alias else busy.name
+        for other, used_s in self._meter.read().items():
+            if other != name and other in before:
+                self._cpu_s[other] = self._cpu_s.get(other, 0.0) + used_s - before[other]
+                self._wall_s[other] = self._wall_s.get(other, 0.0) + wall_s
+
+    def shares(self) -> dict[str, float]:
+        """Cores of each server, of those that could be read."""
+        return {name: round(s / self._wall_s[name], 4) for name, s in self._cpu_s.items()}
+
+
+async def measure(
+    peers: Sequence[Peer],
+    levels: Sequence[Level],
+    plan: Plan,
+    conduct: Conduct,
+    cells: list[Cell],
+    console: Console,
+) -> dict[str, float]:
+    """Fills `cells` as they are made, so that an interrupted measurement keeps what it has.
+
+    Warm-ups are left out. Returns each server's CPU share while it was others' turn.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    salt = f"{time.time_ns():x}"
+    meter = CpuMeter(peers)
+    idle = IdleShares(meter)
+    async with httpx.AsyncClient(timeout=900.0, limits=limits, auth=ServerKeys(peers)) as client:
+
+        async def quietest(peer: Peer, level: Level, round_id: int) -> Cell:
+            kept: Cell | None = None
+            for attempt in range(conduct.num_tries):
+                before, foreign, began = meter.read(), meter.foreign_s(), time.perf_counter()
+                # The same salt for on and off would let the second one read the first one's
+                # prefixes: one salt per cell.
+                cell = await run_cell(
+                    client, peer, level, round_id, plan.asks(level, round_id),
+                    salt=peer.salt(f"{salt}-{round_id}-{level.label}-{attempt}"),
+                )  # fmt: skip
+                wall_s = time.perf_counter() - began
+                cell.foreign_cores = max(0.0, (meter.foreign_s() - foreign) / wall_s)
+                idle.book(peer, before, wall_s)
+                if plan.wave is not None:
+                    cell.kv_usage_after = await kv_usage_when_idle(client, peer.url, 5.0)
+                if kept is None or cell.foreign_cores < kept.foreign_cores:
+                    kept = cell
+                if len(peers) > 1:
+                    await asyncio.sleep(conduct.pause_s)
+                if cell.foreign_cores <= conduct.max_foreign:
+                    break
+            assert kept is not None
+            return kept
+
+        with Progress(console=console) as progress:
+            total = conduct.num_rounds * len(levels) * len(peers)
+            bar = progress.add_task("cells", total=total)
+            first = plan.asks(levels[0], -1)[: conduct.num_warmups]
+            for peer in peers if first else ():
+                one = Level(concurrency=levels[0].concurrency or 1)
+                await run_cell(client, peer, one, -1, first, salt=peer.salt(f"{salt}-warm"))
+            for round_id in range(conduct.num_rounds):
+                for level in levels:
+                    for peer in shuffled(peers, round_id, level.label):
+                        progress.update(bar, description=f"{peer.name} {level.label}")
+                        cells.append(await quietest(peer, level, round_id))
+                        progress.update(bar, advance=1)
+    return idle.shares()
