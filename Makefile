@@ -12,6 +12,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP := $(VENV)/.installed
 
+# Where the CPU build of torch lies, for machines whose usual index gives CUDA builds of several GB:
+# make TORCH_INDEX=URL serve. What cannot be had from there comes from the usual index.
+TORCH_INDEX ?=
+
 # More options for `tailor serve`: make serve ARGS="--port 9000"; for pytest: make test ARGS="-k lossless"
 ARGS ?=
 # Processes of a test run. A file's tests stay in one process.
@@ -27,14 +31,15 @@ help:
 
 setup: $(STAMP)
 
-# Nothing is installed again while these two files stay as they are. torch comes first: what is
+# Nothing is installed again while these files stay as they are. torch comes first: what is
 # installed after it takes the build that is there.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tailor needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "  torch"
-	@$(PIP) torch==2.13.0
+	@{ test -n "$(TORCH_INDEX)" && $(PIP) --index-url "$(TORCH_INDEX)" torch==2.13.0; } || $(PIP) torch==2.13.0
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) -r constraints-triton.txt
 	@echo "  everything else"
 	@$(PIP) -e '.[dev,docs]'
 	@touch $@

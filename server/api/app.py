@@ -29,7 +29,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server import __version__
-from server.api.dashboard import DATA_PATH, PAGE_PATHS, DashboardRoutes
+from server.api.dashboard import DATA_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
 from server.api.engines.client import EngineClient
 from server.api.generation_routes import GenerationRoutes
 from server.api.intake import Intake
@@ -125,7 +125,7 @@ def _middleware(
     elif not config.metrics.require_key:
         open_paths |= {"/metrics"}
     if config.dashboard.enabled:
-        open_paths |= frozenset(PAGE_PATHS)
+        open_paths |= frozenset((ROOT_PATH, *PAGE_PATHS))
     middleware = []
     if config.cors.allow_origins:
         middleware.append(

@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
@@ -28,7 +28,10 @@ from server.api.keys import ApiKey
 from server.api.route_context import visit_of
 from server.metrics.series import LATENCY_BUCKETS_S, Metrics
 
-__all__ = ["DATA_PATH", "PAGE_PATHS", "DashboardRoutes", "Page", "snapshot"]
+__all__ = ["DATA_PATH", "PAGE_PATHS", "ROOT_PATH", "DashboardRoutes", "Page", "snapshot"]
+
+ROOT_PATH = "/"
+"""Leads a browser to the page."""
 
 PATH = "/dashboard"
 DATA_PATH = f"{PATH}/data"
@@ -97,6 +100,10 @@ class DashboardRoutes:
 
         async def get_page(request: HttpRequest) -> Response:
             return self._page.response(request)
+
+        @app.get(ROOT_PATH, include_in_schema=False)
+        async def get_root() -> Response:
+            return RedirectResponse(PATH)
 
         for path in PAGE_PATHS:
             app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)

@@ -78,12 +78,29 @@ COMMANDS = (
         "started again, it goes on where it stopped",
         "tailor tasks train --data train.jsonl --enrichment slots.enrichment.json -o slots-adapter",
     ),
-    Command("models list", "models:list_models", "list the built-in models", "tailor models list"),
+    Command(
+        "models list",
+        "models:list_models",
+        "list the models, built-in ones and those on this machine, with sizes and places",
+        "tailor models list",
+    ),
+    Command(
+        "models show",
+        "models:show",
+        "show a model that is on this machine: its place, size and shape, whether it is supported",
+        "tailor models show smollm2-135m-instruct",
+    ),
     Command(
         "models fetch",
         "models:fetch",
         "fetch and convert a model now, and print its folder",
         "tailor models fetch gemma-3-270m",
+    ),
+    Command(
+        "models rm",
+        "models:remove",
+        "remove a model's copy from this machine; folders of your own stay",
+        "tailor models rm gemma-3-270m",
     ),
     Command(
         "run",

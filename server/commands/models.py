@@ -1,31 +1,82 @@
-"""`tailor models`: the models that are here, and fetching one."""
+"""`tailor models`: the models that are here, with their sizes and places; fetching, removing."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from server.commands.progress import Stages
+from server.errors import ConfigError
 
-__all__ = ["fetch", "list_models"]
+__all__ = ["fetch", "list_models", "remove", "show"]
+
+ModelName = Annotated[
+    str, Parameter(name="NAME", help="a built-in name, a GGUF file or a Hugging Face id")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """A model on this machine. remove: the folders that go with it."""
+
+    name: str
+    folder: Path
+    remove: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the disk."""
+        return sum(_size(folder) for folder in self.remove)
 
 
 def list_models() -> int:
-    from server.model.catalog import BUILT_IN, cached_folder
+    from server.model.catalog import BUILT_IN
 
+    here = {model.name: model for model in _all_here()}
     for model in BUILT_IN.values():
+        found = here.pop(model.name, None)
         megabytes = sum(wheel.megabytes for wheel in model.wheels)
-        state = "here" if cached_folder(model.name) else f"{megabytes} MB to fetch"
+        state = f"{megabytes} MB to fetch" if found is None else f"{_told(found.num_bytes)} here"
         print(f"{model.name:24} {state:18} {model.licence:20} {model.about}")
+        if found is not None:
+            print(f"{'':24} {found.folder}")
+    for other in here.values():
+        state = f"{_told(other.num_bytes)} here"
+        print(f"{other.name:24} {state:18}")
+        print(f"{'':24} {other.folder}")
+    return 0
+
+
+def show(model: ModelName, /) -> int:
+    folder = _folder_of(model)
+    found = next((one for one in _all_here() if one.folder == folder), None)
+    config = _json(folder / "config.json")
+    text = config.get("text_config") or config
+    facts: dict[str, Any] = {
+        "folder": folder,
+        "on disk": _told(found.num_bytes if found is not None else _size(folder)),
+        "architecture": ", ".join(config.get("architectures") or ["?"]),
+        "layers": text.get("num_hidden_layers"),
+        "hidden size": text.get("hidden_size"),
+        "vocabulary": text.get("vocab_size"),
+        "context": text.get("max_position_embeddings"),
+        "made from": _json(folder / "tailor.json").get("source"),
+        "supported": _supported(config),
+    }
+    for name, value in facts.items():
+        if value is not None:
+            print(f"{name:14} {value}")
     return 0
 
 
 def fetch(
-    model: Annotated[
-        str, Parameter(metavar="NAME", help="a built-in name, a GGUF file or a Hugging Face id")
-    ],
+    model: ModelName,
     /,
     *,
     wheel_dir: Annotated[
@@ -43,3 +94,99 @@ def fetch(
         folder = model_folder(model, wheel_dir=wheel_dir, report=stages)
     print(folder)
     return 0
+
+
+def remove(model: ModelName, /) -> int:
+    folder = _folder_of(model)
+    found = next((one for one in _all_here() if one.folder == folder), None)
+    if found is None:
+        raise ConfigError(
+            f"{folder} is a folder of your own and no copy that Tailor made; it stays"
+        )
+    freed = found.num_bytes
+    try:
+        for one in found.remove:
+            shutil.rmtree(one)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    print(f"removed {found.name}: {_told(freed)} ({found.folder})")
+    return 0
+
+
+def _all_here() -> Iterator[_Here]:
+    """Converted models of the cache, and what Hugging Face's own cache holds of models."""
+    from server.model.catalog import BUILT_IN, cache_dir, cached_folder
+
+    built_in = {cached_folder(name): name for name in BUILT_IN}
+    models = cache_dir() / "models"
+    for folder in sorted(models.iterdir()) if models.is_dir() else ():
+        marker = _json(folder / "tailor.json")
+        if marker:
+            name = built_in.get(folder) or str(marker.get("source", folder.name))
+            yield _Here(name, folder, (folder,))
+    for repository, snapshot, folder in _hub_models():
+        yield _Here(repository, snapshot, (folder,))
+
+
+def _hub_models() -> Iterator[tuple[str, Path, Path]]:
+    """(id, the newest snapshot, the folder of all) of each model that was fetched from the hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    root = Path(HF_HUB_CACHE)
+    for folder in sorted(root.glob("models--*--*")):
+        snapshots = sorted((folder / "snapshots").glob("*/config.json"), key=_changed_s)
+        if snapshots:
+            _, organisation, name = folder.name.split("--", 2)
+            yield f"{organisation}/{name}", snapshots[-1].parent, folder
+
+
+def _changed_s(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _folder_of(model: str) -> Path:
+    """Where a model is. Raises ConfigError when it is not on this machine."""
+    from server.model.catalog import cached_folder
+
+    folder = cached_folder(model)
+    if folder is None:
+        folder = next((one.folder for one in _all_here() if one.name == model), None)
+    if folder is None:
+        raise ConfigError(
+            f"{model}: not on this machine; `tailor models list` says which are, "
+            "`tailor models fetch` gets one"
+        )
+    return folder
+
+
+def _size(folder: Path) -> int:
+    """Bytes of a folder's files; a file with several names counts once."""
+    return sum(
+        file.lstat().st_size
+        for file in folder.rglob("*")
+        if file.is_file() and not file.is_symlink()
+    )
+
+
+def _told(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _supported(config: dict[str, Any]) -> str:
+    """ "yes", or why not."""
+    from server.errors import TailorError
+    from server.model.supported import check_raw
+
+    try:
+        check_raw(config)
+    except TailorError as error:
+        return f"no: {error.message}"
+    return "yes"

@@ -62,6 +62,7 @@ def own_engine(
 
     from server.config import EngineConfig, ModelConfig, ServerConfig, parse_device_list
     from server.wiring.engine import build_engine
+    from server.wiring.places import check_places
     from server.wiring.server import plan_server
 
     try:
@@ -81,6 +82,7 @@ def own_engine(
     )
     if options.threads is not None and options.threads < 1:
         raise ConfigError("--threads: must be at least 1")
+    check_places((model,))
     config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
     plan = plan_server(config, {}, {name: ready_folder(model)})
     bar("loading the model (the first time here: compiling and measuring too)", 0, None)

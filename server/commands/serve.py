@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,8 +32,17 @@ from server.config import (
 from server.config import with_overrides as over
 from server.errors import ConfigError, TailorError
 from server.types import EngineSizes
+from server.wiring.places import check_places
 
-__all__ = ["EngineOptions", "ModelChoice", "Place", "serve", "server_config", "server_tasks"]
+__all__ = [
+    "EngineOptions",
+    "ModelChoice",
+    "Place",
+    "serve",
+    "server_config",
+    "server_tasks",
+    "tasks_folder",
+]
 
 HELLO_PROMPT = "The capital of France is"
 
@@ -90,7 +100,11 @@ class ModelChoice:
         str | None, Parameter(metavar="DIR", help="a PEFT LoRA to merge into the model")
     ] = None
     tasks: Annotated[
-        Path | None, Parameter(metavar="DIR", help=f"folder of task files ({DEFAULT_TASKS})")
+        Path | None,
+        Parameter(
+            metavar="DIR",
+            help=f"folder of task files ({DEFAULT_TASKS}, or Tailor's own where that is not)",
+        ),
     ] = None
 
 
@@ -156,11 +170,11 @@ def serve(
     start_s = time.monotonic()
     config = server_config(place, what, how)
     config = over(config, "log", {"format": log_format, "level": log_level})
-    keys = [key.secret() for key in config.keys]  # wrong keys are told before minutes of loading
-    if len(set(keys)) != len(keys):
-        raise ConfigError("keys: two keys have the same secret")
+    # What is wrong is told before minutes of fetching and loading.
+    keys = _secrets(config)
     tasks = server_tasks(config)
     _check_task_lists(config, tasks)
+    check_places(config.models)
     from server import logs
     from server.wiring.server import listen, plan_server, run_server
 
@@ -177,7 +191,7 @@ def serve(
         if hello:
             threading.Thread(
                 target=_hello,
-                args=(url, config.models[0].name, keys[0] if keys else None),
+                args=(url, config, list(tasks), keys[0] if keys else None),
                 name="hello",
                 daemon=True,
             ).start()
@@ -203,7 +217,7 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
             "prefix_cache": False if how.no_prefix_cache else None,
         },
     )
-    tasks = str(what.tasks) if what.tasks is not None else config.tasks
+    tasks = config.tasks if what.tasks is None else str(what.tasks)
     return config.model_copy(
         update={
             "models": _models(config.models, what, how.device),
@@ -250,13 +264,24 @@ def _keys(given: Sequence[str]) -> tuple[KeyConfig, ...]:
     return keys
 
 
+def _secrets(config: ServerConfig) -> list[str]:
+    """The keys themselves. Raises ConfigError for one that cannot be read or is there twice."""
+    known: dict[str, str] = {}
+    for key in config.keys:
+        secret = key.secret()
+        if secret in known:
+            raise ConfigError(f"{key.where}: has the same secret as key {known[secret]}")
+        known[secret] = key.id
+    return list(known)
+
+
 def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> None:
     """A key's task list names what is there: a slip would lock its users out without a word."""
     names = {*tasks, *(model.name for model in config.models)}
     for key in config.keys:
         for name in key.tasks or ():
             if name not in names:
-                raise ConfigError(f"keys: {key.id}: tasks: there is no task or model {name!r}")
+                raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
 
 
 def _rows_for(max_num_seqs: int | None, rows: int) -> int | None:
@@ -269,19 +294,38 @@ def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
     from drafters import DRAFTER_NAMES
 
     models = tuple(model.name for model in config.models)
-    if config.tasks is not None:
-        return load_tasks(Path(config.tasks), models, DRAFTER_NAMES)
+    folder = Path(config.tasks) if config.tasks is not None else tasks_folder()
+    if folder is None:
+        return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
+    return load_tasks(folder, models, DRAFTER_NAMES)
+
+
+def tasks_folder() -> Path | None:
+    """Where tasks come from when nobody says: ./configs/tasks, else those that Tailor brings."""
     if DEFAULT_TASKS.is_dir():
-        return load_tasks(DEFAULT_TASKS, models, DRAFTER_NAMES)
-    return {DEFAULT_TASK: TaskConfig(name=DEFAULT_TASK)}
+        return DEFAULT_TASKS
+    clone = Path(__file__).parents[2] / DEFAULT_TASKS
+    if clone.is_dir():
+        return clone
+    try:
+        files = metadata.distribution("tailor-server").files or ()
+    except metadata.PackageNotFoundError:
+        return None
+    shipped = [file for file in files if file.parent.as_posix().endswith("share/tailor/tasks")]
+    return Path(str(shipped[0].locate())).resolve().parent if shipped else None
 
 
-def _hello(url: str, model: str, key: str | None) -> None:
-    """A first completion over HTTP, as a client would ask for it, and what to type next."""
+def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None) -> None:
+    """A first completion over HTTP, as a client would ask for it, and what to do next."""
     from server.client.connection import Endpoint
     from server.client.http import call
 
-    body = {"model": model, "prompt": HELLO_PROMPT, "max_tokens": 24, "temperature": 0}
+    body = {
+        "model": config.models[0].name,
+        "prompt": HELLO_PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+    }
     try:
         answer = call(Endpoint(url, key), "POST", "/completions", body, timeout_s=120.0)
         text = answer["choices"][0]["text"]
@@ -289,8 +333,13 @@ def _hello(url: str, model: str, key: str | None) -> None:
         print(f"The first completion failed: {error}", file=sys.stderr, flush=True)
         return
     auth = '  -H "authorization: Bearer $TAILOR_API_KEY" \\\n' if key is not None else ""
+    own = [name for name in tasks if name != DEFAULT_TASK]
+    page = f"In a browser, drafts in colour and figures:  {url}/dashboard\n\n"
+    told = f'Tasks, each a name for the "model" field:  {", ".join(own[:12])}\n\n'
     print(
         f"\n{HELLO_PROMPT}{text}\n\n"
+        f"{page if config.dashboard.enabled else ''}"
+        f"{told if own else ''}"
         "Next, in another terminal:\n\n"
         f"curl {url}/v1/completions -H 'content-type: application/json' \\\n{auth}"
         f"  -d '{json.dumps(body)}'\n\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,9 +76,18 @@ def _problems(model: type[Section], document: Document, error: ValidationError) 
                 message += f"; known keys: {', '.join(known)}"
         elif kind == "missing":
             message = "is missing"
+        elif kind == "tuple_type":
+            message = _a_list(problem["input"])
         message = document.error(path, message[:1].lower() + message[1:])
         told.append((document.line(path), message))
     return "\n".join(message for _, message in sorted(told))
+
+
+def _a_list(value: object) -> str:
+    """What to write where a list belongs and one value stands."""
+    if isinstance(value, str | int | float):
+        return f"must be a list, such as [{json.dumps(value, ensure_ascii=False)[:60]}]"
+    return "must be a list"
 
 
 def _known_keys(model: type[BaseModel], path: Path_) -> list[str]:

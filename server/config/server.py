@@ -8,11 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from server.config.section import Section, from_folder, validate
 from server.config.values import Memory, MemorySize, check_device, check_name
-from server.config.yaml_file import read_yaml
+from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
 from server.types import EngineSizes
 
@@ -109,6 +116,8 @@ class KeyConfig(Section):
         None, ge=1, le=1 << 20, description="requests that it may have open at once; more get 429"
     )
 
+    _at: str = PrivateAttr("")
+
     @field_validator("id")
     @classmethod
     def _id(cls, value: str) -> str:
@@ -119,6 +128,17 @@ class KeyConfig(Section):
         if sum(source is not None for source in (self.key, self.env, self.file)) != 1:
             raise ValueError("set exactly one of key, env and file")
         return self
+
+    @property
+    def where(self) -> str:
+        """How an error begins: file and line of the key, where it is from a file, and its id."""
+        return f"{self._at}key {self.id}"
+
+    def at(self, document: Document, index: int) -> KeyConfig:
+        """The same key, which says where in its file it is."""
+        key = self.model_copy()
+        key._at = f"{document.source}:{document.line(('keys', index))}: "
+        return key
 
     def secret(self) -> str:
         """The key. Raises ConfigError when its source is missing, empty or not printable ASCII."""
@@ -131,11 +151,11 @@ class KeyConfig(Section):
             try:
                 value = Path(self.file).read_text(encoding="utf-8").split("\n", 1)[0].strip()
             except OSError as error:
-                raise ConfigError(f"key {self.id}: {self.file}: {error.strerror}") from None
+                raise ConfigError(f"{self.where}: {self.file}: {error.strerror}") from None
         if not value:
-            raise ConfigError(f"key {self.id}: {self.env or self.file or 'key'} is empty")
+            raise ConfigError(f"{self.where}: {self.env or self.file or 'key'} is empty")
         if not value.isascii() or not value.isprintable() or " " in value:
-            raise ConfigError(f"key {self.id}: a key is printable ASCII without spaces")
+            raise ConfigError(f"{self.where}: a key is printable ASCII without spaces")
         return value
 
 
@@ -382,7 +402,8 @@ def load_server_config(path: Path) -> ServerConfig:
 
     Raises ConfigError with one line a problem.
     """
-    config = validate(ServerConfig, read_yaml(path))
+    document = read_yaml(path)
+    config = validate(ServerConfig, document)
     base = path.resolve().parent
     return config.model_copy(
         update={
@@ -399,10 +420,12 @@ def load_server_config(path: Path) -> ServerConfig:
                 for model in config.models
             ),
             "keys": tuple(
-                key
-                if key.file is None
-                else key.model_copy(update={"file": from_folder(base, key.file)})
-                for key in config.keys
+                (
+                    key
+                    if key.file is None
+                    else key.model_copy(update={"file": from_folder(base, key.file)})
+                ).at(document, i)
+                for i, key in enumerate(config.keys)
             ),
         }
     )

@@ -298,13 +298,7 @@ def load_tasks(
                         ("model",), f"no model {task.model!r}; there are: {', '.join(models)}"
                     )
                 )
-            corpus = task.speculation.corpus
-            if corpus is not None and not Path(corpus).is_file():
-                raise ConfigError(document.error(("speculation", "corpus"), f"no file {corpus}"))
-            for drafter, one, named in task_files(task.speculation):
-                if not Path(named).is_file():
-                    at = ("speculation", drafter, one.key)
-                    raise ConfigError(document.error(at, f"no file {named}"))
+            _check_files(task, document)
             if drafters:
                 _check_drafters(task, document, drafters)
         except ConfigError as error:
@@ -318,6 +312,19 @@ def load_tasks(
             name=DEFAULT_TASK, description="Plain text completion with OpenAI's defaults"
         )
     return tasks
+
+
+def _check_files(task: TaskConfig, document: Document) -> None:
+    """The files that a task names are there."""
+    named: list[tuple[Path_, str | None]] = [
+        (("speculation", "corpus"), task.speculation.corpus),
+        (("vocabulary", "profile"), task.vocabulary.profile),
+    ]
+    for drafter, one, file in task_files(task.speculation):
+        named.append((("speculation", drafter, one.key), file))
+    for at, path in named:
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(document.error(at, f"no file {path}"))
 
 
 def _check_drafters(task: TaskConfig, document: Document, drafters: tuple[str, ...]) -> None:

@@ -48,6 +48,11 @@ def test_every_file_is_served_closed_against_everything_foreign(live: LiveServer
         assert not re.search(r"\bon[a-z]+=|style=|javascript:", answer.text), path
 
 
+def test_the_root_leads_to_the_page(live: LiveServer) -> None:
+    answer = httpx.get(live.url + "/", follow_redirects=True)
+    assert answer.status_code == 200 and answer.url.path == "/dashboard"
+
+
 def test_all_that_the_page_names_is_there(live: LiveServer) -> None:
     page = httpx.get(live.url + "/dashboard").text
     wanted = set(re.findall(r'(?:href|src)="(dashboard/[^"]+)"', page))

@@ -113,7 +113,9 @@ def test_serve_completes_says_hello_and_stops_cleanly(start: Callable[..., Runni
     server = start("--hello", TAILOR_API_KEY="secret")
     server.wait_for(r"^The capital of France is")
     server.wait_for(r"Ctrl-C stops the server")
-    assert "secret" not in "".join(server.lines)
+    told = "".join(server.lines)
+    assert "secret" not in told
+    assert f"{server.url}/dashboard" in told and "extraction" in told, "the page and a task"
     body = {"model": "tiny", "prompt": "abcabcabc", "max_tokens": 12, "temperature": 0}
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.ask("/v1/completions", body)

@@ -1,0 +1,230 @@
+"""What a first user meets: a wheel outside a clone, models that are here, reasons told at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from server.commands import serve
+from server.commands.cli import main
+from server.commands.serve import ModelChoice, Place, server_config
+from server.config import ModelConfig, load_server_config, load_tasks
+from server.errors import ConfigError
+from server.model.catalog import CONVERTER_VERSION, MARKER
+from server.wiring import places
+from server.wiring.places import check_places
+from tests.model.tiny_models import save_tiny, save_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TASKS = {"completion", "extraction", "rag-qa", "sql", "summarize", "tagging"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site-packages of an installed wheel; its dependencies are this interpreter's."""
+    pytest.importorskip("setuptools")
+    base = tmp_path_factory.mktemp("wheel")
+    source = base / "source"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.split()  # fmt: skip
+    if not names:
+        pytest.skip("no git checkout to take the files from")
+    for name in names:
+        if name.startswith(("server/", "drafters/", "vocab_store/", "configs/tasks/")) or (
+            name in ("pyproject.toml", "README.md", "LICENSE")
+        ):
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).is_file():
+                target.write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    built = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(base), str(source)]
+    subprocess.run(built, check=True, capture_output=True)
+    (wheel,) = base.glob("*.whl")
+    placed = [*pip, "install", "--no-deps", "--ignore-installed", "--prefix", str(base / "prefix")]
+    subprocess.run([*placed, str(wheel)], check=True, capture_output=True)
+    (site,) = (base / "prefix").glob("lib/python*/site-packages")
+    return site
+
+
+def test_a_wheel_brings_the_six_tasks_and_the_page(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import server; from server.commands.serve import server_config, server_tasks, Place;"
+        "from server.commands.serve import EngineOptions, ModelChoice, tasks_folder;"
+        "from server.api.dashboard import PAGE_PATHS;"
+        "config = server_config(Place(), ModelChoice(), EngineOptions());"
+        "print(server.__file__); print(tasks_folder()); print(*server_tasks(config));"
+        "print(len(PAGE_PATHS))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    module, folder, tasks, num_pages = done.stdout.splitlines()
+    assert module.startswith(str(installed))
+    assert Path(folder).is_dir() and not Path(folder).is_relative_to(ROOT)
+    assert set(tasks.split()) == TASKS and int(num_pages) >= 5
+
+
+def test_tasks_of_the_folder_go_before_those_that_are_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = server_config(Place(), ModelChoice(), serve.EngineOptions())
+    assert set(serve.server_tasks(config)) == TASKS
+    (tmp_path / "configs" / "tasks").mkdir(parents=True)
+    (tmp_path / "configs" / "tasks" / "mine.yaml").write_text("description: mine\n")
+    assert set(serve.server_tasks(config)) == {"mine", "completion"}
+
+
+# --- models that are here ---
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
+    folder.mkdir(parents=True)
+    save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=512)
+    save_tokenizer(folder, 259)
+    (folder / MARKER).write_text(json.dumps({"source": "smollm2-135m-instruct.gguf"}))
+    other = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    (other / "model.safetensors").write_bytes(b"x" * 3_000_000)
+    return tmp_path
+
+
+def test_models_are_listed_shown_and_removed(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "list"]) == 0
+    out = capsys.readouterr().out
+    assert str(cache / "cache" / "models") in out and " here " in out
+    assert "org/tiny" in out and "3 MB here" in out and "239 MB to fetch" in out
+    assert main(["models", "show", "smollm2-135m-instruct"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out and "supported      yes" in out and "512" in out
+    assert main(["models", "show", "org/tiny"]) == 0
+    assert "supported      no: " in capsys.readouterr().out
+    assert main(["models", "rm", "org/tiny"]) == 0
+    assert "removed org/tiny: 3 MB" in capsys.readouterr().out
+    assert not (cache / "hub" / "models--org--tiny").exists()
+    for name in ("gemma-3-270m", "org/tiny", "nothing"):
+        assert main(["models", "rm", name]) == 1
+        assert "not on this machine" in capsys.readouterr().err
+
+
+def test_a_folder_of_ones_own_is_never_removed(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = cache / "mine"
+    save_tiny(mine, "llama", vocab_size=260)
+    assert main(["models", "rm", str(mine)]) == 1
+    assert "of your own" in capsys.readouterr().err and (mine / "config.json").is_file()
+
+
+# --- reasons, told before anything is loaded ---
+
+
+def _model(path: Path, **more: object) -> ModelConfig:
+    return ModelConfig.model_validate({"name": "m", "path": str(path), **more})
+
+
+def test_an_adapter_given_as_a_model_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lora"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert main(["serve", "--port", "0", "--model", str(folder)]) == 1
+    told = capsys.readouterr().err
+    assert (
+        f"is an adapter and no model; serve its base with it: --model org/base --adapter {folder}"
+        in told
+    )
+    (folder / "adapter_config.json").unlink()
+    assert main(["serve", "--port", "0", "--model", str(folder)]) == 1
+    assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_a_missing_adapter_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter: .*/none: no such folder"):
+        check_places([_model(tmp_path, adapter=str(tmp_path / "none"))])
+    with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
+        check_places([_model(tmp_path, adapter=str(tmp_path))])
+
+
+@pytest.mark.parametrize(
+    ("version", "num_gpus", "device", "told"),
+    [
+        ("2.13.0+cpu", 1, "cuda", "is its CPU build"),
+        ("2.13.0", 0, "cuda:0", "no NVIDIA GPU, or its driver is not installed"),
+        ("2.13.0", 2, "cuda:2", "there are only 2 here"),
+        ("2.13.0", 2, "cuda:1", None),
+        ("2.13.0+cpu", 0, "cpu", None),
+    ],
+)
+def test_a_missing_device_is_told_at_once(
+    version: str, num_gpus: int, device: str, told: str | None, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    monkeypatch.setattr(places, "_num_gpus", lambda: num_gpus)
+    (tmp_path / "config.json").write_text("{}")
+    if told is None:
+        check_places([_model(tmp_path, devices=(device,))])
+        return
+    with pytest.raises(ConfigError, match=f"device {device}: .*{told}"):
+        check_places([_model(tmp_path, devices=(device,))])
+
+
+def test_a_missing_profile_is_found_by_tasks_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("vocabulary:\n  mode: exact\n  profile: none.vocab\n")
+    assert main(["tasks", "check", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/a.yaml:3: vocabulary.profile: no file {tmp_path}/none.vocab" in told
+
+
+def test_a_value_where_a_list_belongs_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text('sampling:\n  stop: ";"\n')
+    with pytest.raises(
+        ConfigError, match=r'a\.yaml:2: sampling\.stop: must be a list, such as \[";"\]'
+    ):
+        load_tasks(tmp_path)
+    (tmp_path / "a.yaml").write_text("sampling:\n  stop: {a: 1}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml:2: sampling\.stop: must be a list$"):
+        load_tasks(tmp_path)
+
+
+def test_errors_of_keys_name_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "keys:\n  - {id: a, key: same}\n  - {id: b, key: same}\n  - id: c\n    env: NO\n"
+    )
+    monkeypatch.delenv("NO", raising=False)
+    with pytest.raises(ConfigError, match=r"server\.yaml:4: key c: NO is empty"):
+        load_server_config(file).keys[2].secret()
+    monkeypatch.setenv("NO", "other")
+    assert main(["serve", "--config", str(file)]) == 1
+    assert "server.yaml:3: key b: has the same secret as key a" in capsys.readouterr().err
+    file.write_text("keys:\n  - id: a\n    key: x\n    tasks: [nobody]\n")
+    assert main(["serve", "--config", str(file)]) == 1
+    told = capsys.readouterr().err
+    assert "server.yaml:2: key a: tasks: there is no task or model 'nobody'" in told
