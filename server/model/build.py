@@ -99,7 +99,6 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     # More than every sequence at full length can never be used.
     num_blocks = min(num_blocks, spec.sizes.max_num_seqs * (-(-most // BLOCK_SIZE) + 1))
     max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
-    cos, sin = rope_tables(folder.config, shape, max_model_len)
     info = ModelInfo(
         name=spec.name,
         vocab_size=shape.vocab_size,
@@ -116,8 +115,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     return CpuRunner(
         shape,
         weights,
-        cos,
-        sin,
+        rope_tables(folder.config, shape, max_model_len),
         info,
         num_blocks=num_blocks,
         max_rows=spec.sizes.max_num_batched_tokens,

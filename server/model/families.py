@@ -74,8 +74,10 @@ class Family:
     rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are refused
     elsewhere and computed here. rope_types: beside the usual ones. interleaved: the rotation pairs
     neighbours (2i, 2i + 1), not halves. norm_offset: what is added to a stored norm weight.
-    embedding_scale, attention_scale: config -> factor; None = 1 and head_dim ** -0.5. ropes_differ:
-    one rope table per layer type.
+    embedding_scale, attention_scale: config -> factor; None = 1 and head_dim ** -0.5.
+    intermediate_size: of the MLP, None = the key of that name. ropes_differ: one rope table per
+    layer type. activation: the MLP's, where no key says it. layer_types: beside the usual ones.
+    text_defaults: what a multimodal config may leave out.
     """
 
     model_type: str
@@ -94,6 +96,8 @@ class Family:
     windows: Callable[[Any], tuple[int, ...]] = _layer_type_windows
     embedding_scale: Callable[[Any], float] | None = None
     attention_scale: Callable[[Any], float] | None = None
+    intermediate_size: Callable[[Any], int] | None = None
+    activation: str | None = None
     keys: frozenset[str] = frozenset()
     rope_types: frozenset[str] = frozenset()
     layer_types: frozenset[str] = frozenset()
@@ -140,6 +144,23 @@ def _gemma_embedding(config: Any) -> float:
 
 def _granite_hybrid_rotates(config: Any) -> tuple[bool, ...]:
     return (config.position_embedding_type == "rope",) * int(config.num_hidden_layers)
+
+
+def _granite_hybrid_inner(config: Any) -> int:
+    return int(config.shared_intermediate_size)
+
+
+def _lfm2_inner(config: Any) -> int:
+    """The MLP's width, by the rule of transformers' Lfm2MLP."""
+    size = int(config.intermediate_size)
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    size = int(2 * size / 3)
+    if config.block_ffn_dim_multiplier is None:
+        return size
+    size = int(config.block_ffn_dim_multiplier * size)
+    multiple = int(config.block_multiple_of)
+    return -(-size // multiple) * multiple
 
 
 def _smollm3_rotates(config: Any) -> tuple[bool, ...]:
@@ -228,6 +249,7 @@ _ROWS = (
         "GraniteMoeHybridForCausalLM",
         ("Granite 4.0 dense",),
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        intermediate_size=_granite_hybrid_inner,
         rotary=_granite_hybrid_rotates,
         embedding_scale=_granite_embedding,
         attention_scale=_granite_scales,
@@ -300,6 +322,25 @@ _ROWS = (
         norms="both",
         interleaved=True,
         keys=frozenset({"partial_rotary_factor"}),
+    ),
+    Family(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        ("LFM2, LFM2.5 (350M to 2.6B)",),
+        gguf=("lfm2",),
+        on_cuda="its short convolutions keep inputs that only the CPU runner's cache has room for",
+        names=WeightNames(
+            out="self_attn.out_proj",
+            gate_up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+            norms=("operator_norm", None, "ffn_norm", None),
+            qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+            final_norm="model.embedding_norm",
+        ),
+        qk_norm="head",
+        intermediate_size=_lfm2_inner,
+        activation="silu",
+        layer_types=frozenset({"conv"}),
     ),
 )
 

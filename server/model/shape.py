@@ -31,6 +31,8 @@ class ModelShape:
     embeddings. residual_scale: on what attention and MLP add.
     logit_divisor: of the logits. attention_cap, logit_cap: soft-capping c * tanh(x / c), 0 = none.
     query_beta, query_period: q at position p is scaled by 1 + beta * log(1 + floor(p / period)).
+    convolutions: per layer, whether it has a short convolution of conv_taps positions (LFM2)
+    instead of attention.
     """
 
     family: str
@@ -62,6 +64,8 @@ class ModelShape:
     rope_layer_types: tuple[str | None, ...]
     max_position_embeddings: int
     names: WeightNames
+    convolutions: tuple[bool, ...]
+    conv_taps: int
 
 
 def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
@@ -77,6 +81,11 @@ def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
     return tables, tuple(tables.index(name) for name in per_layer)
 
 
+def _layer_types(config: Any) -> list[str]:
+    types = getattr(config, "layer_types", None)
+    return list(types or ["full_attention"] * int(config.num_hidden_layers))
+
+
 def _rotated_share(config: Any) -> float:
     rope = getattr(config, "rope_parameters", None) or {}
     own = getattr(config, "partial_rotary_factor", None)
@@ -87,12 +96,15 @@ def shape_of(config: Any) -> ModelShape:
     """The ModelShape of a (supported, text-only) transformers config."""
     family = family_of(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+    eps = getattr(config, "rms_norm_eps", None)
     tables, rope_ids = _ropes(config)
     rope = getattr(config, "rope_parameters", None) or {}
     scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale(config)
     embedding = 1.0 if family.embedding_scale is None else family.embedding_scale(config)
-    shared = getattr(config, "shared_intermediate_size", None)
+    inner = config.intermediate_size
+    if family.intermediate_size is not None:
+        inner = family.intermediate_size(config)
     return ModelShape(
         family=family.model_type,
         num_layers=int(config.num_hidden_layers),
@@ -101,9 +113,9 @@ def shape_of(config: Any) -> ModelShape:
         num_kv_heads=int(config.num_key_value_heads),
         head_dim=int(head_dim),
         rotary_dim=int(head_dim * _rotated_share(config)),
-        intermediate_size=int(shared or config.intermediate_size),
+        intermediate_size=int(inner),
         vocab_size=int(config.vocab_size),
-        norm_eps=float(config.rms_norm_eps),
+        norm_eps=float(config.norm_eps if eps is None else eps),
         norm_offset=family.norm_offset,
         activation="silu" if activation == "silu" else "gelu_tanh",
         attention_scale=float(scale),
@@ -123,6 +135,8 @@ def shape_of(config: Any) -> ModelShape:
         rope_layer_types=tables,
         max_position_embeddings=position_limit(config),
         names=family.names,
+        convolutions=tuple(kind == "conv" for kind in _layer_types(config)),
+        conv_taps=int(getattr(config, "conv_L_cache", None) or 0),
     )
 
 

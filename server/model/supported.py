@@ -45,6 +45,7 @@ _REFUSED_KEYS = {
     "attention_sinks": "it uses attention sinks",
     "use_attention_sinks": "it uses attention sinks",
     "attention_chunk_size": "it uses chunked attention",
+    "conv_bias": "its short convolutions have biases",
     "rope_interleaved": "its rotary embedding is interleaved",
 }
 
@@ -88,6 +89,7 @@ def _reasons(config: Any) -> Iterator[str]:
         yield f"its model_type is {config.model_type!r} and not {family.model_type!r} (model_type)"
         return
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    activation = activation or family.activation
     if activation not in _ACTIVATIONS:
         kinds = ", ".join(sorted(_ACTIVATIONS))
         yield f"activation {activation!r} is none of {kinds} (hidden_act)"

@@ -53,12 +53,10 @@ def cpu_runner(
         max_num_seqs=8,
         max_num_batched_tokens=max_rows,
     )
-    cos, sin = rope_tables(config, shape, max_model_len)
     return CpuRunner(
         shape,
         PackedWeights(shape, ModuleWeights(module), dtype=dtype),
-        cos,
-        sin,
+        rope_tables(config, shape, max_model_len),
         info,
         num_blocks=num_blocks,
         max_rows=max_rows,

@@ -211,6 +211,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
         attention_bias=True,
     ),
+    # Short convolutions around one attention layer.
+    "lfm2": _own(
+        "Lfm2ForCausalLM",
+        layer_types=["conv", "full_attention", "conv"],
+        block_multiple_of=8,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -225,6 +232,8 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
                 weight.uniform_(-0.5, 0.5) if "norm" in name else weight.normal_(0.0, 0.3)
                 if "norm" in name and not family.startswith("gemma"):
                     weight.add_(1.0)
+            elif name.endswith("conv.conv.weight"):
+                weight.normal_(0.0, 0.7)
             elif "embed" in name or "lm_head" in name:
                 weight.normal_(0.0, 0.15 if family.startswith("gemma") else 0.4)
             else:

@@ -20,9 +20,9 @@ from server.model.cpu.kernels import (
     fetch_add,
     max_of,
     rms_norm,
-    soft_cap,
 )
 from server.model.cpu.records import RowKeys
+from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")

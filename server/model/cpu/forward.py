@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit, prange
 
 from server.model.cpu.attention import SERIAL_ROWS, attend, place
+from server.model.cpu.convolution import convolve
 from server.model.cpu.kernels import rms_norm
 from server.model.cpu.linear import gated_linear, linear
 from server.model.cpu.records import AttentionLayer, Residual
@@ -103,16 +104,25 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
         normed[:num] = x[:num]
     for i in range(num_layers):
         norms = layers.norms[i]
-        table = positions.rope_ids[i]
-        layer = AttentionLayer(
-            layers.qkv_bias[i], layers.q_norms[i], layers.k_norms[i], positions.cos[table],
-            positions.sin[table], positions.query_scales, positions.windows[i], cache.keys[i],
-            cache.values[i],
-        )  # fmt: skip
-        linear(normed, num, layers.qkv, i, scratch.qkv, work)
-        place(rows, scratch.qkv, layer, shape, threads)
-        attend(rows, scratch.qkv, layer, shape, scratch, scratch.attended, work)
-        linear(scratch.attended, num, layers.out, i, y, work)
+        if layers.conv_ids[i] >= 0:
+            which = layers.conv_ids[i]
+            linear(normed, num, layers.conv_in, i, scratch.conv_projected, work)
+            convolve(
+                rows, scratch.conv_projected, layers.taps[which], cache.inputs[which],
+                scratch.convolved, threads,
+            )  # fmt: skip
+            linear(scratch.convolved, num, layers.conv_out, i, y, work)
+        else:
+            table, which = positions.rope_ids[i], layers.kv_ids[i]
+            layer = AttentionLayer(
+                layers.qkv_bias[i], layers.q_norms[i], layers.k_norms[i], positions.cos[table],
+                positions.sin[table], positions.query_scales, positions.windows[i],
+                cache.keys[which], cache.values[which],
+            )  # fmt: skip
+            linear(normed, num, layers.qkv, i, scratch.qkv, work)
+            place(rows, scratch.qkv, layer, shape, threads)
+            attend(rows, scratch.qkv, layer, shape, scratch, scratch.attended, work)
+            linear(scratch.attended, num, layers.out, i, y, work)
         after = Residual(
             layers.out_bias[i], shape.norms_after, norms[NORM_POST_ATTENTION], shape.residual_scale,
             shape.norms_before, norms[NORM_MLP], shape.eps,
@@ -156,6 +166,13 @@ def move_slots(src, dst, cache):
                     k[b, j, lane] = key_buffer[i, j]
                 for j in range(width):
                     v[b, lane, j] = value_buffer[i, j]
+    inputs = cache.inputs
+    buffer = np.empty((num, inputs.shape[3]), np.float32)
+    for layer in range(inputs.shape[0]):
+        for i in range(num):
+            buffer[i] = inputs[layer, src[i] // LANES, src[i] % LANES]
+        for i in range(num):
+            inputs[layer, dst[i] // LANES, dst[i] % LANES] = buffer[i]
 
 
 @_serial
@@ -166,3 +183,6 @@ def copy_blocks(src, dst, cache):
             for i in range(src.shape[0]):
                 cache.keys[layer, h, dst[i]] = cache.keys[layer, h, src[i]]
                 cache.values[layer, h, dst[i]] = cache.values[layer, h, src[i]]
+    for layer in range(cache.inputs.shape[0]):
+        for i in range(src.shape[0]):
+            cache.inputs[layer, dst[i]] = cache.inputs[layer, src[i]]

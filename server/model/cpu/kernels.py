@@ -219,28 +219,6 @@ def exp_shifted(typingctx: Any, s: Any, num: Any, scale: Any, shift: Any) -> Any
 
 
 @intrinsic
-def soft_cap(typingctx: Any, s: Any, num: Any, scale: Any, cap: Any) -> Any:
-    """s[i] = cap * tanh(s[i] * scale / cap) for 16 * num floats at address s (Gemma 2, arXiv
-    2408.00118, section 2); tanh(x) = 1 - 2 / (exp(2 x) + 1), absolute error < 3e-7."""
-    sig = types.void(types.intp, types.intp, types.float32, types.float32)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        s, num, scale, cap = args
-        sf = floats(b, s)
-        cap_v = splat(b, cap)
-        factor = splat(b, b.fdiv(b.fmul(scale, ir.Constant(F32, 2.0)), cap))
-        loop = Loop(b, num, [])
-        at = b.mul(loop.index, i64(LANES))
-        grown = exp_vector(b, b.fmul(load(b, sf, at), factor))
-        tanh = b.fsub(const(1.0), b.fdiv(const(2.0), b.fadd(grown, const(1.0))))
-        store(b, b.fmul(tanh, cap_v), sf, at)
-        loop.close([])
-        return context.get_dummy_value()
-
-    return sig, codegen
-
-
-@intrinsic
 def exp_sum(typingctx: Any, s: Any, num: Any, shift: Any) -> Any:
     """sum of exp(s[i] - shift) over 16 * num floats at address s, lanes as in exp_shifted."""
     sig = types.float32(types.intp, types.intp, types.float32)

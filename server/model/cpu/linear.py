@@ -32,9 +32,9 @@ from server.model.cpu.kernels import (
     half_panel_product,
     panel_product,
     silu_gate,
-    soft_cap,
 )
 from server.model.cpu.records import Int64, Work
+from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")

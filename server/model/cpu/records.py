@@ -60,16 +60,23 @@ class Layers(NamedTuple):
     """The weights of all layers.
 
     qkv, out, gate_up, down: one record of any weight kind each (linear.py); outputs of qkv: q
-    heads, k heads, v heads; gate and up panels alternate. norms: float32 [L, 4, H], rows NORM_*
-    of forward.py. q_norms, k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs] (all
-    at once) or [L, 0]. qkv_bias, out_bias: float32 [L, outputs], or
-    [L, 0]. final_norm: float32 [H].
+    heads, k heads, v heads; gate and up panels alternate. conv_in (outputs: B, C, x), conv_out and
+    taps (float32 [convolutions, taps, H], the oldest first): of layers with a short convolution
+    instead of attention. kv_ids, conv_ids: int64 [L], a layer's place in the cache's keys or
+    inputs, -1 = it has none. norms: float32 [L, 4, H], rows NORM_* of forward.py. q_norms,
+    k_norms: float32 [L, head_dim] (each head), [L, all heads' outputs] (all at once) or [L, 0].
+    qkv_bias, out_bias: float32 [L, outputs], or [L, 0]. final_norm: float32 [H].
     """
 
     qkv: Any
     out: Any
     gate_up: Any
     down: Any
+    conv_in: Any
+    conv_out: Any
+    taps: Float32
+    kv_ids: Int64
+    conv_ids: Int64
     norms: Float32
     q_norms: Float32
     k_norms: Float32
@@ -94,14 +101,16 @@ class Positions(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """K and V in blocks of 16 slots.
+    """What is kept of each position, in blocks of 16 slots.
 
-    keys: float32 [L, kv_heads, blocks, head_dim, 16]. values: float32 [L, kv_heads, blocks, 16,
-    head_dim rounded up to 16].
+    keys: float32 [attention layers, kv_heads, blocks, head_dim, 16]. values: float32 [attention
+    layers, kv_heads, blocks, 16, head_dim rounded up to 16]. inputs: float32 [convolutions, blocks,
+    16, H], what a short convolution reads of a position.
     """
 
     keys: Float32
     values: Float32
+    inputs: Float32
 
 
 class Scratch(NamedTuple):
@@ -116,6 +125,8 @@ class Scratch(NamedTuple):
     qkv: Float32
     attended: Float32
     projected: Float32
+    conv_projected: Float32
+    convolved: Float32
     inner: Float32
     hidden: Float32
     scores: Float32

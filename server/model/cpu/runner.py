@@ -47,16 +47,21 @@ def _value_width(shape: ModelShape) -> int:
 
 
 def kv_bytes_per_block(shape: ModelShape) -> int:
-    """Bytes of K and V that one block of 16 slots takes, all layers, float32."""
-    per_layer = shape.num_kv_heads * BLOCK_SIZE * (shape.head_dim + _value_width(shape))
-    return 4 * shape.num_layers * per_layer
+    """Bytes that one block of 16 slots takes in all layers, float32: K and V, or the inputs of
+    short convolutions."""
+    convolutions = sum(shape.convolutions)
+    attention = shape.num_layers - convolutions
+    per_slot = shape.num_kv_heads * (shape.head_dim + _value_width(shape))
+    return 4 * BLOCK_SIZE * (attention * per_slot + convolutions * shape.hidden_size)
 
 
 def _cache(shape: ModelShape, num_blocks: int) -> Cache:
-    planes = (shape.num_layers, shape.num_kv_heads, num_blocks)
+    convolutions = sum(shape.convolutions)
+    planes = (shape.num_layers - convolutions, shape.num_kv_heads, num_blocks)
     return Cache(
         np.zeros((*planes, shape.head_dim, BLOCK_SIZE), np.float32),
         np.zeros((*planes, BLOCK_SIZE, _value_width(shape)), np.float32),
+        np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.hidden_size), np.float32),
     )
 
 
@@ -80,6 +85,8 @@ def _scratch(
         qkv=outputs((s.num_heads + 2 * s.num_kv_heads) * s.head_dim),
         attended=rows(s.num_heads * s.head_dim),
         projected=outputs(s.hidden_size),
+        conv_projected=outputs(3 * s.hidden_size if any(s.convolutions) else 0),
+        convolved=rows(s.hidden_size if any(s.convolutions) else 0),
         inner=rows(inner_size),
         hidden=rows(s.hidden_size),
         scores=np.zeros((threads, group, room), np.float32),
@@ -105,16 +112,16 @@ def _record_shape(shape: ModelShape) -> Shape:
 class CpuRunner:
     """Runner on a CPU. One step in flight, on a worker thread of its own.
 
-    num_blocks: blocks of 16 KV slots. max_rows: most rows a Batch may have. max_model_len: most
-    positions a sequence may reach. Raises ValueError for sizes that do not fit together.
+    ropes: (cos, sin) of shape.rope_tables. num_blocks: blocks of 16 KV slots. max_rows: most rows
+    a Batch may have. max_model_len: most positions a sequence may reach. Raises ValueError for
+    sizes that do not fit together.
     """
 
     def __init__(
         self,
         shape: ModelShape,
         weights: PackedWeights,
-        cos: Float32,
-        sin: Float32,
+        ropes: tuple[Float32, Float32],
         info: ModelInfo,
         *,
         num_blocks: int,
@@ -124,6 +131,7 @@ class CpuRunner:
     ) -> None:
         if shape.num_heads % shape.num_kv_heads:
             raise ValueError("num_heads is not a multiple of num_kv_heads")
+        cos, sin = ropes
         if cos.shape[1] < max_model_len:
             raise ValueError(f"rope tables end at {cos.shape[1]}, before {max_model_len}")
         self.info = info
@@ -135,7 +143,7 @@ class CpuRunner:
         scales = query_scales(shape, max_model_len)
         self._positions = Positions(cos, sin, rope_ids, windows, scales)
         self._cache = _cache(shape, num_blocks)
-        self._pages = KvPages((self._cache.keys, self._cache.values))
+        self._pages = KvPages([array for array in self._cache if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._record_shape = _record_shape(shape)
         self._work = new_work(self._threads)

@@ -8,7 +8,7 @@ either way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,27 @@ def _as_stored(tensor: Any, bf16: bool) -> npt.NDArray[Any]:
 
 def _num_panels(num_outputs: int) -> int:
     return -(-num_outputs // PANEL)
+
+
+class _Size(NamedTuple):
+    """A matrix: panels, and the width of its input."""
+
+    num_panels: int
+    width: int
+
+
+def _sizes(s: ModelShape) -> dict[str, _Size]:
+    """The matrices that a layer may have."""
+    hidden, attended = s.hidden_size, s.num_heads * s.head_dim
+    pairs = _num_panels(s.intermediate_size)
+    return {
+        "qkv": _Size(_num_panels((s.num_heads + 2 * s.num_kv_heads) * s.head_dim), hidden),
+        "out": _Size(_num_panels(hidden), attended),
+        "conv_in": _Size(_num_panels(3 * hidden), hidden),
+        "conv_out": _Size(_num_panels(hidden), hidden),
+        "gate_up": _Size(2 * pairs, hidden),
+        "down": _Size(_num_panels(hidden), pairs * PANEL),
+    }
 
 
 class _Arena:
@@ -90,17 +111,16 @@ class PackedWeights:
         self.bf16 = dtype == "bfloat16"
         self._shape = s = shape
         self._source = weights
-        qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        pairs = _num_panels(s.intermediate_size)
-        self.inner_size = pairs * PANEL
-        # Panels of a layer's matrices and the width of their input: qkv, out, gate and up, down.
-        self._panels = [_num_panels(qkv), _num_panels(s.hidden_size)]
-        self._panels += [2 * pairs, _num_panels(s.hidden_size)]
-        self._widths = [s.hidden_size, s.num_heads * s.head_dim, s.hidden_size, self.inner_size]
-        items = sum(p * k for p, k in zip(self._panels, self._widths, strict=True)) * s.num_layers
+        self._sizes = _sizes(s)
+        self.inner_size = self._sizes["down"].width
+        items = sum(
+            size.num_panels * size.width
+            for i in range(s.num_layers)
+            for size in self._of(i).values()
+        )
         head_panels = _num_panels(s.vocab_size)
         self._arena = _Arena((items + head_panels * s.hidden_size) * PANEL, self.bf16)
-        self._addresses = np.zeros((4, s.num_layers), np.int64)
+        self._addresses = {kind: np.zeros(s.num_layers, np.int64) for kind in self._sizes}
         self.layers = self._empty_layers(names)
         for layer in range(s.num_layers):
             self._pack_layer(layer)
@@ -133,14 +153,23 @@ class PackedWeights:
         final = self._vector(f"{s.names.final_norm}.weight") + np.float32(s.norm_offset)
         qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
 
-        def matrix(column: int) -> FloatLinear:
-            return FloatLinear(self._addresses[column], self._panels[column], self.bf16)
+        def matrix(kind: str) -> FloatLinear:
+            return FloatLinear(self._addresses[kind], self._sizes[kind].num_panels, self.bf16)
+
+        convolves = np.array(s.convolutions)
+        kv_ids = np.where(convolves, -1, np.cumsum(~convolves) - 1)
+        conv_ids = np.where(convolves, np.cumsum(convolves) - 1, -1)
 
         return Layers(
-            qkv=matrix(0),
-            out=matrix(1),
-            gate_up=matrix(2),
-            down=matrix(3),
+            qkv=matrix("qkv"),
+            out=matrix("out"),
+            gate_up=matrix("gate_up"),
+            down=matrix("down"),
+            conv_in=matrix("conv_in"),
+            conv_out=matrix("conv_out"),
+            taps=np.zeros((int(convolves.sum()), s.conv_taps, s.hidden_size), np.float32),
+            kv_ids=kv_ids.astype(np.int64),
+            conv_ids=conv_ids.astype(np.int64),
             norms=np.zeros((s.num_layers, 4, s.hidden_size), np.float32),
             q_norms=np.zeros((s.num_layers, q_norm), np.float32),
             k_norms=np.zeros((s.num_layers, k_norm), np.float32),
@@ -179,17 +208,26 @@ class PackedWeights:
         values = np.arange(rotated * s.head_dim, rows.shape[0])
         return rows[np.concatenate([places, values])]
 
+    def _of(self, layer: int) -> dict[str, _Size]:
+        """The matrices that a layer has."""
+        absent = ("qkv", "out") if self._shape.convolutions[layer] else ("conv_in", "conv_out")
+        return {kind: size for kind, size in self._sizes.items() if kind not in absent}
+
     def _pack_layer(self, layer: int) -> None:
-        """The four matrices of a layer."""
+        """The matrices of a layer."""
         s = self._shape
         prefix = f"model.layers.{layer}."
-        views = [
-            self._arena.take(num, k) for num, k in zip(self._panels, self._widths, strict=True)
-        ]
-        self._addresses[:, layer] = [view.ctypes.data for view in views]
-        qkv, out, gate_up, down = views
-        pack_panels(_as_stored(self._qkv(prefix, "weight"), self.bf16), qkv)
-        pack_panels(self._stored(f"{prefix}{s.names.out}.weight"), out)
+        views = {}
+        for kind, size in self._of(layer).items():
+            views[kind] = self._arena.take(size.num_panels, size.width)
+            self._addresses[kind][layer] = views[kind].ctypes.data
+        if s.convolutions[layer]:
+            pack_panels(self._stored(f"{prefix}{s.names.conv[0]}.weight"), views["conv_in"])
+            pack_panels(self._stored(f"{prefix}{s.names.conv[2]}.weight"), views["conv_out"])
+        else:
+            pack_panels(_as_stored(self._qkv(prefix, "weight"), self.bf16), views["qkv"])
+            pack_panels(self._stored(f"{prefix}{s.names.out}.weight"), views["out"])
+        gate_up, down = views["gate_up"], views["down"]
         if len(s.names.gate_up) == 1:
             halves = self._stored(f"{prefix}{s.names.gate_up[0]}.weight")
             parts = [halves[: s.intermediate_size], halves[s.intermediate_size :]]
@@ -209,6 +247,10 @@ class PackedWeights:
         for row, name in enumerate(s.names.norms):
             if name is not None:
                 layers.norms[layer, row] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
+        if s.convolutions[layer]:
+            taps = self._vector(f"{prefix}{s.names.conv[1]}.weight")  # [H, 1, taps]
+            layers.taps[layers.conv_ids[layer]] = taps[:, 0].T
+            return
         if layers.q_norms.shape[1]:
             for norms, name in zip((layers.q_norms, layers.k_norms), s.names.qk_norms, strict=True):
                 norms[layer] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
