@@ -6,6 +6,7 @@
     ├── ModelError (start-up)                  500    server_error          model_error
     │   ├── UnsupportedModelError              500    server_error          unsupported_model
     │   └── IntegrityError                     500    server_error          integrity_error
+    ├── CacheFolderError (start-up)            500    server_error          cache_folder_error
     ├── UnsupportedTokenizerError (start-up)   500    server_error          unsupported_tokenizer
     ├── RequestError                           400    invalid_request_error -
     │   ├── InvalidRequestError                400    invalid_request_error invalid_value
@@ -29,6 +30,7 @@
     │   ├── QueueFullError (Retry-After)       429    rate_limit_error      queue_full
     │   └── RateLimitedError (Retry-After)     429    rate_limit_error      rate_limit_exceeded
     └── ServerError                            500    server_error          internal_error
+        ├── StorageError                       507    server_error          storage_error
         ├── EngineError                        500    server_error          engine_error
         │   └── EngineDiedError                500    server_error          engine_died
         ├── DeadlineExceededError              504    server_error          timeout
@@ -142,6 +144,12 @@ class ModelError(TailorError):
     """A model cannot be found, fetched, converted or read. The message says what to do."""
 
     code = "model_error"
+
+
+class CacheFolderError(TailorError):
+    """The cache folder cannot be written (full, read-only, not a folder). The message names it."""
+
+    code = "cache_folder_error"
 
 
 class UnsupportedModelError(ModelError):
@@ -309,6 +317,13 @@ class ServerError(TailorError):
     """Ours. The message says no more than the client needs."""
 
     code = "internal_error"
+
+
+class StorageError(ServerError):
+    """The server could not write what was sent: its disk is full or read-only. Nothing changed."""
+
+    status = 507
+    code = "storage_error"
 
 
 class EngineError(ServerError):

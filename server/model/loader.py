@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,8 @@ from torch import nn
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
-from server.model.catalog import Report, cache_dir, model_folder, sha256_of
+from server.model.cache_folder import remembered_sha256
+from server.model.catalog import Report, model_folder
 from server.model.families import family_of
 from server.model.shape import shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
@@ -247,7 +246,7 @@ def open_model(
         config=config,
         fingerprint=_fingerprint(raw, files, () if lora is None else lora.files),
         tokenizer_file=tokenizer_file,
-        tokenizer_fingerprint=sha256_of(tokenizer_file),
+        tokenizer_fingerprint=remembered_sha256(tokenizer_file),
         eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
         weights=weights,
         enrichment=None if lora is None else lora.enrichment,
@@ -328,37 +327,8 @@ def _fingerprint(
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for kind, files in (("weights", weights), ("adapter", adapter)):
         for file in files:
-            digest.update(f"\n{kind} {_remembered_sha256(file)}".encode())
+            digest.update(f"\n{kind} {remembered_sha256(file)}".encode())
     return digest.hexdigest()
-
-
-def _remembered_sha256(path: Path) -> str:
-    """sha256 of a file, kept in the cache folder by (path, size, mtime, inode).
-
-    Hashing reads every byte, a second per gigabyte or two, at every start; a file that was hashed
-    and has not changed since is not read again.
-    """
-    stat = path.stat()
-    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
-    store = cache_dir() / "sha256.json"
-    try:
-        known = json.loads(store.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    if isinstance(known, dict) and isinstance(known.get(key), str):
-        return str(known[key])
-    value = sha256_of(path)
-    known = known if isinstance(known, dict) else {}
-    known = dict(list(known.items())[-200:]) | {key: value}
-    try:
-        store.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(prefix=".sha256-", dir=store.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(known, file, indent=1)
-        os.replace(scratch, store)
-    except OSError:  # a read-only cache only costs the next start a second
-        pass
-    return value
 
 
 # --- transformers' own module ---------------------------------------------------------------------

@@ -31,6 +31,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     from server import token_bytes
     from server.api.chat_template import load_chat_template
     from server.api.served_model import ServedModel
+    from server.model.cache_folder import writing_to_cache
     from server.model.families import position_limit, text_values
     from server.model.supported import check_raw
 
@@ -47,7 +48,8 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
-    table = token_bytes.load_or_build(tokenizer, table_file(folder), vocab_size)
+    with writing_to_cache():
+        table = token_bytes.load_or_build(tokenizer, table_file(folder), vocab_size)
     enrichment = enrichment_of(model.adapter, table)
     # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
     known = tokenizer.get_vocab(with_added_tokens=True)
@@ -93,6 +95,7 @@ def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enric
 def _enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> TokenBytes:
     """The table with the enrichment's tokens, in its file, mapped."""
     from server import token_bytes
+    from server.model.cache_folder import writing_to_cache
 
     wide = token_bytes.enriched(table, enrichment.ids, enrichment.parts, enrichment.hash)
     file = table_file(folder, enrichment)
@@ -101,17 +104,19 @@ def _enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> 
             return token_bytes.open_table(file)
     except (OSError, ValueError):
         pass
-    token_bytes.save(wide, file)
+    with writing_to_cache():
+        token_bytes.save(wide, file)
     return token_bytes.open_table(file)
 
 
 def table_file(folder: Path, enrichment: Enrichment | None = None) -> Path:
     """Where the id -> bytes table of a model's tokenizer is kept, with an enrichment's tokens."""
-    from server.model.catalog import cache_dir, sha256_of
+    from server.model.cache_folder import cache_dir, remembered_sha256, writing_to_cache
 
     tables = cache_dir() / "tokens"
-    tables.mkdir(parents=True, exist_ok=True)
-    name = sha256_of(folder / "tokenizer.json")[:24]
+    with writing_to_cache():
+        tables.mkdir(parents=True, exist_ok=True)
+    name = remembered_sha256(folder / "tokenizer.json")[:24]
     if enrichment is not None:
         name += f"-{enrichment.hash[:24]}"
     return tables / f"{name}.bin"

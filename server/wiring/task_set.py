@@ -34,7 +34,7 @@ from typing import Any
 
 from drafters.catalog import Need, that_use
 from server.config import TaskConfig
-from server.errors import ConfigError
+from server.errors import ConfigError, StorageError
 
 __all__ = ["BuildOrder", "CorpusSize", "TaskSet", "build_upload"]
 
@@ -145,7 +145,8 @@ class TaskSet:
     ) -> Mapping[str, TaskConfig]:
         """Build a task's corpus from examples, `prompt` and `completion` each or their ids.
 
-        append: with those that were uploaded before. Raises ConfigError with what is wrong.
+        append: with those that were uploaded before. Raises ConfigError with what is wrong, and
+        StorageError when it cannot be written.
         """
         if self._uploads is None:
             raise ConfigError("this server keeps no uploaded corpora")
@@ -266,6 +267,7 @@ class TaskSet:
         old = None
         if append and state.get("fingerprint") == fingerprint:
             old = str(folder / Path(str(state["examples"])).name)
+        before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, source = tempfile.mkstemp(dir=folder, prefix=".upload.")
@@ -278,7 +280,12 @@ class TaskSet:
                 Path(source).unlink(missing_ok=True)
             _write_json(folder / "current.json", {"task": task.name, **figures})
         except OSError as error:
-            raise ConfigError(f"the corpus could not be written: {error.strerror}") from None
+            _leave_only(folder, before)
+            what = error.strerror or type(error).__name__
+            log.error("task %s: an uploaded corpus could not be written: %s", task.name, error)
+            raise StorageError(
+                f"The corpus was not changed: the server could not write it ({what})."
+            ) from None
         self._prune(folder, figures)
 
     def _run(self, order: BuildOrder) -> dict[str, Any]:
@@ -314,6 +321,16 @@ class TaskSet:
         for path in (folder / "current.json", *folder.iterdir()):
             path.unlink(missing_ok=True)
         folder.rmdir()
+
+
+def _leave_only(folder: Path, names: set[str]) -> None:
+    """What an upload that failed has written is deleted; an empty folder too."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+        if not names:
+            folder.rmdir()
 
 
 def _lower_priority() -> None:

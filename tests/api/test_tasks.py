@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from drafters.corpus import build_corpus
+from drafters.corpus import Corpus, build_corpus
+from drafters.learned import LearnedOutputs
 from server.api.engines.client import EngineSpec
 from server.api.protocol import CompletionBody, CorpusBody
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
@@ -23,6 +26,7 @@ from server.engine.host import start_thread
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskMemory
 from server.errors import ConfigError
+from server.wiring import task_set as task_set_module
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import BuildOrder, TaskSet, build_upload
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode, served, wait_until
@@ -299,6 +303,52 @@ def test_an_upload_that_is_wrong_changes_nothing(
     error = call(live, "POST", "/v1/tasks/sql/corpus", 400, json=body)["error"]
     assert error["param"] == param and told in error["message"]
     assert corpus_of(live) is None
+
+
+@pytest.mark.parametrize("served_before", [False, True])
+@pytest.mark.parametrize("at", ["the body", "the examples", "the corpus", "current.json"])
+def test_a_full_disk_is_the_server_s_fault_and_leaves_nothing_behind(
+    live: LiveServer,
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    served_before: bool,
+) -> None:
+    def files() -> set[str]:
+        return {str(path.relative_to(place.kept)) for path in (place.kept / "uploads").rglob("*")}
+
+    if served_before:
+        call(live, "POST", "/v1/tasks/sql/corpus", json={"examples": EXAMPLES})
+    before, corpus = files(), corpus_of(live)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    owner, name = {
+        "the body": (task_set_module.tempfile, "mkstemp"),
+        "the examples": (LearnedOutputs, "save"),
+        "the corpus": (Corpus, "save"),
+        "current.json": (task_set_module, "_write_json"),
+    }[at]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        body = {"examples": [*EXAMPLES, {"completion": "one more"}], "mode": "replace"}
+        error = call(live, "POST", "/v1/tasks/sql/corpus", 507, json=body)["error"]
+    assert (error["code"], error["type"], error["param"]) == (
+        "storage_error", "server_error", None,
+    )  # fmt: skip
+    assert "No space left on device" in error["message"] and "not changed" in error["message"]
+    assert files() == before and corpus_of(live) == corpus
+    call(live, "POST", "/v1/tasks/sql/corpus", json=body)
+    assert corpus_of(live)["documents"] == len(EXAMPLES) + 1
+
+
+def test_a_file_in_the_folder_s_place_is_the_server_s_fault(live: LiveServer, place: Place) -> None:
+    place.kept.mkdir(exist_ok=True)
+    (place.kept / "uploads").write_text("in the way")
+    error = call(live, "POST", "/v1/tasks/sql/corpus", 507, json={"examples": EXAMPLES})["error"]
+    assert error["param"] is None and "could not write it" in error["message"]
+    assert str(place.kept) not in error["message"], "nothing about the machine"
 
 
 def test_uploads_are_bounded_and_need_a_drafter_that_uses_them(place: Place) -> None:

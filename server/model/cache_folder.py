@@ -1,0 +1,153 @@
+"""The cache folder: where it is, what its files should hold, what is said when it is of no use.
+
+A converted model's marker (tailor.json) lists the sha256 of each of its files as written.
+`check_kept` compares them: once per machine, and again after any change of a file's size or times.
+Weights with a hole in them still load and still answer, and nobody would know why the answers are
+bad.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import platformdirs
+
+from server.errors import CacheFolderError, IntegrityError
+
+__all__ = [
+    "MARKER",
+    "cache_dir",
+    "check_kept",
+    "hashes_of",
+    "remembered_sha256",
+    "sha256_of",
+    "writing_to_cache",
+]
+
+MARKER = "tailor.json"
+"""The file in a converted folder that says what it was made of, and the hashes of the others."""
+
+_MAX_REMEMBERED = 400
+
+_DISK_ERRORS = frozenset(
+    getattr(errno, name)
+    for name in (
+        "EACCES", "EDQUOT", "EEXIST", "EFBIG", "EIO", "EISDIR", "ENOSPC", "ENOTDIR", "EPERM",
+        "EROFS",
+    )
+)  # fmt: skip
+
+
+def cache_dir() -> Path:
+    """$TAILOR_CACHE_DIR, or the user's cache folder. Not created."""
+    override = os.environ.get("TAILOR_CACHE_DIR")
+    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("tailor"))
+
+
+@contextmanager
+def writing_to_cache() -> Iterator[None]:
+    """Where a disk that is full or may not be written ends what is done inside, raise
+    CacheFolderError, which says what to do. Everything else passes."""
+    try:
+        yield
+    except Exception as error:
+        what = _problem_of_the_disk(error)
+        if not what:
+            raise
+        where = getattr(error, "filename", None)
+        raise CacheFolderError(
+            f"the cache folder {cache_dir()} cannot be written: {what}"
+            f"{f' ({where})' if where else ''}. Free space there, let this user write to it, or "
+            "name another folder in TAILOR_CACHE_DIR."
+        ) from None
+
+
+def _problem_of_the_disk(error: Exception) -> str:
+    """In a few words; "" when the error is another one."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno in _DISK_ERRORS:
+        return error.strerror or os.strerror(error.errno)
+    # safetensors and tokenizers write in Rust, and raise errors of their own.
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) or "os error 28" in str(error) else ""
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remembered_sha256(path: Path) -> str:
+    """sha256 of a file, kept in the cache folder by (path, size, inode, times).
+
+    Hashing reads every byte, a second per gigabyte or two, at every start; a file that was hashed
+    and has not changed since is not read again. The time of the last change of the inode counts
+    too: tools set the modification time back, nobody sets that one.
+    """
+    stat = path.stat()
+    key = "|".join(
+        str(part)
+        for part in (path.resolve(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    )
+    store = cache_dir() / "sha256.json"
+    try:
+        known = json.loads(store.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    if not isinstance(known, dict):
+        known = {}
+    if isinstance(known.get(key), str):
+        return str(known[key])
+    value = sha256_of(path)
+    known = dict(list(known.items())[-_MAX_REMEMBERED:]) | {key: value}
+    scratch = None
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(prefix=".sha256-", dir=store.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(known, file, indent=1)
+        os.replace(scratch, store)
+    except OSError:  # a read-only or full cache only costs the next start a second
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
+    return value
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """sha256 of every file of a folder but its marker, by name."""
+    return {
+        file.name: sha256_of(file)
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.name != MARKER
+    }
+
+
+def check_kept(folder: Path) -> Path:
+    """A folder whose files are what was converted, or that is none of ours. Returns it.
+
+    A folder that was converted before hashes were kept is taken as it is. Raises IntegrityError.
+    """
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        listed = marker.get("files", {})
+    except (OSError, ValueError, AttributeError):
+        return folder
+    for name, wanted in listed.items() if isinstance(listed, dict) else ():
+        file = folder / name
+        if not file.is_file():
+            problem = "is gone"
+        elif remembered_sha256(file) != wanted:
+            problem = "has changed since it was converted: it is damaged, or was edited"
+        else:
+            continue
+        raise IntegrityError(f"{file} {problem}. Delete this folder, and it is made anew: {folder}")
+    return folder
