@@ -315,10 +315,8 @@ def forecasts_of(
     for name in variants:
         if name == OFF:
             continue
-        options: dict[str, Any] = {}
-        if name == WARM and corpus is not None:
-            options["corpus"] = Corpus.load(corpus, fingerprint=None)
-        drafter: Any = make_drafter("auto", **options)
+        own = Corpus.load(corpus, fingerprint=None) if name == WARM and corpus is not None else None
+        drafter: Any = make_drafter("auto", **({} if own is None else {"corpus": own}))
         drafter.warm_up()  # compiling is none of a step's cost
         expected = forecast(
             drafter,
