@@ -8,6 +8,7 @@ Delta costs 2 microseconds there and back.
 API to engine:   ("submit", request) ("abort", request_id) ("drain",) ("stop",)
                  ("control", call_id, name, payload)      e.g. reload a task's corpus
 Engine to API:   ("ready", info) ("deltas", [delta, ...], stats) ("stats", stats)
+                 ("beat", age_s)                          seconds since the loop last went on
                  ("control", call_id, payload)            the answer
                  ("failed", message, final)               the engine is about to exit; final: it
                                                           would fail again if it were restarted
@@ -55,6 +56,7 @@ _TYPED: dict[str, tuple[msgspec.msgpack.Decoder[Any], ...]] = {
     "ready": (msgspec.msgpack.Decoder(ModelInfo),),
     "deltas": (msgspec.msgpack.Decoder(list[Delta]), _STATS),
     "stats": (_STATS,),
+    "beat": (msgspec.msgpack.Decoder(float),),
 }
 """What follows the name of a message; of other messages, plain values (tuples become lists)."""
 

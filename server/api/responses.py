@@ -348,18 +348,20 @@ class EngineState(Shape, kw_only=True):
     name: str
     model: str
     device: str
-    state: Literal["loading", "ready", "restarting", "failed", "stopped"]
+    state: Literal["loading", "ready", "stuck", "restarting", "failed", "stopped"]
+    heartbeat_age_s: float
     restarts: Count
     open_requests: Count
 
 
 class Health(Shape, kw_only=True):
-    status: Literal["ok", "degraded", "loading", "dead"]
+    status: Literal["ok", "degraded", "loading", "stuck", "dead"]
     engines: list[EngineState]
 
 
 class Ready(Shape, kw_only=True):
-    status: Literal["ready", "loading", "draining"]
+    status: Literal["ready", "loading", "stuck", "draining"]
+    stuck: list[str] | UnsetType = UNSET
 
 
 class Version(Shape, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
+from msgspec import UNSET
 from starlette.responses import Response
 
 from server import __version__
@@ -24,28 +25,37 @@ class StateRoutes:
         self._metrics = metrics
 
     def health(self) -> Response:
-        """GET /health: 200 while an engine is there or on its first way up."""
+        """GET /health: 200 while an engine is there or on its first way up, and none hangs."""
         client = self._client
         states = [engine["state"] for engine in client.engines()]
-        status: Literal["ok", "degraded", "loading", "dead"]
+        status: Literal["ok", "degraded", "loading", "stuck", "dead"]
         if not client.is_alive:
             status = "dead"
+        elif client.stuck:
+            status = "stuck"
         elif "ready" not in states:
             status = "loading"
         else:
             status = "ok" if all(state == "ready" for state in states) else "degraded"
         engines = [EngineState(**engine) for engine in client.engines()]
         answer = Health(status=status, engines=engines)
-        return AnswerResponse(answer, 200 if client.is_alive else 503)
+        return AnswerResponse(answer, 503 if status in ("dead", "stuck") else 200)
 
     def ready(self) -> Response:
         """GET /ready: 200 while requests are taken."""
         client = self._client
-        status: Literal["ready", "loading", "draining"]
-        status = "draining" if client.is_draining else "ready" if client.is_ready else "loading"
+        stuck = client.stuck
+        status: Literal["ready", "loading", "stuck", "draining"]
+        if client.is_draining:
+            status = "draining"
+        elif client.is_ready:
+            status = "ready"
+        else:
+            status = "stuck" if stuck else "loading"
+        answer = Ready(status=status, stuck=stuck or UNSET)
         if status == "ready":
-            return AnswerResponse(Ready(status=status))
-        return AnswerResponse(Ready(status=status), 503, {"retry-after": "1"})
+            return AnswerResponse(answer)
+        return AnswerResponse(answer, 503, {"retry-after": "1"})
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""

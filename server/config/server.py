@@ -346,7 +346,7 @@ class TracingConfig(Section):
 
 
 class RestartConfig(Section):
-    """What happens when an engine dies."""
+    """What happens when an engine dies, and when one counts as stuck."""
 
     max_restarts: int = Field(
         5, ge=0, le=1000, description="restarts within window_s before an engine is given up"
@@ -356,6 +356,12 @@ class RestartConfig(Section):
         0.5, ge=0, le=3600, description="seconds before the first restart; doubles each time"
     )
     max_delay_s: float = Field(30.0, ge=0, le=3600, description="longest wait before a restart")
+    stuck_after_s: float = Field(
+        10.0,
+        ge=2,
+        le=3600,
+        description="seconds without progress after which /health calls an engine stuck",
+    )
 
 
 class ServerConfig(Section):

@@ -24,6 +24,7 @@ from typing import Any
 
 from server import channel
 from server.engine.engine import Engine, RunnerBrokenError
+from server.engine.heartbeat import Heartbeat
 from server.errors import TailorError
 from server.types import Delta
 
@@ -57,6 +58,7 @@ class EngineHost:
         # On an accelerator Deltas are sent while the next step computes. On the CPU that step
         # would delay them by its whole length.
         self._sends_late = not engine.info.device.startswith("cpu")
+        self._sending = threading.Lock()  # the heartbeat's thread sends, too
 
     def run(self) -> int:
         """The loop. Returns the exit status: 0 when it was told to end, 1 otherwise."""
@@ -64,33 +66,46 @@ class EngineHost:
         poller = select.poll()
         poller.register(connection.fileno(), select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
-        announced = False
         try:
-            channel.send(connection, ("ready", engine.info))
-            while True:
-                while ready := poller.poll(0):
-                    if any(fd == self._wake_fd for fd, _ in ready) or not self._take():
-                        engine.abort_all()
-                        self._send(engine.take_deltas())
-                        return 0
-                if engine.has_work:
-                    announced = False
-                    if not self._step():
-                        return 1
-                    continue
-                self._pending.extend(engine.take_deltas())
-                if self._pending or not announced or engine.has_news:
-                    self._flush()
-                    channel.send(connection, ("stats", engine.stats()))
-                    announced = True
-                if self._draining and not engine.is_compiling:
-                    return 0
-                wait_ms = engine.tend()
-                poller.poll(_COMPILING_MS if engine.is_compiling else wait_ms)
+            self._tell(("ready", engine.info))
+            with Heartbeat(self._tell) as heartbeat:
+                return self._loop(poller, heartbeat)
         except (EOFError, BrokenPipeError, ConnectionError):
             return 1  # the API process is gone
         finally:
             engine.close()
+
+    def _loop(self, poller: select.poll, heartbeat: Heartbeat) -> int:
+        engine = self._engine
+        announced = False
+        while True:
+            heartbeat.working()
+            while ready := poller.poll(0):
+                if any(fd == self._wake_fd for fd, _ in ready) or not self._take():
+                    engine.abort_all()
+                    self._send(engine.take_deltas())
+                    return 0
+            if engine.has_work:
+                announced = False
+                if not self._step():
+                    return 1
+                continue
+            self._pending.extend(engine.take_deltas())
+            if self._pending or not announced or engine.has_news:
+                self._flush()
+                self._tell(("stats", engine.stats()))
+                announced = True
+            if self._draining and not engine.is_compiling:
+                return 0
+            wait_ms = engine.tend()
+            heartbeat.idle()
+            poller.poll(_COMPILING_MS if engine.is_compiling else wait_ms)
+
+    def _tell(self, message: channel.Message) -> None:
+        """Send one message; from any thread. Raises as channel.send."""
+        data = channel.encode(message)
+        with self._sending:
+            self._connection.send_bytes(data)
 
     def _take(self) -> bool:
         """One message. False: stop now."""
@@ -122,10 +137,10 @@ class EngineHost:
         except Exception as error:
             answer = {"ok": False, "error": str(error)[:300]}
         try:
-            channel.send(self._connection, ("control", call_id, answer))
+            self._tell(("control", call_id, answer))
         except ValueError:  # nothing that msgspec encodes
             answer = {"ok": False, "error": f"control {name!r} gave no plain value"}
-            channel.send(self._connection, ("control", call_id, answer))
+            self._tell(("control", call_id, answer))
 
     def _step(self) -> bool:
         """One step and its Deltas. False: the engine is beyond repair."""
@@ -148,7 +163,7 @@ class EngineHost:
             self._flush()
             if broken:
                 text = f"{type(error).__name__}: {error}"[:300]
-                channel.send(self._connection, ("failed", text, False))
+                self._tell(("failed", text, False))
                 return False
             return True
         self._num_errors = 0
@@ -162,7 +177,7 @@ class EngineHost:
         self._send(pending)
 
     def _send(self, deltas: list[Delta]) -> None:
-        channel.send(self._connection, ("deltas", deltas, self._engine.stats()))
+        self._tell(("deltas", deltas, self._engine.stats()))
 
 
 def _build(factory: EngineFactory, connection: Connection) -> Engine | None:

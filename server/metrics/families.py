@@ -217,6 +217,9 @@ class EngineFamilies:
             "model_vocab_size", "Ids of the model, padding included", _ENGINE
         )
         self.up = to.gauge("engine_up", "1 while the engine serves", _ENGINE)
+        self.heartbeat_age = to.gauge(
+            "engine_heartbeat_age_seconds", "Seconds since the engine last made progress", _ENGINE
+        )
         self.engine_steps = to.counter("engine_steps", "Steps", _ENGINE)
         self.engine_rows = to.counter(
             "engine_rows", "Rows computed: prefill, decode and draft", (*_ENGINE, "kind")

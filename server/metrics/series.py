@@ -322,6 +322,10 @@ class Metrics:
         if restarted:
             series.restarts.inc()
 
+    def engine_heartbeat(self, engine: str, model: str, age_s: float) -> None:
+        """How long ago an engine made progress; 0 for one that does not serve."""
+        self._engine_families.heartbeat_age.labels(engine, model).set(age_s)
+
     def engine_stats(self, engine: str, model: str, stats: EngineStats) -> None:
         """A snapshot of an engine.
 

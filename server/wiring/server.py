@@ -301,6 +301,7 @@ def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
             window_s=config.restart.window_s,
             first_delay_s=config.restart.first_delay_s,
             max_delay_s=config.restart.max_delay_s,
+            stuck_after_s=config.restart.stuck_after_s,
         ),
         max_queued_requests=config.limits.max_queued_requests,
         max_queued_tokens=config.limits.max_queued_tokens,

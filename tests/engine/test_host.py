@@ -68,8 +68,21 @@ def _request(name: str, max_tokens: int = 12, prompt: tuple[int, ...] = (3, 4, 5
 
 
 def _receive(handle: Any, timeout_s: float = 20.0) -> Any:
-    assert handle.connection.poll(timeout_s), "nothing came"
-    return channel.receive(handle.connection)
+    """The next message that is no heartbeat."""
+    while True:
+        assert handle.connection.poll(timeout_s), "nothing came"
+        message = channel.receive(handle.connection)
+        if message[0] != "beat":
+            return message
+
+
+def _beat(handle: Any) -> float:
+    """The age that the next heartbeat says."""
+    while True:
+        assert handle.connection.poll(5.0), "no heartbeat"
+        message = channel.receive(handle.connection)
+        if message[0] == "beat":
+            return float(message[1])
 
 
 def _ready(handle: Any) -> None:
@@ -325,6 +338,17 @@ def _exists(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_the_heartbeat_says_how_long_the_loop_has_been_at_it(start: Start) -> None:
+    handle = start(factory(step_s=3.6))
+    _ready(handle)
+    assert _beat(handle) == 0.0, "idle"
+    channel.send(handle.connection, ("submit", _request("a", max_tokens=1)))
+    ages = [_beat(handle) for _ in range(3)]
+    assert ages[0] < ages[1] < ages[2] and ages[2] > 1.5, "a long step"
+    while _beat(handle):
+        pass
 
 
 def test_late_sending_loses_and_reorders_nothing(start_here: Start) -> None:

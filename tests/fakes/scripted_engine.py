@@ -180,7 +180,11 @@ class ScriptedEngine:
                 channel.send(connection, ("failed", self.refuses, True))
                 return
             channel.send(connection, ("ready", self.info))
+            beat_s = time.monotonic()
             while True:
+                if time.monotonic() - beat_s > 1.0:
+                    beat_s = time.monotonic()
+                    channel.send(connection, ("beat", 0.0))
                 while connection.poll(0 if self.running and self.gate.is_set() else 0.02):
                     if not self._told(connection, channel.receive(connection)):
                         return

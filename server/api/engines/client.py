@@ -135,6 +135,11 @@ class EngineClient:
         """Whether an engine is there or still on its first way up."""
         return self._supervisor.is_alive
 
+    @property
+    def stuck(self) -> list[str]:
+        """Names of the engines that hang."""
+        return [slot.spec.name for slot in self.slots if slot.is_stuck]
+
     def info(self, model: str) -> ModelInfo | None:
         """What an engine of the model told when it was ready; None before that."""
         return next((s.info for s in self._of(model) if s.info is not None), None)
@@ -146,7 +151,8 @@ class EngineClient:
                 "name": slot.spec.name,
                 "model": slot.spec.model,
                 "device": slot.spec.device,
-                "state": slot.state,
+                "state": "stuck" if slot.is_stuck else slot.state,
+                "heartbeat_age_s": round(slot.pulse.age_s, 1) if slot.state == "ready" else 0.0,
                 "restarts": slot.num_restarts,
                 "open_requests": len(slot.open),
             }

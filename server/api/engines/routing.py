@@ -35,6 +35,8 @@ def route(slots: Sequence[EngineSlot], request: Request) -> EngineSlot:
             if back_s is None
             else max(1.0, math.ceil(back_s - time.monotonic())),
         )
+    # One that hangs may go on: it gets Requests only when its model has no other.
+    ready = [slot for slot in ready if slot.serves] or ready
     if len(ready) == 1:
         return ready[0]
     ranked = sorted(ready, key=lambda slot: _affinity(request.task, slot.spec.name))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from server import channel
+from server.api.engines.pulse import Pulse
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle
 from server.types import Delta, EngineStats, ModelInfo, Request
@@ -56,6 +57,8 @@ class SlotListener(Protocol):
     ) -> None: ...
 
     def on_stats(self, slot: EngineSlot, generation: int, stats: EngineStats) -> None: ...
+
+    def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None: ...
 
     def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None: ...
 
@@ -92,8 +95,11 @@ class WaitingRoom:
 class EngineSlot:
     """One engine that should run, and the handle that does if there is one."""
 
-    def __init__(self, spec: EngineSpec, listener: SlotListener, waiting: WaitingRoom) -> None:
+    def __init__(
+        self, spec: EngineSpec, listener: SlotListener, waiting: WaitingRoom, pulse: Pulse
+    ) -> None:
         self.spec = spec
+        self.pulse = pulse
         self.state: SlotState = "loading"
         self.info: ModelInfo | None = None
         self.stats = EngineStats()
@@ -109,6 +115,16 @@ class EngineSlot:
         self._waiting = waiting
         self._outbox: queue.SimpleQueue[channel.Message | None] | None = None
         self.reader: threading.Thread | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether an engine that should serve has made no progress for too long."""
+        return self.state == "ready" and self.pulse.is_late
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests should go to it: it is ready, and makes progress."""
+        return self.state == "ready" and not self.pulse.is_late
 
     # What it holds.
 
@@ -173,6 +189,8 @@ class EngineSlot:
                     loop.call_soon_threadsafe(
                         self._listener.on_deltas, self, generation, message[1], message[2]
                     )
+                elif kind == "beat":
+                    loop.call_soon_threadsafe(self._listener.on_beat, self, generation, message[1])
                 elif kind == "stats":
                     loop.call_soon_threadsafe(self._listener.on_stats, self, generation, message[1])
                 elif kind == "ready":

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.api.engines.pulse import Pulse
 from server.api.engines.slot import EngineSlot, EngineSpec, WaitingRoom
 from server.api.engines.submission import Submission
 from server.channel import EngineHandle
@@ -27,12 +28,17 @@ log = logging.getLogger("tailor.client")
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """At most max_restarts in window_s; the n-th waits first_delay_s * 2^(n-1) s, capped."""
+    """At most max_restarts in window_s; the n-th waits first_delay_s * 2^(n-1) s, capped.
+
+    stuck_after_s: an engine without progress for so long counts as stuck. It is not restarted: it
+    may go on, and what it holds would be lost.
+    """
 
     max_restarts: int = 5
     window_s: float = 600.0
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
+    stuck_after_s: float = 10.0
 
 
 class Supervisor:
@@ -52,7 +58,9 @@ class Supervisor:
     ) -> None:
         self.gave_up = asyncio.Event()
         self.waiting = WaitingRoom()
-        self.slots = [EngineSlot(spec, self, self.waiting) for spec in specs]
+        self.slots = [
+            EngineSlot(spec, self, self.waiting, Pulse(restart.stuck_after_s)) for spec in specs
+        ]
         self._metrics = metrics
         self._restart = restart
         self._stop_timeout_s = stop_timeout_s
@@ -91,7 +99,7 @@ class Supervisor:
         return (
             not self._draining
             and not any(slot.state == "loading" for slot in self.slots)
-            and all(any(slot.state == "ready" for slot in self.of(m)) for m in self.models)
+            and all(any(slot.serves for slot in self.of(m)) for m in self.models)
         )
 
     @property
@@ -184,15 +192,28 @@ class Supervisor:
         slot.attach(handle, asyncio.get_running_loop())
 
     async def _watch(self) -> None:
-        """Find engines that died without closing their channel."""
+        """Find engines that died without closing their channel, and those that hang."""
+        stuck: set[str] = set()
         while True:
             await asyncio.sleep(1.0)
             for slot in self.slots:
+                self._note_pulse(slot, stuck)
                 handle = slot.handle
                 if handle is not None and not handle.is_alive():
                     await asyncio.sleep(0.2)  # let the reader empty the channel first
                     if slot.handle is handle:
                         self.on_death(slot, slot.generation, "it is not alive")
+
+    def _note_pulse(self, slot: EngineSlot, stuck: set[str]) -> None:
+        """Keep the metric, and say in the log once when an engine hangs and when it goes on."""
+        name, age_s = slot.spec.name, slot.pulse.age_s if slot.state == "ready" else 0.0
+        self._metrics.engine_heartbeat(name, slot.spec.model, age_s)
+        if slot.is_stuck and name not in stuck:
+            stuck.add(name)
+            log.error("engine %s is stuck: no progress for %.0f s", name, age_s)
+        elif not slot.is_stuck and name in stuck:
+            stuck.discard(name)
+            log.warning("engine %s is not stuck any more", name)
 
     # --- what is asked of engines ---
 
@@ -223,6 +244,7 @@ class Supervisor:
         """An engine loaded its model."""
         if generation != slot.generation or slot.handle is None or self._stopping:
             return
+        slot.pulse.heard()
         slot.info, slot.state, slot.was_ready = info, "ready", True
         self._metrics.engine_ready(slot.spec.name, slot.spec.model, info)
         log.info(
@@ -236,6 +258,7 @@ class Supervisor:
         """One step of an engine."""
         if generation != slot.generation:
             return
+        slot.pulse.heard()
         now_s = time.monotonic()
         touched: dict[int, Submission] = {}
         for delta in deltas:
@@ -255,8 +278,14 @@ class Supervisor:
     def on_stats(self, slot: EngineSlot, generation: int, stats: EngineStats) -> None:
         """A snapshot without Deltas."""
         if generation == slot.generation:
+            slot.pulse.heard()
             slot.stats = stats
             self._metrics.engine_stats(slot.spec.name, slot.spec.model, stats)
+
+    def on_beat(self, slot: EngineSlot, generation: int, age_s: float) -> None:
+        """An engine's heartbeat: its loop went on so many seconds ago."""
+        if generation == slot.generation:
+            slot.pulse.heard(age_s)
 
     def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None:
         """The answer to `control`."""
