@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.compile_kernels import compile_kernels, fingerprint
 
     kept = fingerprint()
-    cache = config.cache
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     if cache is None or cache.get("tailor/kernels", "") != kept:
         compile_kernels()
         if cache is not None:
