@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from server.model.cpu.integers.packed import FORM_OF, IntegerWeights
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
-from server.model.cpu.weights import PackedWeights
-from server.model.shape import rope_tables, shape_of
+from server.model.cpu.tensors import Weights
+from server.model.cpu.weights import PackedWeights, RunnerWeights
+from server.model.shape import ModelShape, rope_tables, shape_of
 from server.types import ModelInfo
 
 
@@ -26,6 +28,13 @@ class ModuleWeights:
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+
+def packed(shape: ModelShape, weights: Weights, dtype: str, max_rows: int) -> RunnerWeights:
+    """Weights of any kind: floats by dtype, integers by the name of `engine.weights`."""
+    if dtype in FORM_OF:
+        return IntegerWeights(shape, weights, form=dtype, max_rows=max_rows)
+    return PackedWeights(shape, weights, dtype=dtype)
 
 
 def cpu_runner(
@@ -55,7 +64,7 @@ def cpu_runner(
     )
     return CpuRunner(
         shape,
-        PackedWeights(shape, ModuleWeights(module), dtype=dtype),
+        packed(shape, ModuleWeights(module), dtype, max_rows),
         rope_tables(config, shape, max_model_len),
         info,
         num_blocks=num_blocks,

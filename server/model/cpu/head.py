@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from server.model.cpu.linear import cap_logits, product
 from server.model.cpu.records import Float32, Work
-from server.model.cpu.weights import PackedWeights
+from server.model.cpu.slices import PackedHead
 
 
 class FullLogits(NamedTuple):
@@ -30,16 +30,14 @@ class FullHead:
     cap: soft-capping of the logits, 0 = none.
     """
 
-    def __init__(
-        self, weights: PackedWeights, vocab_size: int, work: Work, cap: float = 0.0
-    ) -> None:
+    def __init__(self, head: PackedHead, vocab_size: int, work: Work, cap: float = 0.0) -> None:
         self._cap = cap
-        self._weights = weights.full_head
+        num_panels = head.panels.shape[0]
+        self._weights = head.record(head.panels, num_panels)
         self._vocab_size = vocab_size
         self._work = work
-        panels, width, outputs = weights.head.shape
-        self._states = np.zeros((0, width), np.float32)
-        self._logits = np.zeros((0, panels * outputs), np.float32)
+        self._states = np.zeros((0, head.width), np.float32)
+        self._logits = np.zeros((0, num_panels * head.outputs_per_panel), np.float32)
 
     def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
         """Full logits of states[rows]; rows may repeat."""

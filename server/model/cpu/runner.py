@@ -26,7 +26,7 @@ from server.model.cpu.records import Cache, Float32, Positions, Rows, Scratch, S
 from server.model.cpu.slices import SlicedHead
 from server.model.cpu.threads import KernelThreads
 from server.model.cpu.vector_ir import LANES
-from server.model.cpu.weights import PackedWeights
+from server.model.cpu.weights import RunnerWeights
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
@@ -120,7 +120,7 @@ class CpuRunner:
     def __init__(
         self,
         shape: ModelShape,
-        weights: PackedWeights,
+        weights: RunnerWeights,
         ropes: tuple[Float32, Float32],
         info: ModelInfo,
         *,
@@ -147,12 +147,12 @@ class CpuRunner:
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._record_shape = _record_shape(shape)
         self._work = new_work(self._threads)
-        self._head = FullHead(weights, shape.vocab_size, self._work, shape.logit_cap)
-        self._slices = SlicedHead(weights.head, self._work, shape.logit_cap)
+        self._head = FullHead(weights.packed_head, shape.vocab_size, self._work, shape.logit_cap)
+        self._slices = SlicedHead(weights.packed_head, self._work, shape.logit_cap)
         self._draws = Draws(shape.vocab_size)
         self._last_ids = np.zeros(0, np.int32)
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
-        self.head_row_bytes = shape.hidden_size * weights.head.itemsize
+        self.head_row_bytes = weights.packed_head.row_bytes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
         self._kernel_threads = self._worker.submit(
             KernelThreads, shape.hidden_size, self._threads
@@ -249,14 +249,11 @@ class CpuRunner:
 
     def _forward(self, batch: Batch) -> None:
         """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
-        import torch
-
         num, x = batch.num_rows, self._scratch.x
         ids = batch.token_ids
         if (batch.token_from >= 0).any():
             ids = np.where(batch.token_from >= 0, self._last_ids[batch.token_from], ids)
-        gathered = self._weights.embedding[torch.from_numpy(ids.astype(np.int64))]
-        x[:num] = gathered.float().numpy()
+        x[:num] = self._weights.embed(ids.astype(np.int64))
         if self._shape.embedding_scale != 1.0:
             x[:num] *= np.float32(self._shape.embedding_scale)
         rows = Rows(

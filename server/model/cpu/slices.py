@@ -15,7 +15,7 @@ it. Pad columns are never gathered, so a pad cannot win.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ from numba import njit
 
 from server.engine.batch import Batch, HeadSlice, Int32
 from server.model.cpu.kernels import PANEL
-from server.model.cpu.linear import cap_logits, float_linear, product
-from server.model.cpu.records import Work
+from server.model.cpu.linear import FloatLinear, cap_logits, float_linear, product
+from server.model.cpu.records import Int64, Work
 from server.model.cpu.vector_ir import LANES
 
 Float32 = npt.NDArray[np.float32]
@@ -60,13 +60,53 @@ def _gather(static: Any, pool: Any, columns: Any, num_static: int, out: Any) -> 
         out[i] = -np.inf
 
 
-def _empty_panels(num_rows: int, width: int, dtype: Any) -> Panels:
-    """Zeroed panels for num_rows rows of `width` values, on a cache line's boundary."""
-    num_panels = -(-num_rows // PANEL)
-    arena = np.zeros(num_panels * width * PANEL + 64, dtype)
-    skip = (-arena.ctypes.data % 64) // arena.itemsize
-    size = num_panels * width * PANEL
-    return arena[skip : skip + size].reshape(num_panels, width, PANEL)
+class PackedHead(Protocol):
+    """An LM head as its weight kind packs it: what products and slices need of it.
+
+    panels: its rows, `outputs_per_panel` of them in each of the first axis. width: K.
+    row_bytes: memory of one row.
+    """
+
+    outputs_per_panel: int
+    width: int
+    panels: Any
+    row_bytes: int
+
+    def empty(self, num_rows: int) -> Any:
+        """Zeroed panels for num_rows rows, on a cache line's boundary."""
+
+    def copy_rows(self, token_ids: Int64, out: Any, places: Int64) -> None:
+        """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
+
+    def record(self, panels: Any, num_panels: int) -> Any:
+        """The first num_panels of some panels as a product's weights (linear.py)."""
+
+
+class FloatHead:
+    """A PackedHead of floats: panels [panels, K, PANEL], float32 or bfloat16 bits."""
+
+    outputs_per_panel = PANEL
+
+    def __init__(self, panels: Panels) -> None:
+        self.panels = panels
+        self.width = int(panels.shape[1])
+        self.row_bytes = self.width * panels.itemsize
+
+    def empty(self, num_rows: int) -> Panels:
+        """Zeroed panels for num_rows rows, on a cache line's boundary."""
+        num_panels = -(-num_rows // PANEL)
+        size = num_panels * self.width * PANEL
+        arena = np.zeros(size + 64, self.panels.dtype)
+        skip = (-arena.ctypes.data % 64) // arena.itemsize
+        return arena[skip : skip + size].reshape(num_panels, self.width, PANEL)
+
+    def copy_rows(self, token_ids: Int64, out: Panels, places: Int64) -> None:
+        """Row token_ids[i] of the head to row places[i] of `out`."""
+        _copy_rows(self.panels, token_ids, out, places)
+
+    def record(self, panels: Panels, num_panels: int) -> FloatLinear:
+        """The first num_panels panels as a product's weights."""
+        return float_linear(panels)._replace(num_panels=num_panels)
 
 
 def padded(num: int) -> int:
@@ -76,38 +116,38 @@ def padded(num: int) -> int:
 
 @dataclass(slots=True)
 class _Table:
-    panels: Panels
-    logits: Float32  # [rows, panels * PANEL], grown as needed
+    panels: Any  # of the head's kind
+    logits: Float32  # [rows, outputs in whole panels], grown as needed
 
 
 class SlicedHead:
     """Tables and the dynamic pool over one packed head. Used from one thread at a time.
 
-    head: [panels, K, PANEL], the packed full head. work: the threads of its products. cap:
+    head: the packed full head. work: the threads of its products. cap:
     soft-capping of the logits, 0 = none. `num_bytes` counts what is held beside it.
     """
 
-    def __init__(self, head: Panels, work: Work, cap: float = 0.0) -> None:
+    def __init__(self, head: PackedHead, work: Work, cap: float = 0.0) -> None:
         self._head = head
         self._cap = cap
-        self._width = int(head.shape[1])
+        self._panel = head.outputs_per_panel
         self._work = work
         self._tables: dict[int, _Table] = {}
-        self._pool = _empty_panels(0, self._width, head.dtype)
+        self._pool = head.empty(0)
         self._pool_logits = np.zeros((0, 0), np.float32)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of copied head rows, pads included."""
-        return self._pool.nbytes + sum(t.panels.nbytes for t in self._tables.values())
+        return int(self._pool.nbytes) + sum(int(t.panels.nbytes) for t in self._tables.values())
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """Copy the rows of ascending ids into one matrix. Raises ValueError for a taken number."""
         if table in self._tables:
             raise ValueError(f"table {table} is loaded already")
-        panels = _empty_panels(token_ids.shape[0], self._width, self._head.dtype)
+        panels = self._head.empty(token_ids.shape[0])
         places = np.arange(token_ids.shape[0], dtype=np.int64)
-        _copy_rows(self._head, token_ids.astype(np.int64), panels, places)
+        self._head.copy_rows(token_ids.astype(np.int64), panels, places)
         self._tables[table] = _Table(panels, np.zeros((0, 0), np.float32))
 
     def drop_table(self, table: int) -> None:
@@ -119,15 +159,14 @@ class SlicedHead:
         if not places.shape[0]:
             return
         most = int(places.max()) + 1
-        if most > self._pool.shape[0] * PANEL:
-            grown = _empty_panels(max(most, 2 * self._pool.shape[0] * PANEL), self._width,
-                                  self._head.dtype)  # fmt: skip
+        if most > self._pool.shape[0] * self._panel:
+            grown = self._head.empty(max(most, 2 * self._pool.shape[0] * self._panel))
             grown[: self._pool.shape[0]] = self._pool
             self._pool = grown
-        _copy_rows(self._head, token_ids.astype(np.int64), self._pool, places.astype(np.int64))
+        self._head.copy_rows(token_ids.astype(np.int64), self._pool, places.astype(np.int64))
 
     def static_logits(self, table: int, states: Float32, num: int) -> Float32:
-        """Logits of states[:num] ([*, K], C order) over a table: [*, panels * PANEL].
+        """Logits of states[:num] ([*, K], C order) over a table: [*, outputs in whole panels].
 
         Valid until the next call for the same table. Columns past its rows are no logits.
         """
@@ -137,7 +176,7 @@ class SlicedHead:
 
     def pool_logits(self, num_rows: int, states: Float32, num: int) -> Float32:
         """Logits of states[:num] over the first num_rows dynamic rows; as static_logits."""
-        panels = -(-num_rows // PANEL)
+        panels = -(-num_rows // self._panel)
         self._pool_logits = self._product(self._pool, panels, states, num, self._pool_logits)
         return self._pool_logits
 
@@ -173,12 +212,12 @@ class SlicedHead:
         return views
 
     def _product(
-        self, panels: Panels, num_panels: int, states: Float32, num: int, out: Float32
+        self, panels: Any, num_panels: int, states: Float32, num: int, out: Float32
     ) -> Float32:
-        if out.shape[0] < num or out.shape[1] < num_panels * PANEL:
-            out = np.zeros((max(num, 2 * out.shape[0]), panels.shape[0] * PANEL), np.float32)
+        if out.shape[0] < num or out.shape[1] < num_panels * self._panel:
+            out = np.zeros((max(num, 2 * out.shape[0]), panels.shape[0] * self._panel), np.float32)
         if num and num_panels:
-            weights = float_linear(panels)._replace(num_panels=num_panels)
+            weights = self._head.record(panels, num_panels)
             product(states, num, weights, out, self._work)
             cap_logits(out, num, self._cap)
         return out

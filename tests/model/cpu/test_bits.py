@@ -24,9 +24,13 @@ V = families.VOCAB_SIZE
 Logprobs = npt.NDArray[np.float32]
 
 
-@pytest.fixture(scope="module", params=list(families.FAMILIES))
+_INTEGERS = ["int8 gemma3", "int8-blocks llama", "int4 qwen2"]
+
+
+@pytest.fixture(scope="module", params=[*families.FAMILIES, *_INTEGERS])
 def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
-    made = cpu_runner(families.build(str(request.param)))
+    dtype, _, family = str(request.param).rpartition(" ")
+    made = cpu_runner(families.build(family), dtype=dtype or "float32")
     yield made
     made.close()
 

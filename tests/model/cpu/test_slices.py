@@ -16,7 +16,7 @@ from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import new_work
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
 from server.model.cpu.sampler import argmax
-from server.model.cpu.slices import SlicedHead, gather, padded
+from server.model.cpu.slices import FloatHead, SlicedHead, gather, padded
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
@@ -35,12 +35,14 @@ from tests.model.slice_cases import (
 V = families.VOCAB_SIZE
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=["llama", "gemma3", "bfloat16", "int8", "int8-blocks", "int4"]
+)
 def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
-    half = request.param == "bfloat16"
+    name = str(request.param)
+    is_family = name in families.FAMILIES
     made = cpu_runner(
-        families.build("gemma3" if half else str(request.param)),
-        dtype="bfloat16" if half else "float32",
+        families.build(name if is_family else "gemma3"), dtype="float32" if is_family else name
     )
     yield made
     made.close()
@@ -201,7 +203,7 @@ def test_pads_never_win_when_every_logit_is_negative(num: int) -> None:
     weight = -rng.random((rows, width), np.float32) - np.float32(0.5)
     head = np.zeros((5, width, PANEL), np.float32)
     pack_panels(weight, head)
-    sliced = SlicedHead(head, new_work(2))
+    sliced = SlicedHead(FloatHead(head), new_work(2))
     ids = np.sort(rng.choice(rows, num, replace=False)).astype(np.int32)
     static, dynamic = ids[: num // 2 + 1], ids[num // 2 + 1 :]
     sliced.load_table(0, static)

@@ -1,8 +1,8 @@
 """Products with quantised weights: which panel and which rows a thread takes next.
 
-What: IntegerMatrix, weights in panels as compiled code takes them; Activations, the buffers of
-int8 rows; products of the two, one thread's share or all threads'. What not: the arithmetic
-(kernels.py, quantise.py).
+What: IntegerMatrix, weights in panels as compiled code takes them, and one thread's share of its
+product. What not: the arithmetic (kernels.py, quantise.py), the seam to the forward pass
+(linear.py).
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 
@@ -17,11 +17,11 @@ from numba import njit, prange
 
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, kernel_address
-from server.model.cpu.integers.quantise import Activations, activations, quantise_rows
+from server.model.cpu.integers.quantise import quantise_rows
 from server.model.cpu.integers.weights import Stored, pack_rows
 from server.model.cpu.kernels import fetch_add
 
-__all__ = ["ROW_SPAN", "Activations", "IntegerMatrix", "activations", "multiply", "pack"]
+__all__ = ["ROW_SPAN", "IntegerMatrix", "aligned", "count_of", "pack", "product_share"]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 _parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
@@ -46,7 +46,7 @@ class IntegerMatrix(NamedTuple):
     per_row: bool
 
 
-def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Zeroed bytes on a cache line's boundary."""
     arena = np.zeros(num_bytes + 64, np.uint8)
     skip = -arena.ctypes.data % 64
@@ -68,7 +68,7 @@ def pack(stored: Sequence[Stored]) -> tuple[IntegerMatrix, list[npt.NDArray[np.u
         if k != inputs:
             raise ValueError(f"parts have {inputs} and {k} inputs")
         size = part.form.panel_bytes(k)
-        arena = _aligned(panels_of(num) * size)
+        arena = aligned(panels_of(num) * size)
         pack_rows(part, arena.reshape(-1, size))
         arenas.append(arena)
         kernel, count = kernel_address(part.form), count_of(part.form, k)
@@ -83,68 +83,73 @@ def count_of(form: Form, num_inputs: int) -> int:
 
 
 @_serial
-def num_items(matrix, num_rows):
-    """Work items of a product."""
-    panels = 0
-    for part in range(matrix.parts.shape[0]):
-        panels += (matrix.parts[part, 5] + PANEL - 1) // PANEL
-    return panels * ((num_rows + ROW_SPAN - 1) // ROW_SPAN)
+def num_panels(part):
+    """Panels of one part (a line of IntegerMatrix.parts)."""
+    return (part[5] + PANEL - 1) // PANEL
 
 
 @_serial
-def one_item(item, rows, num_rows, matrix, out, scratch, job):
-    """One panel for one span of rows: its columns of out, float32 [*, outputs].
+def set_job(job, rows, first, num, out, ldo):
+    """A kernel's job for `num` rows from row `first`: all but panel and count (kernels.py).
 
-    rows: Activations. scratch: ROW_SPAN * PANEL floats, job: JOB_ITEMS int64 of this thread.
+    rows: Activations. out: address; ldo: bytes between its rows.
     """
-    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    span = (num_rows + spans - 1) // spans
-    p = item // spans
-    first = item % spans * span
-    num = min(span, num_rows - first)
-    part = 0
-    while p >= (matrix.parts[part, 5] + PANEL - 1) // PANEL:
-        p -= (matrix.parts[part, 5] + PANEL - 1) // PANEL
-        part += 1
-    line = matrix.parts[part]
-    width = min(PANEL, line[5] - p * PANEL)
     ldq = rows.q.shape[1]
     ldf = rows.figures.shape[1] * 16
-    ldo = out.shape[1] * 4
-    column = line[4] + p * PANEL
-    target = out.ctypes.data + first * ldo + column * 4
-    short = width < PANEL
     job[0] = rows.q.ctypes.data + first * ldq
     job[1] = ldq
     job[2] = rows.figures.ctypes.data + first * ldf
     job[3] = ldf
     job[4] = num
-    job[5] = line[0] + p * line[2]
-    job[6] = line[3]
-    job[7] = scratch.ctypes.data if short else target
-    job[8] = PANEL * 4 if short else ldo
-    call_kernel(line[1], job.ctypes.data)
-    if short:
-        for m in range(num):
-            for i in range(width):
-                out[first + m, column + i] = scratch[m * PANEL + i]
+    job[7] = out
+    job[8] = ldo
 
 
 @_serial
-def product_share(rows, num_rows, matrix, out, scratch, counter):
-    """One thread's share of out[:num_rows] = x @ W."""
-    total = num_items(matrix, num_rows)
+def _one_item(item, rows, num_rows, matrix, out, short, job):
+    """One panel for one span of rows: its columns of out, float32 [*, >= outputs].
+
+    short: float32 [span, PANEL], where a last panel goes that has columns past the outputs.
+    """
+    span = short.shape[0]
+    spans = (num_rows + span - 1) // span
+    p = item // spans
+    first = item % spans * span
+    num = min(span, num_rows - first)
+    part = 0
+    while p >= num_panels(matrix.parts[part]):
+        p -= num_panels(matrix.parts[part])
+        part += 1
+    line = matrix.parts[part]
+    width = min(PANEL, line[5] - p * PANEL)
+    column = line[4] + p * PANEL
+    ldo = out.shape[1] * 4
+    if width < PANEL:
+        set_job(job, rows, first, num, short.ctypes.data, PANEL * 4)
+    else:
+        set_job(job, rows, first, num, out.ctypes.data + first * ldo + column * 4, ldo)
+    job[5] = line[0] + p * line[2]
+    job[6] = line[3]
+    call_kernel(line[1], job.ctypes.data)
+    if width < PANEL:
+        for m in range(num):
+            for i in range(width):
+                out[first + m, column + i] = short[m, i]
+
+
+@_serial
+def product_share(rows, num_rows, matrix, out, counter):
+    """One thread's share of out[:num_rows, :outputs] = W @ rows: items from a shared counter."""
+    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    short = np.empty(((num_rows + spans - 1) // spans, PANEL), np.float32)
     job = np.empty(JOB_ITEMS, np.int64)
+    total = 0
+    for part in range(matrix.parts.shape[0]):
+        total += num_panels(matrix.parts[part]) * spans
     item = fetch_add(counter)
     while item < total:
-        one_item(item, rows, num_rows, matrix, out, scratch, job)
+        _one_item(item, rows, num_rows, matrix, out, short, job)
         item = fetch_add(counter)
-
-
-@_parallel
-def _product_parallel(rows, num_rows, matrix, out, scratch, counter, threads):
-    for t in prange(threads):
-        product_share(rows, num_rows, matrix, out, scratch[t], counter)
 
 
 @_parallel
@@ -154,23 +159,9 @@ def _quantise_parallel(num_rows, x, num_inputs, per_row, rows, threads):
 
 
 @_serial
-def quantise_inputs(num_rows, x, matrix_inputs, per_row, rows, threads):
-    """x[:num_rows] float32 [rows, >= inputs] into `rows`."""
+def quantise_inputs(num_rows, x, num_inputs, per_row, rows, threads):
+    """x[:num_rows] float32 [rows, >= num_inputs] into `rows`."""
     if threads == 1 or num_rows <= _SERIAL_ROWS:
-        quantise_rows(0, 1, num_rows, x, matrix_inputs, per_row, rows)
+        quantise_rows(0, 1, num_rows, x, num_inputs, per_row, rows)
     else:
-        _quantise_parallel(num_rows, x, matrix_inputs, per_row, rows, threads)
-
-
-@_serial
-def multiply(x, num_rows, matrix, rows, out, scratch, counter, threads):
-    """out[m, :outputs] = W @ x[m] for m < num_rows: quantised, then multiplied.
-
-    x: float32 [*, >= inputs]. scratch: float32 [threads, ROW_SPAN * PANEL]. counter: int64 [1].
-    """
-    quantise_inputs(num_rows, x, min(matrix.inputs, x.shape[1]), matrix.per_row, rows, threads)
-    counter[0] = 0
-    if threads == 1:
-        product_share(rows, num_rows, matrix, out, scratch[0], counter.ctypes.data)
-    else:
-        _product_parallel(rows, num_rows, matrix, out, scratch, counter.ctypes.data, threads)
+        _quantise_parallel(num_rows, x, num_inputs, per_row, rows, threads)

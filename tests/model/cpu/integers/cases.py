@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.integers.forms import BY_NAME, FORMS, PANEL
-from server.model.cpu.integers.product import ROW_SPAN, multiply, pack
+from server.model.cpu.integers.forms import BY_NAME, FORMS
+from server.model.cpu.integers.linear import integer_linear
+from server.model.cpu.integers.product import pack
 from server.model.cpu.integers.quantise import activations
 from server.model.cpu.integers.weights import Stored, from_ggml, quantised
+from server.model.cpu.linear import new_work, product
 
 GGML = tuple(form.name for form in FORMS if not form.per_output)
 # Bytes of a block, its inputs, and where its float16 numbers lie.
@@ -53,8 +55,7 @@ def multiplied(x: Any, parts: list[Stored], threads: int = 1) -> npt.NDArray[np.
     """The product as the server computes it."""
     matrix, arenas = pack(parts)
     out = np.full((x.shape[0], matrix.outputs), np.nan, np.float32)
-    scratch = np.zeros((threads, ROW_SPAN * PANEL), np.float32)
-    rows = activations(x.shape[0], matrix.inputs)
-    multiply(x, x.shape[0], matrix, rows, out, scratch, np.zeros(8, np.int64), threads)
+    weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs))
+    product(x, x.shape[0], weights, out, new_work(threads))
     del arenas
     return out

@@ -1,0 +1,106 @@
+"""IntegerHead: an LM head in quantised panels, from which rows can be copied for slices."""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from server.model.cpu.integers.forms import PANEL, Form
+from server.model.cpu.integers.kernels import kernel_address
+from server.model.cpu.integers.linear import IntegerLinear
+from server.model.cpu.integers.product import aligned, count_of
+from server.model.cpu.integers.quantise import Activations
+from server.model.cpu.records import Int64
+
+__all__ = ["IntegerHead"]
+
+UInt8 = npt.NDArray[np.uint8]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _copy_rows(source: Any, token_ids: Any, out: Any, places: Any, runs: Any) -> None:
+    """Lane places[i] of `out` = lane token_ids[i] of `source`, both [panels, bytes of a panel].
+
+    runs: int64 [n, 2]: where each run of PANEL lanes begins in a panel, and the bytes of a lane.
+    """
+    for i in range(token_ids.shape[0]):
+        from_panel = source[token_ids[i] // PANEL]
+        to_panel = out[places[i] // PANEL]
+        a = token_ids[i] % PANEL
+        b = places[i] % PANEL
+        for run in range(runs.shape[0]):
+            start, size = runs[run]
+            for j in range(size):
+                to_panel[start + b * size + j] = from_panel[start + a * size + j]
+
+
+def _runs(form: Form, num_inputs: int) -> Int64:
+    """Every run of PANEL lanes in a panel: [(first byte, bytes of a lane)]; see forms.py."""
+    small = 1 if form.two_level else 2
+    runs: list[tuple[int, int]] = []
+    at = 0
+
+    def add(num_bytes: int, lane: int) -> None:
+        nonlocal at
+        for _ in range(num_bytes // (PANEL * lane)):
+            runs.append((at, lane))
+            at += PANEL * lane
+
+    blocks = num_inputs // 32
+    if form.per_output:
+        add(form.header_bytes, 4)
+        add(blocks * form.record_bytes, 4)
+        return np.array(runs, np.int64)
+    for block in range(blocks):
+        if block % form.blocks_per_super == 0:
+            add(form.header_bytes, 2)
+        add(form.low_bytes + form.high_bytes, 4)
+        add(form.scale_bytes * (1 + form.has_min), small)
+    return np.array(runs, np.int64)
+
+
+class IntegerHead:
+    """The full head [panels, bytes of a panel], and what slices need of it (slices.PackedHead).
+
+    rows: the buffer of quantised inputs that products use.
+    """
+
+    outputs_per_panel = PANEL
+
+    def __init__(
+        self, form: Form, num_inputs: int, width: int, panels: UInt8, rows: Activations
+    ) -> None:
+        self.width = width
+        self.panels = panels
+        self._form = form
+        self._num_inputs = num_inputs
+        self._rows = rows
+        self._runs = _runs(form, num_inputs)
+        self.row_bytes = form.panel_bytes(num_inputs) // PANEL
+
+    def empty(self, num_rows: int) -> UInt8:
+        """Zeroed panels for num_rows rows, on a cache line's boundary."""
+        num_panels = -(-num_rows // PANEL)
+        size = self._form.panel_bytes(self._num_inputs)
+        return aligned(num_panels * size).reshape(num_panels, size)
+
+    def copy_rows(self, token_ids: Int64, out: UInt8, places: Int64) -> None:
+        """Row token_ids[i] of the head to row places[i] of `out`, from `empty`."""
+        _copy_rows(self.panels, token_ids, out, places, self._runs)
+
+    def record(self, panels: UInt8, num_panels: int) -> IntegerLinear:
+        """The first num_panels panels as a product's weights."""
+        form = self._form
+        line = (
+            panels.ctypes.data, kernel_address(form), form.panel_bytes(self._num_inputs),
+            count_of(form, self._num_inputs), 0, num_panels * PANEL,
+        )  # fmt: skip
+        parts = np.array([[line]], np.int64)
+        return IntegerLinear(
+            parts, self._num_inputs, num_panels * PANEL, form.per_output, self._rows
+        )

@@ -1,0 +1,133 @@
+"""IntegerWeights: a model's weights as integers, in panels.
+
+What: matrices as a GGUF has them, or rounded to a form, in panels; the same attributes as
+weights.PackedWeights, which keeps floats. Norms and biases stay float32. What not: files (the
+Weights that it is given), products (linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, panels_of
+from server.model.cpu.integers.head import IntegerHead
+from server.model.cpu.integers.linear import IntegerLinear, integer_linear
+from server.model.cpu.integers.product import IntegerMatrix, aligned, pack
+from server.model.cpu.integers.quantise import Activations, activations
+from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
+from server.model.cpu.records import Float32, Int64, Layers
+from server.model.cpu.tensors import ModelTensors, Rows, Weights
+from server.model.shape import ModelShape
+
+__all__ = ["FORM_OF", "FileWeights", "IntegerWeights"]
+
+FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
+"""What `weights` may be called -> the form that floats are rounded to."""
+
+_KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
+_NOTHING = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
+_CHUNK = 128 * PANEL  # rows of the head that are taken apart at a time: it is larger then
+
+
+class FileWeights(Weights, Protocol):
+    """Weights whose matrices are bytes: torch uint8 [N, bytes of a row], as a GGUF holds them."""
+
+    def form(self, name: str) -> str:
+        """A matrix's form by name (forms.BY_NAME)."""
+
+
+class IntegerWeights:
+    """All weights of a model, quantised. Read-only after construction.
+
+    form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are FileWeights, and
+    nothing is rounded. max_rows: most rows of a product. num_bytes, head_bytes, layers, embed,
+    packed_head, inner_size: as weights.PackedWeights. Peak memory while packing is the panels and
+    one tensor.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        *,
+        form: str,
+        max_rows: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = weights
+        self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
+        self._max_rows = max_rows
+        self._arenas: list[npt.NDArray[np.uint8]] = []
+        self._buffers: dict[int, Activations] = {}
+        self.inner_size = -(-shape.intermediate_size // BLOCK) * BLOCK
+        tensors = ModelTensors(shape, weights)
+        kinds: dict[str, list[IntegerMatrix | None]] = {
+            kind: [None] * shape.num_layers for kind in _KINDS
+        }
+        for layer in range(shape.num_layers):
+            for kind, parts in tensors.matrices(layer).items():
+                kinds[kind][layer] = self._pack(parts)
+            if progress is not None:
+                progress(layer + 1, shape.num_layers + 1)
+        records: dict[str, Any] = {kind: self._record(found) for kind, found in kinds.items()}
+        self.layers = Layers(**records, **tensors.vectors()._asdict())
+        self._embedding = tensors.embedding()
+        self.packed_head = self._pack_head(tensors.head(), shape.vocab_size, shape.hidden_size)
+        self.head_bytes = self.packed_head.panels.nbytes
+        self.num_bytes = sum(a.nbytes for a in self._arenas) + self.layers.norms.nbytes
+        if progress is not None:
+            progress(shape.num_layers + 1, shape.num_layers + 1)
+
+    def embed(self, token_ids: Int64) -> Float32:
+        """float32 [n, hidden_size]: rows of the embedding table, which stays in its file."""
+        import torch
+
+        rows = self._embedding.tensor[torch.from_numpy(token_ids)]
+        if self._form is not None:
+            floats: Float32 = rows.float().numpy()
+            return floats
+        return dequantised(self._stored(Rows(self._embedding.name, rows)))
+
+    def _stored(self, rows: Rows) -> Stored:
+        if self._form is None:
+            source: Any = self._source
+            return from_ggml(source.form(rows.name), rows.tensor.numpy())
+        return quantised(self._form, rows.tensor.float().numpy())
+
+    def _pack(self, parts: Sequence[Rows]) -> IntegerMatrix:
+        matrix, arenas = pack([self._stored(part) for part in parts])
+        self._arenas += arenas
+        return matrix
+
+    def _record(self, matrices: Sequence[IntegerMatrix | None]) -> IntegerLinear:
+        """One matrix a layer; None where a layer has none of the kind."""
+        known = [matrix for matrix in matrices if matrix is not None]
+        absent = known[0]._replace(parts=np.zeros_like(known[0].parts)) if known else _NOTHING
+        found = [absent if matrix is None else matrix for matrix in matrices]
+        return integer_linear(found, self._rows(absent.inputs))
+
+    def _rows(self, num_inputs: int) -> Activations:
+        """The buffer for inputs of that width, shared by all products with it."""
+        if num_inputs not in self._buffers:
+            self._buffers[num_inputs] = activations(self._max_rows, num_inputs)
+        return self._buffers[num_inputs]
+
+    def _pack_head(self, table: Rows, num_rows: int, width: int) -> IntegerHead:
+        """The first num_rows rows of the head; the rest pads a table and is never drawn."""
+        form, panels, inputs = self._form, np.empty((0, 0), np.uint8), 0
+        for first in range(0, num_rows, _CHUNK):
+            last = min(first + _CHUNK, num_rows)
+            part = self._stored(Rows(table.name, table.tensor[first:last]))
+            if first == 0:
+                form, inputs = part.form, part.numbers.shape[1]
+                size = form.panel_bytes(inputs)
+                panels = aligned(panels_of(num_rows) * size).reshape(-1, size)
+                self._arenas.append(panels)
+            at = first // PANEL
+            pack_rows(part, panels[at : at + panels_of(last - first)])
+        assert form is not None
+        return IntegerHead(form, inputs, width, panels, self._rows(inputs))

@@ -1,0 +1,178 @@
+"""ModelTensors: a model's weights under the names of their parts, as every packer reads them.
+
+What: which tensors make up a layer's q, k and v, gate and up, norms and biases, in the order of
+rows that the forward pass wants. What not: files (the Weights that it is given) and layouts
+(weights.py, integers/packed.py). Matrices are handed out row by row as they are stored; a packer
+that knows how turns rows into numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from server.errors import UnsupportedModelError
+from server.model.cpu.records import Float32, Int64
+from server.model.shape import ModelShape
+
+__all__ = ["EMBEDDING", "HEAD", "ModelTensors", "Rows", "Vectors", "Weights"]
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Weights(Protocol):
+    """Named tensors read one at a time (loader.WeightReader)."""
+
+    def names(self) -> Sequence[str]:
+        """Names as transformers' state dict has them."""
+
+    def get(self, name: str) -> Any:
+        """The tensor, on the CPU."""
+
+
+class Rows(NamedTuple):
+    """Rows of a matrix: a torch tensor, one row an output, and the tensor that they are of."""
+
+    name: str
+    tensor: Any
+
+
+class Vectors(NamedTuple):
+    """What of records.Layers is no matrix: its fields of the same names."""
+
+    taps: Float32
+    kv_ids: Int64
+    conv_ids: Int64
+    norms: Float32
+    q_norms: Float32
+    k_norms: Float32
+    qkv_bias: Float32
+    out_bias: Float32
+    final_norm: Float32
+
+
+class ModelTensors:
+    """The parts of a model. Raises UnsupportedModelError for MLP biases."""
+
+    def __init__(self, shape: ModelShape, weights: Weights) -> None:
+        self._shape = shape
+        self._source = weights
+        self._names = set(weights.names())
+        biased = f"model.layers.0.{shape.names.down}.bias"
+        if biased in self._names:
+            raise UnsupportedModelError(f"MLP biases are not computed on a CPU ({biased})")
+
+    def matrices(self, layer: int) -> dict[str, list[Rows]]:
+        """The matrices that a layer has by the names of records.Layers, each the parts that its
+        outputs are made of: q, k and v; gate and up; one else."""
+        s = self._shape
+        found = {"gate_up": self._gate_up(layer), "down": [self._rows(layer, s.names.down)]}
+        if s.convolutions[layer]:
+            found["conv_in"] = [self._rows(layer, s.names.conv[0])]
+            found["conv_out"] = [self._rows(layer, s.names.conv[2])]
+        else:
+            found["qkv"] = self._qkv(layer, "weight")
+            found["out"] = [self._rows(layer, s.names.out)]
+        return found
+
+    def _gate_up(self, layer: int) -> list[Rows]:
+        """gate and up, each [intermediate_size, hidden_size]."""
+        parts = [self._rows(layer, name) for name in self._shape.names.gate_up]
+        if len(parts) == 2:
+            return parts
+        (both,) = parts
+        middle = self._shape.intermediate_size
+        return [Rows(both.name, both.tensor[:middle]), Rows(both.name, both.tensor[middle:])]
+
+    def head(self) -> Rows:
+        """The LM head: a tied one is the embedding table."""
+        name = HEAD if HEAD in self._names else EMBEDDING
+        return Rows(name, self._source.get(name))
+
+    def embedding(self) -> Rows:
+        """The embedding table."""
+        return Rows(EMBEDDING, self._source.get(EMBEDDING))
+
+    def vectors(self) -> Vectors:
+        """Norms and biases of all layers."""
+        s = self._shape
+        has_bias = f"model.layers.0.{s.names.qkv[0]}.bias" in self._names
+        has_out_bias = f"model.layers.0.{s.names.out}.bias" in self._names
+        q_norm = k_norm = 0
+        if s.qk_norm == "whole":
+            q_norm, k_norm = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        elif s.qk_norm != "none":
+            q_norm = k_norm = s.head_dim
+        final = self._vector(f"{s.names.final_norm}.weight") + np.float32(s.norm_offset)
+        qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        convolves = np.array(s.convolutions)
+        vectors = Vectors(
+            taps=np.zeros((int(convolves.sum()), s.conv_taps, s.hidden_size), np.float32),
+            kv_ids=np.where(convolves, -1, np.cumsum(~convolves) - 1).astype(np.int64),
+            conv_ids=np.where(convolves, np.cumsum(convolves) - 1, -1).astype(np.int64),
+            norms=np.zeros((s.num_layers, 4, s.hidden_size), np.float32),
+            q_norms=np.zeros((s.num_layers, q_norm), np.float32),
+            k_norms=np.zeros((s.num_layers, k_norm), np.float32),
+            qkv_bias=np.zeros((s.num_layers, qkv if has_bias else 0), np.float32),
+            out_bias=np.zeros((s.num_layers, s.hidden_size if has_out_bias else 0), np.float32),
+            final_norm=final / np.float32(s.logit_divisor),
+        )
+        for layer in range(s.num_layers):
+            self._read_vectors(layer, vectors)
+        return vectors
+
+    def _read_vectors(self, layer: int, vectors: Vectors) -> None:
+        s = self._shape
+        prefix = f"model.layers.{layer}."
+        for row, name in enumerate(s.names.norms):
+            if name is not None:
+                vectors.norms[layer, row] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
+        if s.convolutions[layer]:
+            taps = self._vector(f"{prefix}{s.names.conv[1]}.weight")  # [H, 1, taps]
+            vectors.taps[vectors.conv_ids[layer]] = taps[:, 0].T
+            return
+        if vectors.q_norms.shape[1]:
+            both = (vectors.q_norms, vectors.k_norms)
+            for norms, name in zip(both, s.names.qk_norms, strict=True):
+                norms[layer] = self._vector(f"{prefix}{name}.weight") + s.norm_offset
+        if vectors.qkv_bias.shape[1]:
+            parts = [part.tensor.float().numpy() for part in self._qkv(layer, "bias")]
+            vectors.qkv_bias[layer] = np.concatenate(parts)
+        if vectors.out_bias.shape[1]:
+            vectors.out_bias[layer] = self._vector(f"{prefix}{s.names.out}.bias")
+
+    def _vector(self, name: str) -> Float32:
+        value: Float32 = self._source.get(name).float().numpy()
+        return value
+
+    def _rows(self, layer: int, module: str, kind: str = "weight") -> Rows:
+        name = f"model.layers.{layer}.{module}.{kind}"
+        return Rows(name, self._source.get(name))
+
+    def _qkv(self, layer: int, kind: str) -> list[Rows]:
+        """Rows of q, k and v. Where the rotation pairs neighbours, those of q and k are put in an
+        order that pairs halves: a score is the same sum in another order."""
+        s = self._shape
+        parts = [self._rows(layer, module, kind) for module in s.names.qkv]
+        if len(parts) == 1:
+            sizes = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+            cut = np.cumsum([0, *sizes]) * s.head_dim
+            (fused,) = parts
+            parts = [
+                Rows(fused.name, fused.tensor[int(cut[i]) : int(cut[i + 1])]) for i in range(3)
+            ]
+        if not s.interleaved:
+            return parts
+        order = np.arange(s.head_dim)
+        order[: s.rotary_dim] = np.concatenate(
+            [np.arange(0, s.rotary_dim, 2), np.arange(1, s.rotary_dim, 2)]
+        )
+        heads = (s.num_heads, s.num_kv_heads)
+        rotated = [
+            Rows(part.name, part.tensor[(np.arange(n)[:, None] * s.head_dim + order).reshape(-1)])
+            for part, n in zip(parts[:2], heads, strict=True)
+        ]
+        return [*rotated, parts[2]]
