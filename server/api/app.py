@@ -22,6 +22,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -29,6 +30,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server import __version__
+from server.api.chat_intake import ChatIntake
 from server.api.dashboard import DATA_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
 from server.api.engines.client import EngineClient
 from server.api.generation_routes import GenerationRoutes
@@ -90,8 +92,9 @@ def create_app(
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
     context = RouteContext(intake=intake, client=client, metrics=metrics, limits=config.limits)
-    GenerationRoutes(context).add_to(app)
-    ModelRoutes(context).add_to(app)
+    chats = ChatIntake(intake)
+    GenerationRoutes(context, chats).add_to(app)
+    ModelRoutes(context, chats).add_to(app)
     StateRoutes(client, metrics).add_to(app)
     task_routes = TaskRoutes(
         intake=intake, client=client, metrics=metrics, limits=config.limits, admin=task_admin
@@ -100,6 +103,8 @@ def create_app(
     app.state.reload_tasks = task_routes.reload
     if config.dashboard.enabled:
         DashboardRoutes(client, metrics, tells_sums=not config.metrics.admin_only).add_to(app)
+    for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     known = (str(getattr(route, "path", "{")) for route in app.routes)
     paths.update({path: path for path in known if "{" not in path})
     app.openapi = lambda: document(app, has_keys=bool(config.keys))  # type: ignore[method-assign]

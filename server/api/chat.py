@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.api.chat_intake import ChatOrder
@@ -36,6 +37,7 @@ from server.api.streaming import (
     shown_stop_reason,
     stream_events,
     told_finish,
+    told_prompt_logprobs,
 )
 from server.api.text import TextStream
 from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
@@ -152,9 +154,12 @@ class _Message:
         self.sources += piece.sources
         self.rejected += piece.rejected
 
-    def shown(self) -> ChatMessage:
-        """OpenAI's message."""
+    def shown(self, *, was_cut: bool) -> ChatMessage:
+        """OpenAI's message. was_cut: a forced call, by max_tokens; one that was broken off is text,
+        not a call with arguments that nobody can read."""
         content = "".join(self.content)
+        if was_cut and self.calls and not _is_object(self.calls[-1].function.arguments):
+            content += self.calls.pop().function.arguments
         message = ChatMessage(content=content if content or not self.calls else None)
         if self.calls:
             message.tool_calls = self.calls
@@ -166,8 +171,10 @@ async def chat_object(order: ChatOrder, submission: Submission) -> ChatAnswer:
     inner = order.order
     choices = _choices(order)
     messages = [_Message() for _ in choices]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     async for arrived in submission:
         for _, delta in arrived:
+            prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
             messages[delta.choice_id].add(choices[delta.choice_id].take(delta))
     return ChatAnswer(
         id=inner.request_id,
@@ -180,7 +187,19 @@ async def chat_object(order: ChatOrder, submission: Submission) -> ChatAnswer:
         speculation=(
             speculation_report(submission.accounts) if inner.include_speculation else UNSET
         ),
+        prompt_logprobs=(
+            UNSET
+            if inner.prompt_logprobs is None
+            else told_prompt_logprobs(prompt_logprobs, inner.prompt_logprobs, order.names)
+        ),
     )
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False
 
 
 def _tier(order: ChatOrder) -> Literal["default"] | UnsetType:
@@ -192,7 +211,9 @@ def _shown(order: ChatOrder, choice: _Choice, message: _Message) -> ChatChoice:
     inner = order.order
     shown = ChatChoice(
         index=choice.index,
-        message=message.shown(),
+        message=message.shown(
+            was_cut=order.forced is not None and choice.finish_reason == "length"
+        ),
         logprobs=None if inner.logprobs is None else ChatLogprobs(content=message.logprobs),
         finish_reason=told_finish(choice.finish_reason),
     )

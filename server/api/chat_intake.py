@@ -18,11 +18,12 @@ from server.api.chat_protocol import (
     template_messages,
 )
 from server.api.chat_template import ChatTemplate, RenderedChat
+from server.api.fields import PROMPT
 from server.api.intake import CompletionOrder, Intake, opens_objects
 from server.api.protocol import INT31, CompletionBody, GenerationBody
 from server.api.served_model import ServedModel
 from server.api.structured import grammar_of_schema
-from server.api.text import TokenNames
+from server.api.text import TokenIdNames, TokenNames
 from server.api.tools.chosen import ChosenTools, chosen_tools
 from server.api.tools.reader import (
     MARKERS,
@@ -37,7 +38,7 @@ from server.errors import InvalidRequestError, RequestError, UnsupportedFieldErr
 from server.token_bytes import TokenBytes
 from server.types import GrammarSpec, scope_of
 
-__all__ = ["ChatIntake", "ChatOrder"]
+__all__ = ["ChatIntake", "ChatOrder", "ChatPrompt"]
 
 TEMPLATE_KWARGS: Mapping[str, type] = {
     "date_string": str,
@@ -68,7 +69,7 @@ class ChatOrder:
 
     order: CompletionOrder
     table: TokenBytes
-    names: TokenNames
+    names: TokenNames | TokenIdNames
     style: ToolFormat | None
     tools: ChosenTools
     forced: ForcedCall | None
@@ -103,6 +104,20 @@ class _Talker:
     names: TokenNames
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as the model gets it. text: of `ids`, with control tokens. grammar: what the answer
+    must match so that it is the forced call, and the field it comes from."""
+
+    model: ServedModel
+    talker: _Talker
+    tools: ChosenTools
+    forced: ForcedCall | None
+    grammar: tuple[GrammarSpec, str] | None
+    text: str
+    ids: list[int]
+
+
 class ChatIntake:
     """Turns chat bodies into ChatOrders. intake: what serves the completions of the same app."""
 
@@ -114,10 +129,10 @@ class ChatIntake:
             if model.chat is not None
         }
 
-    async def order(
-        self, body: ChatBody, request_id: str, max_model_len: int | None = None, tenant: str = ""
-    ) -> ChatOrder:
-        """The order of one body, for a tenant. Raises what is the client's fault."""
+    async def prompt(
+        self, body: ChatBody, max_model_len: int | None = None, tenant: str = ""
+    ) -> ChatPrompt:
+        """The ids of one body's messages and tools. Raises what is the client's fault."""
         task, model = self._intake.find(body.model)
         talker = self._talkers.get(model.name)
         if talker is None:
@@ -138,45 +153,53 @@ class ChatIntake:
         max_tokens = body.max_completion_tokens or body.max_tokens
         messages = self._messages(body, talker.template, tools)
         num_chars = sum(len(message["content"]) for message in messages)
-        names = dict(_NAMES)
-        if body.max_completion_tokens is None and body.max_tokens is not None:
-            del names["max_tokens"]
         try:
             # Templates may repeat what messages say, hardly ever leave it out.
-            self._intake.check_size(num_chars, model, max_tokens, room, "messages")
+            self._intake.check_size(num_chars, model, max_tokens, room, str(PROMPT))
             opening = "" if forced is None else forced.opening
             chat = await self._render(body, messages, tools, talker, opening)
-            self._intake.check_size(chat.num_bytes, model, max_tokens, room, "messages")
-            ids = await self._intake.work(lambda: talker.template.encode(chat), chat.num_bytes)
-            if not ids:
-                raise InvalidRequestError("messages: they have no tokens.", param="messages")
-            top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            self._intake.check_size(chat.num_bytes, model, max_tokens, room, str(PROMPT))
+        except RequestError as error:
+            raise error.named(_names_of(body)) from None
+        ids = await self._intake.work(lambda: talker.template.encode(chat), chat.num_bytes)
+        if not ids:
+            raise InvalidRequestError("messages: they have no tokens.", param="messages")
+        return ChatPrompt(model, talker, tools, forced, grammar, chat.text, ids)
+
+    async def order(
+        self, body: ChatBody, request_id: str, max_model_len: int | None = None, tenant: str = ""
+    ) -> ChatOrder:
+        """The order of one body, for a tenant. Raises what is the client's fault."""
+        prompt = await self.prompt(body, max_model_len, tenant)
+        talker, tools, names = prompt.talker, prompt.tools, _names_of(body)
+        try:
             order = await self._intake.completion(
                 CompletionBody.model_construct(
                     **{name: getattr(body, name) for name in GenerationBody.model_fields},
-                    prompt=ids,
-                    max_tokens=max_tokens,
+                    prompt=prompt.ids,
+                    max_tokens=body.max_completion_tokens or body.max_tokens,
                     best_of=None,
-                    logprobs=top_logprobs,
+                    logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                     echo=None,
                     suffix=None,
                     add_special_tokens=None,
+                    truncate_prompt_tokens=None,
                 ),
                 request_id,
                 max_model_len,
                 default_max_tokens=INT31,
-                grammar=grammar,
+                grammar=prompt.grammar,
                 tenant=tenant,
             )
         except RequestError as error:
             raise error.named(names) from None
         return ChatOrder(
             order=replace(order, names={**order.names, **names}),
-            table=talker.table if tools.callable else model.table,
-            names=talker.names,
+            table=talker.table if tools.callable else prompt.model.table,
+            names=order.token_names if body.return_tokens_as_token_ids else talker.names,
             style=talker.style if tools.callable else None,
             tools=tools,
-            forced=forced,
+            forced=prompt.forced,
             service_tier=None if body.service_tier is None else "default",
         )
 
@@ -267,6 +290,14 @@ def _talker(model: ServedModel, template: ChatTemplate) -> _Talker:
         table = table.showing({token_id for token_id in seen if token_id is not None})
     tells_tools = not template.has_tools
     return _Talker(template, style, tells_tools, table, TokenNames(model.table, prefix=""))
+
+
+def _names_of(body: ChatBody) -> dict[str, str]:
+    """A chat's names of fields: max_tokens is called as the client did."""
+    names = dict(_NAMES)
+    if body.max_completion_tokens is None and body.max_tokens is not None:
+        del names["max_tokens"]
+    return names
 
 
 def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:

@@ -191,6 +191,7 @@ class ChatBody(GenerationBody):
     functions: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
+    truncate_prompt_tokens: Any = None
     web_search_options: Any = None
 
 
@@ -202,6 +203,7 @@ _REFUSED = {
     "functions": "it is OpenAI's old form; use tools",
     "moderation": "this server has no moderation",
     "prompt_cache_options": "the prefix cache needs no options and promises no lifetime",
+    "truncate_prompt_tokens": "a rendered chat is not cut; leave out messages",
     "web_search_options": "this server searches nothing",
 }
 

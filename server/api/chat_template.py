@@ -183,7 +183,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.tool_source = tool_source or source
-        self._constants = dict(constants or {})
+        self.constants = dict(constants or {})
         self._encoder = SegmentEncoder(tokenizer)
         environment = _environment()
         literals: list[str] = []
@@ -206,7 +206,7 @@ class ChatTemplate:
             names.append({n.name for n in tree.find_all(jinja2.nodes.Name) if n.ctx == "load"})
         self._template, self._tool_template = compiled
         self._names, self._tool_names = names
-        written = "\0".join([*literals, *self._constants.values()])
+        written = "\0".join([*literals, *self.constants.values()])
         self._reserved = frozenset(_code_points(written))
         added = tokenizer.get_added_tokens_decoder()
         controls = {
@@ -260,7 +260,7 @@ class ChatTemplate:
         try:
             text = template.render(
                 {
-                    **self._constants,
+                    **self.constants,
                     **(marked_variables or {}),
                     "messages": marked,
                     "tools": marked_tools,

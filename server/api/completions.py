@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
@@ -25,8 +25,9 @@ from server.api.streaming import (
     shown_stop_reason,
     stream_events,
     told_finish,
+    told_prompt_logprobs,
 )
-from server.api.text import CharCounter, TextStream, TokenNames
+from server.api.text import CharCounter, TextStream, TokenIdNames, TokenNames
 from server.api.usage import speculation_report, usage_report
 from server.types import Delta, Request, TokenLogprob
 
@@ -60,7 +61,7 @@ class _Choice:
         self._prompt = prompt
         self._skip_special = sampling.skip_special_tokens
         self._logprobs = order.logprobs
-        self._names = order.model.names
+        self._names = order.token_names
         self._table = order.model.table
         self._echo = order.echo
         self._rejected = (
@@ -109,6 +110,7 @@ class _Choice:
             offset = counter.push(piece)
             entry = entries[i] if i < len(entries) else None
             if entry is not None:
+                entry = replace(entry, top=entry.top[: self._logprobs])
                 _add_logprob(logprobs, offset, entry, self._names)
             else:
                 logprobs.text_offset.append(offset)
@@ -122,7 +124,9 @@ class _Choice:
         return self.sum_logprob / self.num_tokens if self.num_tokens else float("-inf")
 
 
-def _add_logprob(logprobs: Logprobs, offset: int, entry: TokenLogprob, names: TokenNames) -> None:
+def _add_logprob(
+    logprobs: Logprobs, offset: int, entry: TokenLogprob, names: TokenNames | TokenIdNames
+) -> None:
     name, logprob = names[entry.token_id], max(entry.logprob, LOWEST_LOGPROB)
     top: dict[str, float] = {}
     for token_id, value in entry.top:
@@ -146,6 +150,10 @@ class _Choices:
             ]
             for i, (request, prompt) in enumerate(zip(order.requests, order.prompts, strict=True))
         ]
+
+    def prompt_logprobs_of(self, i: int) -> tuple[TokenLogprob | None, ...]:
+        """Those of the i-th prompt."""
+        return self._prompt_logprobs.get(i, ())
 
     def take(self, arrived: list[tuple[int, Delta]]) -> Iterable[tuple[_Choice, Delta, _Piece]]:
         for i, delta in arrived:
@@ -171,13 +179,17 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> C
         for k, choice in enumerate(best):
             own = pieces.get(choice.index, [])
             shown.append(_shown(order, choice, own, i * order.num_choices + k))
+            if order.prompt_logprobs is not None:
+                shown[-1].prompt_logprobs = told_prompt_logprobs(
+                    choices.prompt_logprobs_of(i), order.prompt_logprobs, order.token_names
+                )
     return CompletionAnswer(
         id=order.request_id,
         created=order.created,
         model=order.label,
         system_fingerprint=order.model.fingerprint or None,
         choices=shown,
-        usage=usage_report(submission.accounts),
+        usage=usage_report(submission.accounts, num_truncated=order.num_truncated),
         speculation=(
             speculation_report(submission.accounts) if order.include_speculation else UNSET
         ),

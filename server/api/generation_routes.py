@@ -25,9 +25,9 @@ __all__ = ["GenerationRoutes"]
 class GenerationRoutes:
     """`add_to` puts the routes into an app."""
 
-    def __init__(self, context: RouteContext) -> None:
+    def __init__(self, context: RouteContext, chats: ChatIntake) -> None:
         self._context = context
-        self._chats = ChatIntake(context.intake)
+        self._chats = chats
         self._decisions = DecisionIntake(context.intake, context.limits.max_request_tokens)
 
     async def completion(self, request: HttpRequest) -> Response:

@@ -38,6 +38,7 @@ from server.api.protocol import (
 )
 from server.api.served_model import ServedModel
 from server.api.structured import GrammarChecker, check_with_sampling
+from server.api.text import TokenIdNames, TokenNames
 from server.config import DEFAULT_TASK, LimitsConfig, TaskConfig
 from server.errors import (
     InvalidRequestError,
@@ -68,6 +69,8 @@ class CompletionOrder:
     requests: one per prompt, in order. num_choices: n (each Request runs best_of). logprobs: what
     the client asked for. needs_engine: False when there is nothing to compute (max_tokens 0 without
     logprobs). names: the route's names of fields, by their keys, for errors of the engine.
+    token_names: of logprobs. prompt_logprobs: how many of each prompt position the answer tells.
+    num_truncated: tokens cut off the prompts.
     """
 
     request_id: str
@@ -87,6 +90,9 @@ class CompletionOrder:
     include_rejected_drafts: bool
     created: int
     names: Mapping[str, str]
+    token_names: TokenNames | TokenIdNames
+    prompt_logprobs: int | None = None
+    num_truncated: int = 0
 
     @property
     def needs_engine(self) -> bool:
@@ -201,7 +207,7 @@ class Intake:
             speculation=speculation,
             vocabulary=vocabulary_of(body, task),
             num_choices=choices.best_of,
-            echo_logprobs=body.logprobs if choices.echo else None,
+            echo_logprobs=_echo_logprobs(body, choices),
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             arrival_s=arrival_s,
@@ -209,16 +215,21 @@ class Intake:
             report_sources=bool(body.include_token_sources),
             report_rejected=bool(body.include_rejected_drafts),
         )
-        requests, texts = [], []
+        requests, texts, num_truncated = [], [], 0
         for i, prompt in enumerate(prompts):
             at = str(PROMPT) if len(prompts) == 1 else f"{PROMPT}[{i}]"
             ids = await self._prompt_ids(body, prompt, model, room, at)
+            if body.truncate_prompt_tokens is not None:
+                num_truncated += max(0, len(ids) - body.truncate_prompt_tokens)
+                ids = ids[-body.truncate_prompt_tokens :]
+                prompt = list(ids)
             request = self._request(body, task, shared, ids, room, at)
             requests.append(replace(request, request_id=f"{request_id}-{i}"))
             echoes = echo_text(model, prompt, ids, sampling) if choices.echo else PromptText()
             texts.append(echoes)
         self._check_total(requests)
-        return _order(body, grammar_field, model, choices, requests, texts)
+        order = _order(body, grammar_field, model, choices, requests, texts)
+        return replace(order, num_truncated=num_truncated)
 
     async def encode(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
         """The ids of a text; long texts are done in a thread."""
@@ -333,7 +344,8 @@ class Intake:
         self, body: CompletionBody, prompt: str | list[int], model: ServedModel, room: int, at: str
     ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            self.check_size(len(prompt.encode()), model, body.max_tokens, room, at)
+            if body.truncate_prompt_tokens is None:
+                self.check_size(len(prompt.encode()), model, body.max_tokens, room, at)
             ids = await self.encode(model, prompt, add_special=body.add_special_tokens is not False)
             if not ids:
                 raise InvalidRequestError(
@@ -343,6 +355,12 @@ class Intake:
             ids = prompt
             check_prompt_ids(ids, model, at)
         return tuple(ids)
+
+
+def _echo_logprobs(body: CompletionBody, choices: Choices) -> int | None:
+    """How many logprobs of each prompt position the engine tells; None for none at all."""
+    wanted = [body.prompt_logprobs, body.logprobs if choices.echo else None]
+    return max((num for num in wanted if num is not None), default=None)
 
 
 def opens_objects(body: GenerationBody, task: TaskConfig) -> bool:
@@ -379,12 +397,20 @@ def _order(
         include_rejected_drafts=bool(body.include_rejected_drafts),
         created=int(time.time()),
         names={GRAMMAR.key: grammar_field} if grammar_field else {},
+        token_names=TokenIdNames() if body.return_tokens_as_token_ids else model.names,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
 def refuse_unsupported(body: CompletionBody) -> None:
     """Raise UnsupportedFieldError for what no model here can honour."""
     refuse_unless_neutral(body, NEUTRAL)
+    if body.logprob_token_ids is not None:
+        raise UnsupportedFieldError(
+            "logprob_token_ids: /v1/decisions tells how likely given answers are; logprobs tells "
+            "the likeliest tokens.",
+            param="logprob_token_ids",
+        )
     if body.suffix:
         raise UnsupportedFieldError(
             "suffix: this model has no infill; only prompts are continued.", param="suffix"

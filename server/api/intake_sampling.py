@@ -17,6 +17,7 @@ from server.errors import (
     ContextLengthExceededError,
     InvalidRequestError,
     LimitExceededError,
+    UnsupportedFieldError,
     echoed,
 )
 from server.types import SamplingParams
@@ -73,6 +74,15 @@ def choices_of(body: CompletionBody, task: TaskConfig, limits: LimitsConfig) -> 
         raise LimitExceededError(
             f"{LOGPROBS}: at most {most}; got {body.logprobs}.", param=str(LOGPROBS)
         )
+    if body.prompt_logprobs is not None and body.prompt_logprobs > most:
+        raise LimitExceededError(
+            f"prompt_logprobs: at most {most}; got {body.prompt_logprobs}.", param="prompt_logprobs"
+        )
+    if body.prompt_logprobs is not None and stream:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be streamed: they are told with the whole answer.",
+            param="prompt_logprobs",
+        )
     return Choices(n, best_of, bool(body.echo), stream)
 
 
@@ -107,10 +117,11 @@ def sampling_of(
     allowed = body.allowed_token_ids
     if allowed is not None:
         _check_ids(allowed, model, "allowed_token_ids")
-    bias = _bias_of(body.logit_bias, model)
+    bias = _with_bad_words(_bias_of(body.logit_bias, model), body.bad_words, model)
     if allowed is not None and {i for i, b in bias if b <= -100.0}.issuperset(allowed):
         raise ConstraintUnsatisfiableError(
-            "allowed_token_ids: logit_bias bans every one of them.", param="allowed_token_ids"
+            "allowed_token_ids: logit_bias and bad_words ban every one of them.",
+            param="allowed_token_ids",
         )
     # Ranking best_of needs the drawn tokens' logprobs even where the client wants none.
     num_logprobs = body.logprobs
@@ -233,3 +244,34 @@ def _bias_of(
             )
         pairs[int(key)] = float(bias)
     return tuple(sorted(pairs.items()))
+
+
+def _with_bad_words(
+    bias: tuple[tuple[int, float], ...], words: Sequence[str] | None, model: ServedModel
+) -> tuple[tuple[int, float], ...]:
+    """The bias that bans words of one token, at a text's start and behind a space; one that begins
+    with a space only behind one.
+
+    Raises UnsupportedFieldError for a word of several tokens: each of them may stand elsewhere.
+    """
+    if not words:
+        return bias
+    banned: set[int] = set()
+    for i, word in enumerate(words):
+        plain = word.lstrip(" ")
+        alone, behind = model.segments.later(plain), model.segments.later(f" {plain}")
+        ids = {behind[-1]} if plain else set()
+        if word == plain:
+            # " word" may be a token of its own, or a space and the token that is banned already.
+            fits = len(alone) == 1 and (len(behind) == 1 or behind[-1:] == alone)
+            ids.update(alone[:1])
+        else:
+            fits = len(behind) == 1
+        if not plain or not fits:
+            raise UnsupportedFieldError(
+                f"bad_words[{i}]: {echoed(word, 40)} is not one token of this model, and only such "
+                "words can be banned.",
+                param=f"bad_words[{i}]",
+            )
+        banned |= ids
+    return tuple(sorted({**dict(bias), **dict.fromkeys(banned, -100.0)}.items()))

@@ -29,7 +29,7 @@ __all__ = ["OPEN_PATHS", "Gate", "error_response"]
 log = logging.getLogger("tailor.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 CLIENT_GONE = 499
 """nginx's status for a client that left; it is only ever logged and counted."""
 

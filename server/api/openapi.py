@@ -25,12 +25,15 @@ from server.api.responses import (
     Detokenized,
     ErrorAnswer,
     Health,
+    Load,
     ModelEntry,
     ModelList,
     Ready,
     ReloadAnswer,
+    RenderedPrompt,
     TaskAnswer,
     TaskList,
+    TokenizerInfo,
     Tokens,
     Version,
 )
@@ -113,6 +116,9 @@ _ANSWERS: dict[tuple[str, str], tuple[str, type[Struct]]] = {
     ("get", "/v1/models/{model}"): ("One model or task", ModelEntry),
     ("get", "/health"): ("The state of every engine", Health),
     ("get", "/ready"): ("Whether requests are taken", Ready),
+    ("get", "/load"): ("Open requests", Load),
+    ("get", "/tokenizer_info"): ("Special tokens and chat template of a model", TokenizerInfo),
+    ("post", "/v1/chat/completions/render"): ("A chat as the model gets it", RenderedPrompt),
     ("get", "/version"): ("The server's version", Version),
     ("post", "/v1/completions"): ("A text completion", CompletionAnswer),
     ("post", "/v1/chat/completions"): ("A chat's next message", ChatAnswer),
@@ -137,7 +143,7 @@ _STREAMS: dict[str, type[Struct]] = {
 }
 _GENERATES = {*_STREAMS, "/v1/decisions"}
 _CHUNKS = "server-sent events: the data of each is a chunk as JSON, of the last one [DONE]"
-_OPEN = {"/health", "/ready", "/openapi.json"}
+_OPEN = {"/health", "/ready", "/ping", "/openapi.json"}
 _OWN_503: dict[str, type[Struct]] = {"/health": Health, "/ready": Ready}
 
 _MEANINGS = {

@@ -198,6 +198,17 @@ class GenerationBody(BodyPart):
         "does not describe; default the task's, else false",
     )
 
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="of every prompt token; not with stream"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='tokens of logprobs as "token_id:123"'
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=256, description="words of one token each, which are never written"
+    )
+    logprob_token_ids: Any = Field(None, description="refused: ask /v1/decisions")
+
     # Honoured with the value of what happens anyway alone (see NEUTRAL).
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -230,6 +241,9 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, le=INT31, description="keep so many tokens at the prompt's end; usage tells it"
+    )
 
 
 class ExampleBody(BodyPart):
@@ -253,11 +267,17 @@ class CorpusBody(BodyPart):
 
 
 class TokenizeBody(BodyPart):
-    """POST /tokenize, vLLM's shape. Without a model: the server's first."""
+    """POST /tokenize, vLLM's shape: a prompt, or a chat's messages and tools as their template
+    writes them. Without a model: the server's first."""
 
     model: ModelName | None = None
-    prompt: str
-    add_special_tokens: bool = True
+    prompt: str | None = None
+    messages: Annotated[Any, WithJsonSchema({"type": "array"})] = None
+    tools: Annotated[Any, WithJsonSchema({"type": "array"})] = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="of a prompt; default true")
     return_token_strs: bool | None = None
 
 

@@ -16,15 +16,62 @@ from starlette.responses import Response
 from server.errors import TailorError
 
 __all__ = [
-    "AnswerResponse", "CallPart", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage",
-    "ChoiceAnswer", "ChoiceChance", "CompletionAnswer", "CompletionChoice", "CompletionDetails",
-    "CorpusAnswer", "CorpusDeleted", "CorpusSize", "Decision", "DecisionUsage", "Detokenized",
-    "ErrorAnswer", "ErrorDetail", "FinishReason", "Health", "InputDetails", "Learned",
-    "LevelChance", "Logprobs", "ModelEntry", "ModelList", "OutputDetails", "PredicateAnswer",
-    "PromptDetails", "Ready", "RejectedDraft", "ReloadAnswer", "ScoreAnswer", "SourceRun",
-    "SourceSums", "Speculation", "TaskAnswer", "TaskEntry", "TaskList", "TokenChance",
-    "TokenLogprobs", "Tokens", "ToolCall", "Usage", "Version", "VocabularyUse", "encode",
-    "encode_ascii", "error_answer",
+    "AddedToken",
+    "AnswerResponse",
+    "CallPart",
+    "ChatAnswer",
+    "ChatChoice",
+    "ChatLogprobs",
+    "ChatMessage",
+    "ChoiceAnswer",
+    "ChoiceChance",
+    "CompletionAnswer",
+    "CompletionChoice",
+    "CompletionDetails",
+    "CorpusAnswer",
+    "CorpusDeleted",
+    "CorpusSize",
+    "Decision",
+    "DecisionUsage",
+    "Detokenized",
+    "ErrorAnswer",
+    "ErrorDetail",
+    "FinishReason",
+    "Health",
+    "InputDetails",
+    "Learned",
+    "LevelChance",
+    "Load",
+    "Logprobs",
+    "ModelEntry",
+    "ModelList",
+    "OutputDetails",
+    "PredicateAnswer",
+    "PromptDetails",
+    "PromptLogprobs",
+    "PromptTokenLogprob",
+    "Ready",
+    "RejectedDraft",
+    "ReloadAnswer",
+    "RenderedPrompt",
+    "ScoreAnswer",
+    "SourceRun",
+    "SourceSums",
+    "Speculation",
+    "TaskAnswer",
+    "TaskEntry",
+    "TaskList",
+    "TokenChance",
+    "TokenLogprobs",
+    "TokenizerInfo",
+    "Tokens",
+    "ToolCall",
+    "Usage",
+    "Version",
+    "VocabularyUse",
+    "encode",
+    "encode_ascii",
+    "error_answer",
 ]  # fmt: skip
 
 Count = Annotated[int, Meta(ge=0)]
@@ -64,8 +111,11 @@ def error_answer(error: TailorError) -> ErrorAnswer:
 
 
 class PromptDetails(Shape, kw_only=True):
+    """truncated_tokens: cut off the prompts (truncate_prompt_tokens), where some were."""
+
     cached_tokens: Count
     audio_tokens: Count = 0
+    truncated_tokens: Count | UnsetType = UNSET
 
 
 class CompletionDetails(Shape, kw_only=True):
@@ -170,6 +220,18 @@ class Extras(Shape, kw_only=True):
     rejected_drafts: list[RejectedDraft] | UnsetType = UNSET
 
 
+class PromptTokenLogprob(Shape, kw_only=True):
+    """rank: counts from 1."""
+
+    logprob: float
+    rank: Count
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+"""By token id, the prompt's own and the likeliest; null for the first token."""
+
+
 # --- /v1/completions ---
 
 
@@ -187,6 +249,7 @@ class CompletionChoice(Extras, kw_only=True):
     index: Count
     logprobs: Logprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionAnswer(Shape, kw_only=True):
@@ -254,6 +317,7 @@ class ChatAnswer(Shape, kw_only=True):
     usage: Usage
     service_tier: Literal["default"] | UnsetType = UNSET
     speculation: Speculation | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 # --- /v1/decisions ---
@@ -338,6 +402,39 @@ class Tokens(Shape, kw_only=True):
     max_model_len: Count
     tokens: list[Count]
     token_strs: list[str | None] | None
+
+
+class RenderedPrompt(Shape, kw_only=True):
+    """A chat as the model gets it, control tokens included."""
+
+    prompt: str
+    prompt_token_ids: list[Count]
+    count: Count
+    max_model_len: Count
+
+
+class AddedToken(Shape, kw_only=True):
+    id: Count
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Shape, kw_only=True):
+    """tool_chat_template: of models that have one of their own for requests with tools."""
+
+    model: str
+    vocab_size: Count
+    max_model_len: Count
+    special_tokens: dict[str, str]
+    added_tokens: list[AddedToken]
+    chat_template: str | None
+    tool_chat_template: str | None
+
+
+class Load(Shape, kw_only=True):
+    """Requests that engines work for, or that wait for one."""
+
+    server_load: Count
 
 
 class Detokenized(Shape, kw_only=True):

@@ -1,4 +1,4 @@
-"""The routes about the server's state: /health, /ready, /version, /metrics."""
+"""The routes about the server's state: /health, /ready, /ping, /load, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
-from server.api.responses import AnswerResponse, EngineState, Health, Ready, Version
+from server.api.responses import AnswerResponse, EngineState, Health, Load, Ready, Version
 from server.metrics.series import CONTENT_TYPE_LATEST, Metrics
 
 __all__ = ["StateRoutes"]
@@ -67,6 +67,14 @@ class StateRoutes:
         @app.get("/ready")
         async def ready() -> Response:
             return self.ready()
+
+        @app.get("/ping")
+        async def ping() -> Response:
+            return Response(status_code=200 if self._client.is_alive else 503)
+
+        @app.get("/load")
+        async def load() -> Response:
+            return AnswerResponse(Load(server_load=self._client.num_open))
 
         @app.get("/version")
         async def version() -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from msgspec import UNSET, UnsetType
@@ -10,13 +10,26 @@ from msgspec import UNSET, UnsetType
 from server.api.chunks import ChatChunk, CompletionChunk
 from server.api.engines.client import Submission
 from server.api.intake import CompletionOrder
-from server.api.responses import FinishReason, Speculation
+from server.api.responses import (
+    FinishReason,
+    PromptLogprobs,
+    PromptTokenLogprob,
+    Speculation,
+)
 from server.api.sse import DONE, error_event, event
+from server.api.text import TokenIdNames, TokenNames
 from server.api.usage import speculation_report, usage_report
 from server.errors import TailorError
-from server.types import Delta
+from server.types import Delta, TokenLogprob
 
-__all__ = ["LOWEST_LOGPROB", "ChunkFrame", "shown_stop_reason", "stream_events", "told_finish"]
+__all__ = [
+    "LOWEST_LOGPROB",
+    "ChunkFrame",
+    "shown_stop_reason",
+    "stream_events",
+    "told_finish",
+    "told_prompt_logprobs",
+]
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have (as vLLM does)."""
@@ -27,6 +40,24 @@ def shown_stop_reason(stop_reason: int | bytes | None) -> int | str | None:
     if isinstance(stop_reason, bytes):
         return stop_reason.decode() or None  # b"" is a grammar's end
     return stop_reason
+
+
+def told_prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], num_top: int, names: TokenNames | TokenIdNames
+) -> PromptLogprobs:
+    """A prompt's logprobs as vLLM tells them, with the num_top likeliest of each position."""
+
+    def of(entry: TokenLogprob) -> dict[str, PromptTokenLogprob]:
+        ranked = [(token_id, value, k + 1) for k, (token_id, value) in enumerate(entry.top)]
+        own = (entry.token_id, entry.logprob, entry.rank)
+        return {
+            str(token_id): PromptTokenLogprob(
+                logprob=max(value, LOWEST_LOGPROB), rank=rank, decoded_token=names[token_id]
+            )
+            for token_id, value, rank in [own, *ranked[:num_top]]
+        }
+
+    return [None if entry is None else of(entry) for entry in entries]
 
 
 def told_finish(reason: str | None) -> FinishReason:
@@ -81,7 +112,9 @@ class ChunkFrame(Generic[_Chunk]):
             return b""
         chunk = self._chunk
         chunk.choices = []
-        chunk.usage = usage_report(self._submission.accounts)
+        chunk.usage = usage_report(
+            self._submission.accounts, num_truncated=self._order.num_truncated
+        )
         chunk.speculation = self._report()
         return event(chunk)
 

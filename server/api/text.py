@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from server.token_bytes import TokenBytes
 from server.types import FinishReason
 
-__all__ = ["CharCounter", "StopPrefix", "TextStream", "TokenNames"]
+__all__ = ["CharCounter", "StopPrefix", "TextStream", "TokenIdNames", "TokenNames"]
 
 _decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -173,3 +173,12 @@ class TokenNames:
                 name = self._prefix + "".join(f"\\x{byte:02x}" for byte in data)
             self._names[token_id] = name
         return name
+
+
+class TokenIdNames:
+    """Token strings for logprobs as vLLM's return_tokens_as_token_ids writes them."""
+
+    __slots__ = ()
+
+    def __getitem__(self, token_id: int) -> str:
+        return f"token_id:{token_id}"

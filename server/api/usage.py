@@ -142,10 +142,13 @@ def _add(sums: list[int], more: tuple[int, ...]) -> None:
         sums[i] += number
 
 
-def usage_report(accounts: Iterable[RequestAccount], num_sent: int | None = None) -> Usage:
+def usage_report(
+    accounts: Iterable[RequestAccount], num_sent: int | None = None, num_truncated: int = 0
+) -> Usage:
     """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count.
 
     num_sent: completion tokens told so far, where a stream has not told all that arrived.
+    num_truncated: tokens cut off the prompts.
     """
     prompt = cached = completion = accepted = rejected = 0
     for account in accounts:
@@ -160,7 +163,9 @@ def usage_report(accounts: Iterable[RequestAccount], num_sent: int | None = None
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptDetails(
+            cached_tokens=cached, truncated_tokens=num_truncated or UNSET
+        ),
         completion_tokens_details=CompletionDetails(
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
         ),
