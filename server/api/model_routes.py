@@ -11,9 +11,10 @@ from server.api.chat_intake import ChatIntake, ChatPrompt
 from server.api.chat_protocol import ChatBody
 from server.api.openapi import described
 from server.api.protocol import DetokenizeBody, TokenizeBody, validate
-from server.api.responses import (
+from server.api.responses import AnswerResponse
+from server.api.route_context import RouteContext, visit_of
+from server.api.state_responses import (
     AddedToken,
-    AnswerResponse,
     Detokenized,
     ModelEntry,
     ModelList,
@@ -21,7 +22,6 @@ from server.api.responses import (
     TokenizerInfo,
     Tokens,
 )
-from server.api.route_context import RouteContext, visit_of
 from server.errors import InvalidRequestError, ModelNotFoundError
 
 __all__ = ["ModelRoutes"]

@@ -16,14 +16,11 @@ from msgspec import Struct
 from pydantic import TypeAdapter
 
 from server.api.chunks import ChatChunk, CompletionChunk
-from server.api.responses import (
-    ChatAnswer,
-    CompletionAnswer,
+from server.api.responses import ChatAnswer, CompletionAnswer, Decision, ErrorAnswer
+from server.api.state_responses import (
     CorpusAnswer,
     CorpusDeleted,
-    Decision,
     Detokenized,
-    ErrorAnswer,
     Health,
     Load,
     ModelEntry,

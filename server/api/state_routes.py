@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
-from server.api.responses import AnswerResponse, EngineState, Health, Load, Ready, Version
+from server.api.responses import AnswerResponse
+from server.api.state_responses import EngineState, Health, Load, Ready, Version
 from server.metrics.series import CONTENT_TYPE_LATEST, Metrics
 
 __all__ = ["StateRoutes"]

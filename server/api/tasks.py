@@ -30,8 +30,8 @@ from server.api.body import parse_object, read_body
 from server.api.engines.client import EngineClient
 from server.api.intake import Intake
 from server.api.openapi import described
-from server.api.responses import (
-    AnswerResponse,
+from server.api.responses import AnswerResponse
+from server.api.state_responses import (
     CalibrationRow,
     CorpusAnswer,
     CorpusDeleted,
