@@ -1,0 +1,278 @@
+"""Families: what a folder on disk becomes, what is refused and how, and a family of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from server.errors import UnsupportedModelError
+from server.model import families as known
+from server.model.build import RunnerSpec, build_runner
+from server.model.cpu.runner import CpuRunner
+from server.model.families import FAMILIES, Family, position_limit, text_values
+from server.model.loader import open_model
+from server.model.shape import rope_tables, shape_of
+from server.model.supported import check_raw
+from server.types import EngineSizes
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.tiny_models import save_tokenizer
+
+
+def _logprobs(runner: Any, ids: list[int], vocab_size: int) -> Any:
+    builder = BatchBuilder()
+    for row in builder.add_rows(Pages(8).sequence(len(ids)), ids, 0):
+        builder.score(row, 0, vocab_size)
+    runner.launch(builder.build())
+    return all_logprobs(runner.wait(), vocab_size)
+
+
+def _served(folder: Path, ids: list[int], vocab_size: int) -> Any:
+    """Log-softmax of a folder's model, opened as a server does."""
+    sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=64, kv_bytes=8 << 20)
+    runner = build_runner(RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96))
+    assert isinstance(runner, CpuRunner)
+    try:
+        return _logprobs(runner, ids, vocab_size)
+    finally:
+        runner.close()
+
+
+def _truth(module: Any, ids: list[int]) -> Any:
+    with torch.no_grad():
+        return torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
+
+
+def _ids(num: int, vocab_size: int) -> list[int]:
+    return np.random.default_rng(3).integers(3, vocab_size, num).tolist()
+
+
+@pytest.mark.parametrize("family", list(families.FAMILIES))
+def test_a_saved_model_of_every_family_is_served(family: str, tmp_path: Path) -> None:
+    module = families.build(family)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    ids = _ids(40, families.VOCAB_SIZE)
+    got = _served(tmp_path, ids, families.VOCAB_SIZE)
+    np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+
+
+def test_the_tests_have_a_model_of_every_family() -> None:
+    assert {families.model_type(name) for name in families.FAMILIES} == set(FAMILIES)
+
+
+# --- the text part of multimodal checkpoints ------------------------------------------------------
+
+_TEXT = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _gemma3() -> Any:
+    text = transformers.Gemma3TextConfig(
+        **_TEXT, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    )
+    vision = transformers.SiglipVisionConfig(**_VISION)
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=198
+        )
+    )
+
+
+def _ministral3() -> Any:
+    text = transformers.Ministral3Config(**_TEXT, tie_word_embeddings=False)
+    vision = transformers.PixtralVisionConfig(**_VISION, head_dim=16)
+    return transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config=text, vision_config=vision, image_token_index=198, tie_word_embeddings=False
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [_gemma3, _ministral3])
+def test_the_text_part_of_a_multimodal_checkpoint_is_served(make: Any, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = make().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 199)
+    opened = open_model(tmp_path)
+    assert not [name for name in opened.weights.names() if "vision" in name]
+    ids = _ids(40, 198)
+    got = _served(tmp_path, ids, 199)
+    np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+
+
+def test_a_multimodal_config_may_leave_sizes_out() -> None:
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {"hidden_size": 2560, "model_type": "gemma3_text"},
+    }
+    check_raw(raw)
+    assert text_values(raw)["vocab_size"] == 262208
+    assert position_limit(text_values(raw)) == 131072
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_longrope_ends_where_its_short_factors_end() -> None:
+    config: Any = families.build("phi3").config
+    shape = shape_of(config)
+    assert (shape.max_position_embeddings, config.max_position_embeddings) == (256, 1024)
+    cos, _ = rope_tables(config, shape, 256)
+    assert cos.shape == (1, 256, shape.rotary_dim // 2)
+    raw = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    assert position_limit({**raw, "rope_scaling": {"type": "longrope"}}) == 4096
+    assert position_limit(raw) == 131072
+
+
+def test_what_a_family_cannot_do_on_cuda_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+    families.build("lfm2").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    with pytest.raises(UnsupportedModelError, match=r"short convolutions.*devices: \[cpu\]"):
+        build_runner(RunnerSpec("tiny", str(tmp_path), device="cuda"))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+_EXPERTS = "mixture of experts"
+_REFUSED = [
+    # (architecture, model_type, other keys, the reason, the key, the nearest thing)
+    ("MixtralForCausalLM", "mixtral", {"num_local_experts": 8}, _EXPERTS, "num_local", "Qwen3"),
+    ("Qwen3MoeForCausalLM", "qwen3_moe", {"num_experts": 128}, _EXPERTS, "num_experts", "dense"),
+    ("GptOssForCausalLM", "gpt_oss", {"num_local_experts": 32}, _EXPERTS, "num_local", "dense"),
+    ("OlmoeForCausalLM", "olmoe", {"num_experts": 64}, _EXPERTS, "num_experts", "dense"),
+    ("DeepseekV3ForCausalLM", "deepseek_v3", {"kv_lora_rank": 512}, "latent", "kv_lora",
+     "Qwen3"),
+    ("MiniCPM3ForCausalLM", "minicpm3", {"q_lora_rank": 768}, "latent", "q_lora_rank", "Llama"),
+    ("BloomForCausalLM", "bloom", {}, "ALiBi", "model_type", "rotary"),
+    ("MPTForCausalLM", "mpt", {"alibi": True}, "ALiBi", "alibi", "rotary"),
+    ("MambaForCausalLM", "mamba", {}, "recurrent state", "model_type", "attention"),
+    ("Mamba2ForCausalLM", "mamba2", {}, "recurrent state", "model_type", "attention"),
+    ("RwkvForCausalLM", "rwkv", {}, "recurrent state", "model_type", "attention"),
+    ("Qwen3_5ForCausalLM", "qwen3_5_text", {}, "recurrent state", "model_type", "every layer"),
+    ("FalconH1ForCausalLM", "falcon_h1", {}, "recurrent state", "model_type", "every layer"),
+    ("T5ForConditionalGeneration", "t5", {"is_encoder_decoder": True}, "encoder-decoder",
+     "is_encoder_decoder", "fine-tuned"),
+    ("BartForConditionalGeneration", "bart", {"is_encoder_decoder": True}, "encoder-decoder",
+     "is_encoder_decoder", "fine-tuned"),
+    ("BertModel", "bert", {}, "writes no text", "model_type", "/v1/decisions"),
+    ("XLMRobertaModel", "xlm-roberta", {}, "writes no text", "model_type", "/v1/decisions"),
+    ("Qwen3ForSequenceClassification", "qwen3", {}, "class scores", "architectures", "decisions"),
+    ("ModernBertForMaskedLM", "modernbert", {}, "writes no text", "architectures", "decisions"),
+    ("LlavaForConditionalGeneration", "llava", {"vision_config": {"a": 1}}, "multimodal",
+     "vision_config", "text-only"),
+    ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", {"vision_config": {"a": 1}}, "multimodal",
+     "vision_config", "text-only"),
+    ("Gemma3nForConditionalGeneration", "gemma3n", {"audio_config": {"a": 1}}, "multimodal",
+     "audio_config", "Gemma 3"),
+    ("GPT2LMHeadModel", "gpt2", {}, "layer norms", "model_type", "Llama"),
+    ("Starcoder2ForCausalLM", "starcoder2", {}, "layer norms", "model_type", "Llama"),
+    ("CohereForCausalLM", "cohere", {"logit_scale": 0.06}, "scales its logits", "logit_scale",
+     "Qwen3"),
+    ("PhiMoEForCausalLM", "phimoe", {"auto_map": {"AutoModel": "x.Y"}}, "its own code", "auto_map",
+     "dense"),
+    ("MixtralForCausalLM", "mixtral", {"quantization_config": {"quant_method": "awq"}},
+     "quantised with awq", "quantization_config", "unquantised"),
+    ("NoSuchForCausalLM", "no_such", {}, "none of the families", "tailor models list", "Qwen3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _REFUSED, ids=[f"{c[0]}-{i}" for i, c in enumerate(_REFUSED)])
+def test_a_refusal_names_the_key_the_reason_and_what_works(case: tuple[Any, ...]) -> None:
+    architecture, model_type, keys, reason, key, nearest = case
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_raw({"architectures": [architecture], "model_type": model_type, **keys})
+    message = str(caught.value)
+    assert message.startswith(f"{architecture} is not supported: ")
+    told, _, advice = message.partition("Nearest that works: ")
+    assert reason in told
+    assert key in told
+    assert nearest in advice
+
+
+_SWITCHES = [
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "with gptq", "unquantised"),
+    ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes", "GGUF"),
+    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "with fp8", "unquantised"),
+    ("llama", {"hidden_act": "relu2"}, "'relu2'.*hidden_act", "Llama's build"),
+    ("granitemoehybrid", {"num_local_experts": 32}, "experts.*num_local_experts", "dense"),
+    ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "linear_attention", "dense"),
+    ("lfm2", {"conv_bias": True}, "conv_bias", "Nearest"),
+    ("smollm3", {"quantization_config": {"quant_method": "torchao"}}, "torchao", "GGUF"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "told", "nearest"), _SWITCHES)
+def test_a_switch_that_is_not_computed_is_refused_by_its_key(
+    family: str, changes: dict[str, Any], told: str, nearest: str, tmp_path: Path
+) -> None:
+    module = families.build(family)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){told}.*Nearest that works.*") as caught:
+        open_model(tmp_path)
+    assert nearest in str(caught.value)
+
+
+# --- a family of one's own (docs/adding-a-model.md) -----------------------------------------------
+
+
+@pytest.fixture
+def own_family() -> Iterator[Family]:
+    """Seed-OSS is Llama with biases on q, k and v, which are seen in the weights."""
+    row = Family("seed_oss", "SeedOssForCausalLM", ("Seed-OSS",))
+    known.register(row)
+    yield row
+    del known.FAMILIES[row.model_type]
+    for name in (row.architecture, *row.wrappers):
+        del known.BY_ARCHITECTURE[name]
+
+
+def test_a_family_of_ones_own_is_one_row(own_family: Family, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module = transformers.SeedOssForCausalLM(
+        transformers.SeedOssConfig(
+            **_TEXT, attention_bias=True, attention_out_bias=False, attention_dropout=0.0
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 199)
+    ids = _ids(40, 199)
+    np.testing.assert_allclose(
+        _served(tmp_path, ids, 199), _truth(module, ids), rtol=0.0, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="is there already"):
+        known.register(own_family)
