@@ -1,0 +1,91 @@
+"""Every family in the engine, on real arithmetic: drafts, prompts in chunks, a prefix cache that is
+hit and too few blocks for all change no bit of what one sequence alone gives, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from server.engine.engine import Engine, EngineSettings
+from server.model.cpu.runner import CpuRunner
+from server.types import EngineStats, Request, SamplingParams, SpeculationParams
+from tests.engine.scenarios import Collector, Result
+from tests.fakes.fake_drafters import liar_drafter
+from tests.model import families
+from tests.model.cpu_models import cpu_runner
+
+V = families.VOCAB_SIZE
+SAMPLINGS = [
+    SamplingParams(temperature=0.0, num_logprobs=2),
+    SamplingParams(temperature=0.0, num_logprobs=0),
+    SamplingParams(temperature=0.8, top_p=0.9, num_logprobs=1),
+    SamplingParams(temperature=0.7, top_k=12, repetition_penalty=1.2),
+]
+
+
+def _requests(seed: int) -> list[Request]:
+    """Prompts that begin alike and repeat themselves, so that blocks are shared and drafts hit."""
+    rng = Random(seed)
+    shared = [rng.randrange(3, V) for _ in range(9)] * 4
+    requests = []
+    for i, sampling in enumerate(SAMPLINGS * 2):
+        own = [rng.randrange(3, V) for _ in range(3)] * rng.randint(1, 4)
+        requests.append(
+            Request(
+                f"r{i}",
+                "task",
+                "tiny",
+                tuple(shared + own),
+                replace(sampling, max_tokens=rng.randint(10, 24), seed=rng.randrange(1 << 40)),
+            )
+        )
+    return requests
+
+
+def _run(
+    runner: CpuRunner,
+    requests: list[Request],
+    settings: EngineSettings,
+    num_blocks: int,
+    drafters: dict[str, Any],
+) -> tuple[dict[tuple[str, int], Result], EngineStats]:
+    runner.info = replace(runner.info, num_blocks=num_blocks)
+    engine = Engine(runner, drafters, settings)
+    collector = Collector()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.check()
+    collector.take(engine.take_deltas())
+    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
+    return collector.results, engine.stats()
+
+
+@pytest.mark.parametrize("family", list(families.FAMILIES))
+def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(family: str) -> None:
+    runner = cpu_runner(families.build(family), num_blocks=64)
+    alone = EngineSettings(max_num_seqs=1, max_num_batched_tokens=256, prefix_cache=False)
+    together = EngineSettings(max_num_seqs=6, max_num_batched_tokens=48, chunked_prefill_rows=16)
+    try:
+        requests = _requests(11)
+        want, _ = _run(runner, requests, alone, 64, {})
+        # Trees that follow the answer for a while and have wrong branches beside it.
+        texts = [[*r.prompt_ids, *want[r.request_id, 0].ids] for r in requests]
+        drafted = [replace(r, speculation=SpeculationParams("liar", 6)) for r in requests]
+        liar = {"liar": liar_drafter(3, texts, V)}
+        got, stats = _run(runner, drafted, together, 10, liar)
+    finally:
+        runner.close()
+    assert set(got) == set(want)
+    for key, result in got.items():
+        assert result.ids == want[key].ids
+        assert result.finish_reason == want[key].finish_reason
+        assert result.logprobs == want[key].logprobs
+    counts = [count for result in got.values() for count in result.counts]
+    num_accepted = sum(count.num_accepted for count in counts)
+    assert 10 < num_accepted < sum(count.num_drafted for count in counts)
+    assert stats.num_preemptions > 0 and stats.prefix_hits > 0
