@@ -1,4 +1,7 @@
-"""Data of a task: JSON lines of prompts and outputs, tokenized as a model would see them.
+"""Data of a task: rows of prompts and outputs from a file, tokenized as a model would see them.
+
+JSON lines, CSV with a header, and Parquet (with pyarrow) are read, by the file's ending. A row has
+a prompt and an output, or `messages` whose last one, the assistant's, is the output, or ids.
 
 Completions are tokenized *in place*, behind their prompt, so that the leading space and the merges
 are the model's own, and end with EOS.
@@ -6,20 +9,25 @@ are the model's own, and end with EOS.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from server.errors import ConfigError
 
 __all__ = [
+    "Turn",
     "example_of",
     "ids_of",
     "json_lines",
     "open_tokenizer",
     "read_examples",
+    "rows",
     "tokenize_in_place",
+    "turn_of",
 ]
 
 Example = tuple[list[int], list[int]]
@@ -67,15 +75,105 @@ def json_lines(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ConfigError(f"{data}: not UTF-8") from None
 
 
+def rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line or row number from 1, row) of each row of a file. Raises ConfigError that names both.
+
+    CSV counts lines, its header is the first.
+    """
+    if data.suffix == ".csv":
+        yield from _csv_rows(data)
+    elif data.suffix == ".parquet":
+        yield from _parquet_rows(data)
+    else:
+        yield from json_lines(data)
+
+
+def _csv_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with data.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    wanted = len(reader.fieldnames or ())
+                    raise ConfigError(f"{data}:{reader.line_num}: must have {wanted} fields")
+                yield reader.line_num, dict(row)
+    except OSError as error:
+        raise ConfigError(f"{data}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{data}: not UTF-8") from None
+    except csv.Error as error:
+        raise ConfigError(f"{data}:{reader.line_num}: {error}") from None
+
+
+def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ConfigError(
+            f"{data}: Parquet is read with pyarrow, which is not here: pip install pyarrow; or "
+            "give the data as JSON lines or CSV"
+        ) from None
+    try:
+        with parquet.ParquetFile(data) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except OSError as error:
+        raise ConfigError(f"{data}: {error.strerror or error}") from None
+    except ArrowException as error:
+        raise ConfigError(f"{data}: {str(error)[:200]}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A row as a request and what it should be answered with.
+
+    asked: `prompt`, or `messages`, of a request's body. gold: the output, None where the row has
+    none.
+    """
+
+    asked: dict[str, Any]
+    gold: str | None
+
+
+def turn_of(entry: dict[str, Any], where: str, field: str, prompt_field: str) -> Turn:
+    """A row's prompt or messages, and its output. Raises ConfigError that names `where`."""
+    if "messages" in entry:
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+        ):
+            raise ConfigError(f"{where}: messages: must be a list of objects with a role")
+        gold = entry.get(field)
+        if messages and messages[-1]["role"] == "assistant":
+            gold, messages = messages[-1].get("content"), messages[:-1]
+        if not messages:
+            raise ConfigError(f"{where}: messages: nothing is asked")
+        asked: dict[str, Any] = {"messages": messages}
+    else:
+        prompt = entry.get(prompt_field)
+        if not isinstance(prompt, str) or not prompt:
+            raise ConfigError(
+                f"{where}: {prompt_field}: must be a string, not empty (there are: "
+                f"{', '.join(map(str, entry))[:200]})"
+            )
+        asked, gold = {"prompt": prompt}, entry.get(field)
+    if gold is not None and not isinstance(gold, str):
+        raise ConfigError(f"{where}: {field}: must be a string")
+    return Turn(asked, gold)
+
+
 def read_examples(
     data: Path, field: str, prompt_field: str, tokenizer: Any, eos_token_id: int
 ) -> Iterator[Example]:
-    """The examples of a JSONL file. `field` holds the output; a missing prompt is "not known".
+    """The examples of a file. `field` holds the output; a missing prompt is "not known".
 
     A line may instead hold `output_ids` (and `prompt_ids`), as recordings do. Raises ConfigError
     with file and line for anything else.
     """
-    for number, entry in json_lines(data):
+    for number, entry in rows(data):
         yield example_of(entry, f"{data}:{number}", field, prompt_field, tokenizer, eos_token_id)
 
 

@@ -110,6 +110,13 @@ COMMANDS = (
         "tailor run --task extraction --data prompts.jsonl --output answers.jsonl",
     ),
     Command(
+        "eval",
+        "evaluate:evaluate",
+        "say how good a file of answers, or a running server, is on a task's data: exact match, "
+        "token F1, ROUGE-L, JSON fields, with intervals",
+        "tailor eval --task extraction --data test.jsonl --answers answers.jsonl",
+    ),
+    Command(
         "complete",
         "client:complete",
         "stream one completion of a running server, accepted drafts in colour by source",

@@ -26,7 +26,7 @@ import httpx
 from server.client.answer_file import AnswerFile, AnswerFileError, replace_file
 from server.client.connection import CallFailedError, Endpoint
 from server.client.http import Caller, RefusedError
-from server.datasets import ids_of, json_lines
+from server.datasets import ids_of, rows
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams
 
@@ -78,11 +78,11 @@ class Failure:
 
 
 def read_prompts(data: Path, prompt_field: str = "prompt") -> list[Prompt]:
-    """The prompts of a JSONL file: `prompt_field` as text, or `prompt_ids`.
+    """The prompts of a file: `prompt_field` as text, or `prompt_ids`.
 
     Raises ConfigError with file and line for a line that has neither, and for no line at all.
     """
-    prompts = [prompt_of(number, entry, data, prompt_field) for number, entry in json_lines(data)]
+    prompts = [prompt_of(number, entry, data, prompt_field) for number, entry in rows(data)]
     if not prompts:
         raise ConfigError(f"{data}: no prompts")
     return prompts

@@ -213,6 +213,9 @@ class TaskConfig(Section):
     limits: TaskLimits = Field(default_factory=TaskLimits)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     vocabulary: VocabularyConfig = Field(default_factory=VocabularyConfig)
+    metric: Literal["exact", "f1", "rouge_l", "json"] | None = Field(
+        None, description="what `tailor eval` judges the task's answers by; default f1"
+    )
     additional_properties: bool = Field(
         False,
         description="whether objects of a JSON schema that do not say may have members that it "

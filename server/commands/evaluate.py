@@ -1,0 +1,238 @@
+"""`tailor eval`: how good a file of answers, or a running server, is on a task's data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from server.commands.options import CallOptions, FieldOptions
+from server.commands.quality import METRICS, Estimate, estimate
+from server.commands.serve import tasks_folder
+from server.datasets import Turn, json_lines, rows, turn_of
+from server.errors import ConfigError
+
+__all__ = ["evaluate"]
+
+_FIELDS, _CALL = FieldOptions(), CallOptions()
+_MAX_TEXT = 120
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """One answer beside the data's. line: of the data. output: None where there was none."""
+
+    line: int
+    gold: str
+    output: str | None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """Where the answers come from."""
+
+    answers: Annotated[
+        Path | None,
+        Parameter(
+            metavar="FILE",
+            help="answers of `tailor run`, or recordings; without it --task is asked at --url",
+        ),
+    ] = None
+    task: Annotated[
+        str | None, Parameter(metavar="NAME", help="the task; its file may name a metric")
+    ] = None
+    tasks: Annotated[
+        Path | None, Parameter(metavar="DIR", help="folder of task files (configs/tasks)")
+    ] = None
+    concurrency: Annotated[int, Parameter(help="requests open at once (8)")] = 8
+    max_tokens: Annotated[int | None, Parameter(help="longest output (the task's)")] = None
+
+
+_ANSWERS = AnswerOptions()
+
+
+def evaluate(
+    *,
+    data: Annotated[
+        Path,
+        Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with prompts and outputs"),
+    ],
+    source: AnswerOptions = _ANSWERS,
+    fields: FieldOptions = _FIELDS,
+    metric: Annotated[
+        Literal["exact", "f1", "rouge_l", "json"] | None,
+        Parameter(help="what counts (the task's, else f1); the others are told too"),
+    ] = None,
+    limit: Annotated[int | None, Parameter(help="only the first N rows")] = None,
+    examples: Annotated[int, Parameter(help="worst answers that are shown (3)")] = 3,
+    as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
+    call: CallOptions = _CALL,
+) -> int:
+    turns = _turns(data, fields, limit)
+    if source.answers is not None:
+        judged = _from_file(source.answers, turns)
+    elif source.task is not None:
+        judged = _from_server(source, call, turns)
+    else:
+        raise ConfigError("give --answers FILE, or --task NAME of a running server")
+    chosen = metric or _metric_of(source) or "f1"
+    scores = {
+        name: [0.0 if j.output is None else score(j.gold, j.output) for j in judged]
+        for name, score in METRICS.items()
+    }
+    if not any(scores["json"]):
+        del scores["json"]
+    estimates = {name: estimate(values) for name, values in scores.items()}
+    if chosen not in estimates:  # no output was JSON
+        estimates[chosen] = estimate([0.0] * len(judged))
+        scores[chosen] = [0.0] * len(judged)
+    num_missing = sum(j.output is None for j in judged)
+    if as_json:
+        print(json.dumps(_report(data, chosen, estimates, num_missing)))
+    else:
+        _tell(judged, chosen, estimates, scores[chosen], num_missing, examples)
+    return 0
+
+
+def _turns(data: Path, fields: FieldOptions, limit: int | None) -> dict[int, Turn]:
+    """The rows that have an output, by line. Raises ConfigError."""
+    turns: dict[int, Turn] = {}
+    for number, entry in rows(data):
+        if limit is not None and len(turns) >= limit:
+            break
+        turn = turn_of(entry, f"{data}:{number}", fields.field, fields.prompt_field)
+        if turn.gold is None:
+            raise ConfigError(
+                f"{data}:{number}: {fields.field}: is missing; --field says where the output is"
+            )
+        turns[number] = turn
+    if not turns:
+        raise ConfigError(f"{data}: no rows")
+    return turns
+
+
+def _from_file(answers: Path, turns: dict[int, Turn]) -> list[_Judged]:
+    """Answers of `tailor run` by line, recordings by prompt."""
+    by_line: dict[int, str | None] = {}
+    by_prompt: dict[str, list[str]] = {}
+    for number, entry in json_lines(answers):
+        if isinstance(entry.get("line"), int):
+            by_line[entry["line"]] = _text_of(entry)
+        elif isinstance(entry.get("prompt"), str) and isinstance(entry.get("completion"), str):
+            by_prompt.setdefault(entry["prompt"], []).append(entry["completion"])
+        else:
+            raise ConfigError(f"{answers}:{number}: neither an answer nor a recording")
+    judged = []
+    for line, turn in turns.items():
+        output = by_line.get(line)
+        same = by_prompt.get(turn.asked.get("prompt", ""))
+        if line not in by_line and same:
+            output = same.pop(0)
+        judged.append(_Judged(line, turn.gold or "", output))
+    if all(j.output is None for j in judged):
+        raise ConfigError(f"{answers}: holds no answer to a row of the data")
+    return judged
+
+
+def _text_of(entry: dict[str, Any]) -> str | None:
+    """The text of an answer of `tailor run`; None for an error."""
+    text = entry.get("text")
+    if text is None and isinstance(entry.get("message"), dict):
+        text = entry["message"].get("content") or ""
+    if text is None and entry.get("texts"):
+        text = entry["texts"][0]
+    return text if isinstance(text, str) else None
+
+
+def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn]) -> list[_Judged]:
+    """Every row asked of a running server. Raises CallFailedError."""
+    from server.client.bulk import BulkRun
+    from server.client.progress import BulkProgress
+
+    if source.concurrency < 1:
+        raise ConfigError("--concurrency: must be at least 1")
+    assert source.task is not None
+    with tempfile.TemporaryDirectory(prefix="tailor-eval-") as scratch:
+        asked, answers = Path(scratch) / "asked.jsonl", Path(scratch) / "answers.jsonl"
+        lines = (json.dumps(turn.asked) + "\n" for turn in turns.values())
+        asked.write_text("".join(lines), encoding="utf-8")
+        run = BulkRun(
+            call.endpoint(),
+            source.task,
+            asked,
+            answers,
+            concurrency=source.concurrency,
+            timeout_s=call.timeout,
+            max_tokens=source.max_tokens,
+        )
+        with BulkProgress() as progress:
+            asyncio.run(run.run(progress))
+        texts = [_text_of(entry) for _, entry in json_lines(answers)]
+    return [
+        _Judged(line, turn.gold or "", text)
+        for (line, turn), text in zip(turns.items(), texts, strict=True)
+    ]
+
+
+def _metric_of(source: AnswerOptions) -> str | None:
+    """What the task's file says of its metric. Raises ConfigError."""
+    from server.config import load_tasks
+
+    folder = source.tasks or tasks_folder()
+    if source.task is None or folder is None:
+        return None
+    task = load_tasks(folder).get(source.task)
+    return None if task is None else task.metric
+
+
+def _report(
+    data: Path, chosen: str, estimates: dict[str, Estimate], num_missing: int
+) -> dict[str, Any]:
+    return {
+        "data": str(data),
+        "metric": chosen,
+        "score": round(estimates[chosen].mean, 4),
+        "rows": estimates[chosen].num,
+        "without_an_answer": num_missing,
+        "metrics": {
+            name: {key: round(value, 4) for key, value in asdict(one).items()}
+            for name, one in estimates.items()
+        },
+    }
+
+
+def _tell(
+    judged: Sequence[_Judged],
+    chosen: str,
+    estimates: dict[str, Estimate],
+    scores: Sequence[float],
+    num_missing: int,
+    num_shown: int,
+) -> None:
+    missing = f", {num_missing} without an answer count 0" if num_missing else ""
+    print(f"{len(judged)} rows{missing}\n")
+    for name, one in sorted(estimates.items(), key=lambda item: item[0] != chosen):
+        mark = "  <- the task's" if name == chosen else ""
+        print(f"{name:8} {one.mean:6.1%}   95 %: {one.low:.1%} to {one.high:.1%}{mark}")
+    worst = sorted(range(len(judged)), key=lambda i: scores[i])[: max(0, num_shown)]
+    for i in worst:
+        if scores[i] >= 1.0:
+            break
+        print(f"\nline {judged[i].line}, {chosen} {scores[i]:.2f}")
+        print(f"  data    {_short(judged[i].gold)}")
+        print(f"  answer  {_short(judged[i].output)}")
+
+
+def _short(text: str | None) -> str:
+    """A text on one line."""
+    if text is None:
+        return "(none)"
+    shown = json.dumps(text, ensure_ascii=False)[1:-1]
+    return shown if len(shown) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]} ..."

@@ -1,0 +1,178 @@
+"""`tailor eval`: the metrics against other people's, and the command on files and on a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from server.commands.cli import main
+from server.commands.quality import estimate, exact, f1, json_fields, repetition, rouge_l
+from tests.client.test_bulk import answering
+
+WORDS = "the quick brown fox jumps over a lazy dog and Rome 42".split()
+
+
+def test_rouge_l_is_that_of_rouge_score() -> None:
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
+    random = Random(3)
+    for _ in range(300):
+        gold, output = (" ".join(random.choices(WORDS, k=random.randrange(1, 12))) for _ in "ab")
+        assert rouge_l(gold, output) == pytest.approx(scorer.score(gold, output)["rougeL"].fmeasure)
+        assert 0.0 <= rouge_l(gold, output) <= f1(gold, output) <= 1.0
+
+
+def test_scores_of_known_pairs() -> None:
+    assert exact("a  b\n", " a b") == 1.0 and exact("a b", "a B") == 0.0
+    assert f1("the cat sat", "The cat!") == pytest.approx(2 * 2 / 5)
+    assert f1("a a b", "a b b") == pytest.approx(2 * 2 / 6)
+    assert f1("", "") == 1.0 and f1("x", "") == 0.0
+    assert rouge_l("a b c d", "a c b d") == pytest.approx(6 / 8)
+    assert json_fields('{"a": 1, "b": [1, 2]}', '{"b": [1, 2], "a": 1}') == 1.0
+    assert json_fields('{"a": 1, "b": 2}', '{"a": 1, "b": 3}') == 0.5
+    assert json_fields('{"a": 1}', '{"a": "1"}') == 0.0, "a number is no string"
+    assert json_fields('{"a": 1}', "a: 1") == 0.0
+    assert repetition("one two three four") == 0.0
+    assert repetition("a b c d " * 10) > 0.8
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """80 answers of which each is right with chance 0.3, 200 times: 95 % intervals cover 0.3 in at
+    least 88 % (a false alarm below 1 in 10,000)."""
+    random = Random(7)
+    hits = 0
+    for _ in range(200):
+        found = estimate([float(random.random() < 0.3) for _ in range(80)])
+        hits += found.low <= 0.3 <= found.high
+        assert found.low <= found.mean <= found.high and found.num == 80
+    assert hits >= 176
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "test.jsonl"
+    rows = [{"prompt": f"Town {i}?", "completion": "Rome" if i % 2 else "Paris"} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TAILOR_API_KEY", raising=False)
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["eval", *words, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def test_a_file_of_answers(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = tmp_path / "answers.jsonl"
+    lines: list[dict[str, Any]] = [{"line": i, "text": " Rome", "key": "k"} for i in range(1, 10)]
+    lines.append({"line": 10, "error": {"message": "busy"}, "key": "k"})
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = _json(capsys, "--data", str(data), "--answers", str(answers))
+    assert (report["metric"], report["rows"], report["without_an_answer"]) == ("f1", 10, 1)
+    assert report["metrics"]["exact"]["mean"] == 0.4, "rows 2, 4, 6 and 8; 10 has no answer"
+    assert main(["eval", "--data", str(data), "--answers", str(answers)]) == 0
+    told = capsys.readouterr().out
+    assert "10 rows, 1 without an answer count 0" in told and "exact     40.0%" in told
+    assert "data    Paris" in told and "answer   Rome" in told
+
+
+def test_recordings_are_matched_by_prompt(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = tmp_path / "own.jsonl"
+    pairs = [(i, "Rome" if i % 2 else "Paris") for i in range(9, -1, -1)]
+    lines = [
+        {"prompt_ids": [1], "output_ids": [2], "prompt": f"Town {i}?", "completion": c}
+        for i, c in pairs
+    ]
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _json(capsys, "--data", str(data), "--answers", str(answers))["score"] == 1.0
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    def answer(_: int, body: Any) -> tuple[int, dict[str, str], Any]:
+        text = "Rome" if "prompt" in body else None
+        choice = (
+            {"message": {"role": "assistant", "content": "Rome"}}
+            if text is None
+            else {"text": text}
+        )
+        return 200, {}, {"choices": [{**choice, "finish_reason": "stop"}], "usage": {}}
+
+    with answering(answer) as (address, _):
+        yield address
+
+
+def test_a_running_server_and_the_task_s_own_metric(
+    url: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = tmp_path / "configs" / "tasks"
+    tasks.mkdir(parents=True)
+    (tasks / "towns.yaml").write_text("metric: exact\n")
+    report = _json(capsys, "--data", str(data), "--task", "towns", "--url", url)
+    assert (report["metric"], report["score"]) == ("exact", 0.5)
+    chosen = _json(capsys, "--data", str(data), "--task", "towns", "--url", url, "--limit", "1",
+                   "--metric", "rouge_l")  # fmt: skip
+    assert (chosen["metric"], chosen["rows"], chosen["score"]) == ("rouge_l", 1, 0.0)
+
+
+def test_csv_and_messages(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "test.csv"
+    table.write_text('question,answer\n"Where, then?",Rome\nAnd now?,Paris\n')
+    words = ["--task", "t", "--url", url, "--prompt-field", "question", "--field", "answer"]
+    assert _json(capsys, "--data", str(table), *words)["score"] == 0.5
+    chat = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Rome"}]
+    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    assert _json(capsys, "--data", str(chat), "--task", "t", "--url", url)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", "prompt,completion\nx\n", "a.csv:2: must have 2 fields"),
+        (
+            "a.csv",
+            "q,completion\nx,y\n",
+            r"a.csv:2: prompt: must be a string, not empty \(there are: q",
+        ),
+        ("a.jsonl", '{"prompt": "x"}\n', "a.jsonl:1: completion: is missing; --field says"),
+        ("a.jsonl", '{"messages": 1}\n', "a.jsonl:1: messages: must be a list"),
+        ("a.jsonl", "", "no rows"),
+        ("a.parquet", "PAR1", "a.parquet: "),
+        ("a.jsonl", '{"prompt": "x", "completion": "y"}\n', "give --answers FILE, or --task"),
+    ],
+)
+def test_bad_data_is_told(
+    name: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    file = tmp_path / name
+    file.write_text(text)
+    assert main(["eval", "--data", str(file)]) == 1
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_parquet_without_pyarrow_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["eval", "--data", str(tmp_path / "a.parquet"), "--task", "t"]) == 1
+    assert "pip install pyarrow" in capsys.readouterr().err
