@@ -93,7 +93,8 @@ def sampling_of(
     choices: Choices,
     default_max_tokens: int,
 ) -> SamplingParams:
-    """How the choices are drawn: the request's values, else the task's, else OpenAI's defaults.
+    """How the choices are drawn: the request's values, else the task's, else the model's
+    (generation_config.json), else OpenAI's.
 
     Raises InvalidRequestError and its kin. The seed and the room for max_tokens come later.
     """
@@ -103,6 +104,8 @@ def sampling_of(
         value = getattr(body, name)
         if value is None:
             value = getattr(defaults, name)
+        if value is None:
+            value = getattr(model.sampling, name)
         return fallback if value is None else value
 
     top_p, top_k = float(pick("top_p", 1.0)), int(pick("top_k", 0))

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from server.api.chat_template import ChatTemplate
 from server.api.segments import SegmentEncoder
 from server.api.text import TokenNames
+from server.config import SamplingDefaults
 from server.token_bytes import TokenBytes
 
 __all__ = ["ServedModel"]
@@ -20,7 +21,8 @@ class ServedModel:
 
     vocab_size: V of the model (ids at or above are refused). max_model_len: tokens of prompt and
     output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint. chat: the
-    model's chat template, None for a base model.
+    model's chat template, None for a base model. sampling: how it was made to be sampled
+    (generation_config.json), where a task is silent.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ServedModel:
     created: int = 0
     fingerprint: str = ""
     chat: ChatTemplate | None = None
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     names: TokenNames = field(init=False, repr=False)
     segments: SegmentEncoder = field(init=False, repr=False)
 

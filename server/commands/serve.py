@@ -99,6 +99,13 @@ class ModelChoice:
     adapter: Annotated[
         str | None, Parameter(metavar="DIR", help="a PEFT LoRA to merge into the model")
     ] = None
+    generation_config: Annotated[
+        Literal["auto", "none"] | None,
+        Parameter(
+            help="auto: the model's generation_config.json says how to sample where a task is "
+            "silent (auto)"
+        ),
+    ] = None
     tasks: Annotated[
         Path | None,
         Parameter(
@@ -245,6 +252,9 @@ def _models(
         if len(models) != 1:
             raise ConfigError("--adapter needs --model when server.yaml has several models")
         models = (models[0].model_copy(update={"adapter": what.adapter}),)
+    if what.generation_config is not None:
+        update = {"generation_config": what.generation_config}
+        models = tuple(model.model_copy(update=update) for model in models)
     if devices is not None:
         models = tuple(model.model_copy(update={"devices": devices}) for model in models)
     return models

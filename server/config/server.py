@@ -75,6 +75,11 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="overrides engine.max_model_len"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: the model's generation_config.json says how to sample where a task is "
+        "silent",
+    )
 
     @field_validator("name")
     @classmethod

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.config import ModelConfig
+from server.config import ModelConfig, SamplingDefaults
 from server.errors import ModelError
+from server.wiring.generation_config import sampling_defaults
 
 if TYPE_CHECKING:
     from server.api.served_model import ServedModel
@@ -71,6 +72,9 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         created=created,
         fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
         chat=chat,
+        sampling=(
+            sampling_defaults(folder) if model.generation_config == "auto" else SamplingDefaults()
+        ),
     )
 
 
