@@ -362,7 +362,10 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an engine tells the API when it is ready: the sizes that it runs with."""
+    """What an engine tells the API when it is ready: the sizes that it runs with.
+
+    dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them.
+    """
 
     name: str
     vocab_size: int
@@ -375,3 +378,4 @@ class ModelInfo:
     fingerprint: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    kernel: str = "torch"

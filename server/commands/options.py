@@ -37,6 +37,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TASKS = Path("configs/tasks")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4"]
+WEIGHTS_HELP = "how a cpu keeps weights: floats, int8, int8-blocks or int4 (dtype)"
 OutputFile = Annotated[Path, Parameter(name=("--output", "-o"), help="the file that is written")]
 
 
@@ -51,6 +53,7 @@ class ModelOptions:
     ] = None
     device: Annotated[str, Parameter(help="cpu, cuda or cuda:N (cpu)")] = "cpu"
     dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
+    weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
     threads: Annotated[int | None, Parameter(help="CPU threads")] = None
 
 

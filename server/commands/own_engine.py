@@ -79,6 +79,7 @@ def own_engine(
         adapter=options.adapter,
         devices=devices[:1],
         dtype=options.dtype,
+        weights=options.weights,
     )
     if options.threads is not None and options.threads < 1:
         raise ConfigError("--threads: must be at least 1")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from server.commands.options import DEFAULT_MODEL, DEFAULT_TASKS, Dtype
+from server.commands.options import DEFAULT_MODEL, DEFAULT_TASKS, WEIGHTS_HELP, Dtype, WeightsForm
 from server.commands.own_engine import model_name, ready_folder
 from server.config import (
     DEFAULT_TASK,
@@ -130,6 +130,7 @@ class EngineOptions:
         ),
     ] = None
     dtype: Annotated[Dtype | None, Parameter(help="number format of the weights")] = None
+    weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
     max_model_len: Annotated[int | None, Parameter(help="longest prompt + output")] = None
     max_num_seqs: Annotated[
         int | None, Parameter(help=f"sequences in one step ({_SIZES.max_num_seqs})")
@@ -215,6 +216,7 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
         "engine",
         {
             "dtype": how.dtype,
+            "weights": how.weights,
             "max_model_len": how.max_model_len,
             "max_num_seqs": how.max_num_seqs,
             "max_num_batched_tokens": how.max_num_batched_tokens

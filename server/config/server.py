@@ -51,6 +51,9 @@ class ListenConfig(Section):
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one")
 
 
+WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4"]
+
+
 class ModelConfig(Section):
     """One model, with the devices it runs on: one engine process a device."""
 
@@ -72,6 +75,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
         None, description="overrides engine.dtype"
     )
+    weights: WeightsForm | None = Field(None, description="overrides engine.weights")
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="overrides engine.max_model_len"
     )
@@ -251,6 +255,11 @@ class EngineConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on cpu, the model's own on cuda"
+    )
+    weights: WeightsForm = Field(
+        "auto",
+        description="how a cpu keeps weights: floats, int8 (one scale an output), int8-blocks or "
+        "int4 (a scale for 32 inputs); auto: dtype",
     )
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"

@@ -216,6 +216,10 @@ class EngineFamilies:
         self.vocab_size = to.gauge(
             "model_vocab_size", "Ids of the model, padding included", _ENGINE
         )
+        self.weights = to.gauge(
+            "model_weights", "1; how the weights are kept, what multiplies them",
+            (*_ENGINE, "form", "kernel"),
+        )  # fmt: skip
         self.up = to.gauge("engine_up", "1 while the engine serves", _ENGINE)
         self.heartbeat_age = to.gauge(
             "engine_heartbeat_age_seconds", "Seconds since the engine last made progress", _ENGINE

@@ -302,6 +302,7 @@ class Metrics:
         series.last = EngineStats()
         series.up.set(1)
         self._engine_families.vocab_size.labels(engine, model).set(info.vocab_size)
+        self._engine_families.weights.labels(engine, model, info.dtype, info.kernel).set(1)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
         """An engine died or was stopped; it holds nothing any more."""

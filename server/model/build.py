@@ -6,6 +6,7 @@ bits at every batch); CUDA runs transformers' own modules on TorchRunner.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec:
     """What a Runner is built from; plain values, so that it can be sent to a new process.
 
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
-    dtype: "auto" is float32 on a CPU and the model's own on CUDA. max_model_len: None = the
+    dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
+    "auto", "float32", "bfloat16", "int8", "int8-blocks" or "int4". max_model_len: None = the
     model's own limit, or what the KV memory holds if that is less. threads:
     CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
@@ -38,6 +42,7 @@ class RunnerSpec:
     adapter: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
+    weights: str = "auto"
     max_model_len: int | None = None
     threads: int | None = None
     full_head: Literal["device", "stream", "cpu"] = "device"
@@ -51,6 +56,10 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
     """
     if spec.device == "cpu":
         return _build_cpu_runner(spec, progress)
+    if spec.weights != "auto":
+        raise UnsupportedModelError(
+            f"weights: {spec.weights} is for cpu; on {spec.device} `dtype` says what they are"
+        )
     return _build_torch_runner(spec)
 
 
@@ -69,24 +78,46 @@ def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
     return spec.max_model_len
 
 
+def _cpu_form(spec: RunnerSpec) -> str:
+    """How the weights are kept on a CPU. Raises ValueError for what is not, and when dtype and
+    weights ask for different things."""
+    if spec.dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
+    if spec.weights == "auto":
+        return "float32" if spec.dtype == "auto" else spec.dtype
+    if spec.dtype not in ("auto", spec.weights):
+        raise ValueError(f"dtype is {spec.dtype} and weights are {spec.weights}; give one of them")
+    return spec.weights
+
+
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     import torch
 
-    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, kv_bytes_per_block
-    from server.model.cpu.weights import PackedWeights
+    from server.model.cpu.integers.instructions import KERNEL
+    from server.model.cpu.integers.packed import FORM_OF, IntegerWeights
+    from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner, kv_bytes_per_block
+    from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gpu.kv_cache import num_blocks_for
     from server.model.loader import open_model
     from server.model.shape import rope_tables, shape_of
 
     if spec.sizes.block_size != BLOCK_SIZE:
         raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
-    if spec.dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
-    dtype = "float32" if spec.dtype == "auto" else spec.dtype
+    form = _cpu_form(spec)
     folder = open_model(spec.folder, adapter=spec.adapter)
     shape = shape_of(folder.config)
     shape = replace(shape, vocab_size=folder.num_token_ids)
-    weights = PackedWeights(shape, folder.weights, dtype=dtype, progress=progress)
+    weights: RunnerWeights
+    max_rows = spec.sizes.max_num_batched_tokens
+    if form in FORM_OF:
+        most_rows = max(max_rows, VERIFY_ROWS)
+        weights = IntegerWeights(
+            shape, folder.weights, form=form, max_rows=most_rows, progress=progress
+        )
+    else:
+        weights = PackedWeights(shape, folder.weights, dtype=form, progress=progress)
+    kernel = KERNEL if form in FORM_OF else "float32"
+    _log.info("weights: %s, %d MB, kernel: %s", form, weights.num_bytes >> 20, kernel)
     most = shape.max_position_embeddings
     if spec.max_model_len is not None:
         most = spec.max_model_len
@@ -107,10 +138,11 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         device="cpu",
-        dtype=dtype,
-        fingerprint=f"{folder.fingerprint}:{dtype}",
+        dtype=form,
+        fingerprint=f"{folder.fingerprint}:{form}",
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
+        kernel=kernel,
     )
     return CpuRunner(
         shape,

@@ -57,6 +57,7 @@ class EngineOrder:
     adapter: str | None
     device: str
     dtype: str
+    weights: str
     max_model_len: int | None
     table: str
     sizes: EngineSizes
@@ -79,6 +80,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         adapter=order.adapter,
         device=order.device,
         dtype=order.dtype,
+        weights=order.weights,
         max_model_len=order.max_model_len,
         sizes=order.sizes,
         threads=engine.threads,

@@ -129,6 +129,7 @@ def _orders(
             adapter=model.adapter,
             device=device,
             dtype=model.dtype or config.engine.dtype,
+            weights=model.weights or config.engine.weights,
             max_model_len=model.max_model_len or config.engine.max_model_len,
             table=str(table_file(folder, enrichment_of(model.adapter))),
             sizes=engine.sizes(config.limits),

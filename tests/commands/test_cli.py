@@ -210,6 +210,7 @@ def test_engine_options() -> None:
         ["--device", "tpu"],
         ["--kv-cache-memory", "lots"],
         ["--dtype", "int4"],
+        ["--weights", "int5"],
         ["--port", "x"],
         ["--unknown"],
     ],

@@ -1,0 +1,98 @@
+"""Steps of one model with its weights kept in several ways, in alternation: what a form buys.
+
+    python -m loadtest.weights_speed
+    python -m loadtest.weights_speed --weights int8,int4 --rows 1,16 --threads 1
+
+One process, one runner a form. A step is one sequence with a history of --keys positions and a
+chain of rows, each drawn from the full LM head, as in decoding with drafts (engine/probe.py). In
+every round each form runs once, so that a slow minute of the machine hits all. Milliseconds are
+medians; ratios are of the same round, float32 over the form (2 = twice as fast), with a bootstrap
+interval; `cpu_ms` is the processor time of the step in all threads, which other processes disturb
+less; `rows_cost` is a step's over that of one row. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from loadtest import machine
+from loadtest.options import add_result_options, emit, refuse_busy_machine
+from loadtest.stats import ratio
+from loadtest.weight_forms import FORMS, forms_of, runner_of
+from server.engine.batch import Runner
+from server.engine.probe import make_prober
+
+__all__ = ["measure"]
+
+
+def measure(
+    runners: dict[str, Runner], rows: int, keys: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """form -> figures of a step with so many rows. float32 must be among the forms."""
+    probes = {form: make_prober(runner) for form, runner in runners.items()}
+    wall: dict[str, list[float]] = {form: [] for form in runners}
+    cpu: dict[str, list[float]] = {form: [] for form in runners}
+    for number in range(rounds + 2):
+        for form, probe in probes.items():
+            began = time.process_time()
+            took = probe(rows, keys)
+            if number >= 2:  # the first two compile, and touch what was not touched yet
+                wall[form].append(took)
+                cpu[form].append(time.process_time() - began)
+    return {
+        form: {
+            "ms": round(1e3 * statistics.median(wall[form]), 3),
+            "best_ms": round(1e3 * min(wall[form]), 3),
+            "cpu_ms": round(1e3 * statistics.median(cpu[form]), 3),
+            "speed": ratio(wall["float32"], wall[form]).to_json(),
+        }
+        for form in runners
+    }
+
+
+def main() -> int:
+    """The command. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog="example: python -m loadtest.weights_speed --weights int8,int4 --rows 1,16",
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--weights", default=",".join(FORMS), help="forms, float32 is added")
+    parser.add_argument("--rows", default="1,4,16,32,256")
+    parser.add_argument("--keys", type=int, default=128, help="positions before the step")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=None)
+    add_result_options(parser)
+    args = parser.parse_args()
+    refuse_busy_machine(args.max_load)
+    rows = [int(part) for part in args.rows.split(",")]
+    runners = {
+        form: runner_of(args.model, form, adapter=None, threads=args.threads, max_rows=max(rows))[0]
+        for form in forms_of(args.weights)
+    }
+    found: dict[str, dict[str, dict[str, Any]]] = {form: {} for form in runners}
+    for num in rows:
+        for form, figures in measure(runners, num, args.keys, args.rounds).items():
+            first = found[form].get(str(rows[0]), figures)
+            figures["rows_cost"] = round(figures["ms"] / first["ms"], 2)
+            found[form][str(num)] = figures
+            print(f"{num:4d} rows  {form:12s} {figures}", flush=True)
+    for runner in runners.values():
+        runner.close()
+    summary = {
+        "model": args.model,
+        "threads": args.threads,
+        "keys": args.keys,
+        "rounds": args.rounds,
+        "steps": found,
+        "machine": machine.describe(),
+    }
+    emit(summary, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
