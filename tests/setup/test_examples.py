@@ -1,0 +1,91 @@
+"""What README and docs say their examples answer is what the default model answers.
+
+tests/setup/test_readme_runs.py follows every command on a tiny model; here the examples whose
+answer a page tells are asked of the real one, smollm2-135m-instruct.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.setup import pages
+from tests.setup.test_serve import Running
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(real_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    words = ["--model", str(real_model_folder), "--served-model-name", "smollm2-135m-instruct"]
+    words += [
+        "--kv-cache-memory",
+        "256MiB",
+        "--tasks",
+        str(pages.ROOT / "configs" / "tasks"),
+        "--max-num-seqs",
+        "4",
+    ]
+    running = Running(words, {"TAILOR_CACHE_DIR": cache})
+    yield running
+    assert running.stop(signal.SIGTERM) == 0
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+
+
+def _block(page: str, holds: str) -> str:
+    """The one Python block of a page that has `holds`."""
+    text = (pages.DOCS / page).read_text(encoding="utf-8")
+    (found,) = [b for b in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M) if holds in b]
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("page", "holds", "answer"),
+    [
+        ("index.md", "Birthplace", " London\nYear: 1815\n"),
+        ("drafting.md", "prediction", ' {"name": "Ada Lovelace", "city": "London", "born": 1815} '),
+        ("api.md", "structured_outputs", '{"name":"Ada Lovelace","city":"London","born":1815}\n'),
+        ("api.md", "chat.completions", "The capital of France is Paris.\n"),
+        ("api.md", "decisions", "delivery 1."),
+    ],
+)
+def test_python_prints_what_the_page_says(
+    server: Running, capsys: pytest.CaptureFixture[str], page: str, holds: str, answer: str
+) -> None:
+    pytest.importorskip("openai")
+    names: dict[str, object] = {}
+    code = _block(page, holds).replace("http://127.0.0.1:8000", server.url)
+    exec(compile(code, page, "exec"), names)
+    names["client"].close()  # type: ignore[attr-defined]
+    assert capsys.readouterr().out.startswith(answer)
+    if page == "drafting.md":
+        usage = names["answer"].usage.completion_tokens_details  # type: ignore[attr-defined]
+        assert usage.accepted_prediction_tokens >= 15
+
+
+def test_the_first_request_says_paris(server: Running) -> None:
+    (line,) = [c for c in pages.commands() if "The capital of France is" in c]
+    line = line.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run(["bash", "-c", f"{line} -sS"], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["text"] == " Paris"
+
+
+def test_the_one_in_the_terminal_says_london(server: Running) -> None:
+    (line,) = [c for c in pages.commands() if c.startswith("printf")]
+    done = subprocess.run(
+        ["bash", "-c", f'tailor() {{ "{sys.executable}" -m server.commands.cli "$@"; }}\n'
+         f"{line} --url {server.url}"],
+        capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(pages.ROOT), "NO_COLOR": "1"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "London", done.stderr
