@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from server.errors import UnsupportedModelError
 from server.model import families as known
@@ -34,10 +35,13 @@ def _logprobs(runner: Any, ids: list[int], vocab_size: int) -> Any:
     return all_logprobs(runner.wait(), vocab_size)
 
 
-def _served(folder: Path, ids: list[int], vocab_size: int) -> Any:
+def _served(folder: Path, ids: list[int], vocab_size: int, adapter: Path | None = None) -> Any:
     """Log-softmax of a folder's model, opened as a server does."""
+    merged = None if adapter is None else str(adapter)
     sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=64, kv_bytes=8 << 20)
-    runner = build_runner(RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96))
+    runner = build_runner(
+        RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96, adapter=merged)
+    )
     assert isinstance(runner, CpuRunner)
     try:
         return _logprobs(runner, ids, vocab_size)
@@ -62,6 +66,37 @@ def test_a_saved_model_of_every_family_is_served(family: str, tmp_path: Path) ->
     ids = _ids(40, families.VOCAB_SIZE)
     got = _served(tmp_path, ids, families.VOCAB_SIZE)
     np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+
+
+def _adapter(module: Any, folder: Path) -> None:
+    """A LoRA on every matrix of every layer, saved as PEFT does and merged into the module."""
+    folder.mkdir()
+    tensors = {}
+    for name, linear in module.named_modules():
+        if isinstance(linear, torch.nn.Linear) and name != "lm_head":
+            num_out, num_in = linear.weight.shape
+            a, b = torch.randn(2, num_in) * 0.2, torch.randn(num_out, 2) * 0.2
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            with torch.no_grad():
+                linear.weight += b @ a * 2.0
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", list(families.FAMILIES))
+def test_an_adapter_is_merged_into_every_family(family: str, tmp_path: Path) -> None:
+    module = families.build(family)
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    ids = _ids(30, families.VOCAB_SIZE)
+    before = _truth(module, ids)
+    _adapter(module, tmp_path / "adapter")
+    want = _truth(module, ids)
+    got = _served(tmp_path, ids, families.VOCAB_SIZE, tmp_path / "adapter")
+    np.testing.assert_allclose(got, want, rtol=0.0, atol=1e-4)
+    assert np.abs(got - before).max() > 0.01
 
 
 def test_the_tests_have_a_model_of_every_family() -> None:
