@@ -50,7 +50,22 @@ def list_models() -> int:
         state = f"{_told(other.num_bytes)} here"
         print(f"{other.name:24} {state:18}")
         print(f"{'':24} {other.folder}")
+    _print_families()
     return 0
+
+
+def _print_families() -> None:
+    """What else `--model` takes, by the names that people know, and how it was tested."""
+    from server.model.families import FAMILIES
+
+    print("\nFamilies that --model takes as a folder or a Hugging Face id:")
+    for family in FAMILIES.values():
+        where = "CPU, CUDA" if family.on_cuda is None else "CPU"
+        if family.gguf:
+            where += ", GGUF" if family.real_weights else ", GGUF untried"
+        tested = family.real_weights or "random weights of its shape"
+        extra = "; the text part of multimodal checkpoints" if family.wrappers else ""
+        print(f"{', '.join(family.known_as):32} {where:24} tested with {tested}{extra}")
 
 
 def show(model: ModelName, /) -> int:

@@ -68,7 +68,9 @@ class Family:
 
     model_type, architecture: of the text model, as transformers has them. known_as: the names that
     people know. wrappers: multimodal classes whose text part it is. gguf: architecture names in
-    GGUF files. on_cuda: None, or why transformers' own module cannot run on our paged cache.
+    GGUF files, where transformers reads them. real_weights: the trained model that our tests run;
+    "" = models of the family's shape with random weights only. on_cuda: None, or why transformers'
+    own module cannot run on our paged cache.
 
     The rest is the difference. The callables take the transformers config: rotary: which layers
     rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are refused
@@ -85,6 +87,7 @@ class Family:
     known_as: tuple[str, ...]
     wrappers: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()
+    real_weights: str = ""
     on_cuda: str | None = None
     names: WeightNames = field(default_factory=WeightNames)
     norms: NormPlacement = "before"
@@ -180,7 +183,13 @@ def _exaone4_rotates(config: Any) -> tuple[bool, ...]:
 
 
 _ROWS = (
-    Family("llama", "LlamaForCausalLM", ("Llama 2, 3, 3.1, 3.2", "SmolLM2"), gguf=("llama",)),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        ("Llama 2, 3, 3.1, 3.2", "SmolLM2"),
+        gguf=("llama",),
+        real_weights="SmolLM2 135M",
+    ),
     Family(
         "mistral",
         "MistralForCausalLM",
@@ -209,6 +218,7 @@ _ROWS = (
         ("Gemma 3",),
         wrappers=("Gemma3ForConditionalGeneration",),
         gguf=("gemma3",),
+        real_weights="Gemma 3 270M",
         names=_SANDWICH,
         norms="both",
         norm_offset=1.0,
@@ -222,7 +232,6 @@ _ROWS = (
         "smollm3",
         "SmolLM3ForCausalLM",
         ("SmolLM3",),
-        gguf=("smollm3",),
         rotary=_smollm3_rotates,
         windows=_smollm3_windows,
     ),
@@ -240,7 +249,6 @@ _ROWS = (
         "granite",
         "GraniteForCausalLM",
         ("Granite 3.0 to 3.3",),
-        gguf=("granite",),
         embedding_scale=_granite_embedding,
         attention_scale=_granite_scales,
     ),
@@ -258,7 +266,6 @@ _ROWS = (
         "olmo2",
         "Olmo2ForCausalLM",
         ("OLMo 2",),
-        gguf=("olmo2",),
         names=_AFTER,
         norms="after",
         qk_norm="whole",
@@ -284,14 +291,12 @@ _ROWS = (
         "ernie4_5",
         "Ernie4_5ForCausalLM",
         ("ERNIE 4.5 0.3B",),
-        gguf=("ernie4_5",),
         interleaved=True,
     ),
     Family(
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         ("Hunyuan 0.5B to 7B",),
-        gguf=("hunyuan-dense",),
         names=WeightNames(qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
         qk_norm="head_after_rope",
     ),
@@ -299,7 +304,6 @@ _ROWS = (
         "exaone4",
         "Exaone4ForCausalLM",
         ("EXAONE 4.0",),
-        gguf=("exaone4",),
         names=_AFTER,
         norms="after",
         qk_norm="head",
@@ -309,7 +313,6 @@ _ROWS = (
         "glm4",
         "Glm4ForCausalLM",
         ("GLM-4-0414 9B",),
-        gguf=("glm4",),
         names=WeightNames(
             gate_up=("mlp.gate_up_proj",),
             norms=(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from server.errors import UnsupportedModelError
-from server.model.families import BY_ARCHITECTURE, FAMILIES, Family
+from server.model.families import BY_ARCHITECTURE, Family
 from server.model.refusals import nearest_to, reason_for
 
 __all__ = ["ARCHITECTURES", "check_raw", "check_supported"]
@@ -179,8 +179,3 @@ def check_raw(raw: Mapping[str, Any]) -> None:
     else:
         reasons.append(_unknown(str(name)[:80], model_type))
     raise UnsupportedModelError(_refusal(str(name)[:80], reasons, model_type))
-
-
-def family_names() -> str:
-    """The families by the names that people know, for a message."""
-    return ", ".join(name for family in FAMILIES.values() for name in family.known_as)

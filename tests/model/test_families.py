@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,11 +283,16 @@ def test_a_switch_that_is_not_computed_is_refused_by_its_key(
 # --- a family of one's own (docs/adding-a-model.md) -----------------------------------------------
 
 
+def _blocks() -> list[str]:
+    page = Path(__file__).parents[2] / "docs" / "adding-a-model.md"
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
 @pytest.fixture
 def own_family() -> Iterator[Family]:
-    """Seed-OSS is Llama with biases on q, k and v, which are seen in the weights."""
-    row = Family("seed_oss", "SeedOssForCausalLM", ("Seed-OSS",))
-    known.register(row)
+    """The row of docs/adding-a-model.md: Seed-OSS is Llama with biases on q, k and v."""
+    exec(_blocks()[0], {})
+    row = FAMILIES["seed_oss"]
     yield row
     del known.FAMILIES[row.model_type]
     for name in (row.architecture, *row.wrappers):
@@ -295,11 +301,7 @@ def own_family() -> Iterator[Family]:
 
 def test_a_family_of_ones_own_is_one_row(own_family: Family, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    module = transformers.SeedOssForCausalLM(
-        transformers.SeedOssConfig(
-            **_TEXT, attention_bias=True, attention_out_bias=False, attention_dropout=0.0
-        )
-    ).eval()
+    module = eval(_blocks()[1], vars(families))().eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 # Pages whose blocks are run by a test of their own.
-RUN_ELSEWHERE = {"adding-a-drafter.md": "tests/drafters"}
+RUN_ELSEWHERE = {"adding-a-drafter.md": "tests/drafters", "adding-a-model.md": "tests/model"}
 
 
 def every_page() -> list[Path]:

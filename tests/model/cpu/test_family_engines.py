@@ -85,9 +85,20 @@ ALONE = EngineSettings(max_num_seqs=1, max_num_batched_tokens=256, prefix_cache=
 TOGETHER = EngineSettings(max_num_seqs=6, max_num_batched_tokens=48, chunked_prefill_rows=16)
 
 
-@pytest.fixture(scope="module", params=list(families.FAMILIES))
-def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
-    made = cpu_runner(families.build(str(request.param)), num_blocks=64)
+# Of every test here, so that docs/models.md can be written from it (tests/model/test_coverage.py).
+pytestmark = [
+    pytest.mark.parametrize("family", list(families.FAMILIES), scope="module", indirect=True)
+]
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(family: str) -> Iterator[CpuRunner]:
+    made = cpu_runner(families.build(family), num_blocks=64)
     yield made
     made.close()
 

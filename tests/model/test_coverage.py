@@ -1,0 +1,74 @@
+"""The table of docs/models.md is what the tests run; `python -m tests.model.test_coverage --write`
+writes it anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+from server.model.families import FAMILIES
+from tests.model import families, test_families, test_greedy, test_hf_equality
+from tests.model.cpu import test_family_engines
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
+
+
+def _params(test: Any) -> set[str]:
+    """The families that a test is parametrized over, as transformers names them."""
+    (names,) = [mark.args[1] for mark in test.pytestmark if mark.args[0] == "family"]
+    return {families.model_type(name) for name in names}
+
+
+def _cuda() -> set[str]:
+    pairs = test_hf_equality.PAIRS
+    return {families.model_type(family) for runner, family in pairs if runner == "torch"}
+
+
+COLUMNS: dict[str, Callable[[], set[str]]] = {
+    "CPU": lambda: _params(test_greedy.test_greedy_ids_are_those_of_generate),
+    "CUDA": _cuda,
+    "drafts": lambda: _params(test_family_engines),
+    "slices": lambda: _params(test_family_engines),
+    "exact": lambda: _params(test_family_engines),
+    "adapters": lambda: _params(test_families.test_an_adapter_is_merged_into_every_family),
+    "GGUF": lambda: {name for name, family in FAMILIES.items() if family.gguf},
+}
+
+
+def table() -> str:
+    """The families by their columns, as Markdown."""
+    sets = {column: families_of() for column, families_of in COLUMNS.items()}
+    lines = [f"| Family | class | {' | '.join(sets)} | weights |", "|---|---|" + "---|" * 8]
+    for name, family in FAMILIES.items():
+        marks = " | ".join("✓" if name in column else "-" for column in sets.values())
+        if family.gguf and not family.real_weights:
+            marks = f"{marks.removesuffix('✓')}untried"
+        known = ", ".join(family.known_as)
+        lines.append(
+            f"| {known} | `{family.architecture}` | {marks} | {family.real_weights or '-'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _with_table(text: str) -> str:
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
+
+
+def test_the_table_of_families_is_what_the_tests_run() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == _with_table(text), "python -m tests.model.test_coverage --write"
+
+
+def test_gguf_names_are_those_that_transformers_reads() -> None:
+    named = {name for family in FAMILIES.values() for name in family.gguf}
+    assert named <= set(GGUF_SUPPORTED_ARCHITECTURES)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    PAGE.write_text(_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
