@@ -18,6 +18,7 @@ For the composition root (server/wiring/server.py):
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -31,7 +32,8 @@ from starlette.responses import Response
 
 from server import __version__
 from server.api.chat_intake import ChatIntake
-from server.api.dashboard import DATA_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
+from server.api.dashboard import DATA_PATH, HISTORY_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
+from server.api.dashboard_history import History
 from server.api.engines.client import EngineClient
 from server.api.generation_routes import GenerationRoutes
 from server.api.intake import Intake
@@ -80,13 +82,14 @@ def create_app(
         model = intake.find(task.name)[1].name
         metrics.expect(task.name, task.speculation.drafter, model)
     paths: dict[str, str] = {}
+    page = DashboardRoutes(client, metrics, tells_sums=not config.metrics.admin_only)
     app = FastAPI(
         title="Tailor",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=_closing(intake),
+        lifespan=_life(intake, page.history if config.dashboard.enabled else None),
         middleware=_middleware(config, metrics, paths, traces),
     )
     app.add_exception_handler(TailorError, _tailor_error)
@@ -102,7 +105,7 @@ def create_app(
     task_routes.add_to(app)
     app.state.reload_tasks = task_routes.reload
     if config.dashboard.enabled:
-        DashboardRoutes(client, metrics, tells_sums=not config.metrics.admin_only).add_to(app)
+        page.add_to(app)
     for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     known = (str(getattr(route, "path", "{")) for route in app.routes)
@@ -111,10 +114,19 @@ def create_app(
     return app
 
 
-def _closing(intake: Intake) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+def _life(
+    intake: Intake, history: History | None
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """What runs while the application does: the page's history; then threads are ended."""
+
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        taking = None if history is None else asyncio.create_task(history.run())
         yield
+        if taking is not None:
+            taking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await taking
         intake.close()
 
     return lifespan
@@ -146,7 +158,7 @@ def _middleware(
         Gate,
         keys=[ApiKey.from_config(key) for key in config.keys],
         open_paths=open_paths,
-        quiet_paths=frozenset({DATA_PATH}),
+        quiet_paths=frozenset({DATA_PATH, HISTORY_PATH}),
         admin_paths=admin_paths,
         metrics=metrics,
         routes=paths,

@@ -23,18 +23,29 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import RedirectResponse, Response
 
 from server import __version__
+from server.api.dashboard_history import History, Point
 from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import visit_of
+from server.errors import InvalidRequestError, echoed
 from server.metrics.series import LATENCY_BUCKETS_S, Metrics
 
-__all__ = ["DATA_PATH", "PAGE_PATHS", "ROOT_PATH", "DashboardRoutes", "Page", "snapshot"]
+__all__ = [
+    "DATA_PATH",
+    "HISTORY_PATH",
+    "PAGE_PATHS",
+    "ROOT_PATH",
+    "DashboardRoutes",
+    "Page",
+    "snapshot",
+]
 
 ROOT_PATH = "/"
 """Leads a browser to the page."""
 
 PATH = "/dashboard"
 DATA_PATH = f"{PATH}/data"
+HISTORY_PATH = f"{PATH}/history"
 MAX_OPEN_SHOWN = 50
 """Open requests in one answer, the oldest first."""
 
@@ -87,13 +98,17 @@ class Page:
 
 
 class DashboardRoutes:
-    """`add_to` puts the page and its data into an app. tells_sums: see snapshot."""
+    """`add_to` puts the page and its data into an app. tells_sums: see snapshot.
+
+    history: the last hour; the application runs it.
+    """
 
     def __init__(self, client: EngineClient, metrics: Metrics, *, tells_sums: bool = True) -> None:
         self._client = client
         self._metrics = metrics
         self._page = Page()
         self._tells_sums = tells_sums
+        self.history = History(lambda: Point.of(snapshot(metrics, client, None)))
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
@@ -119,6 +134,19 @@ class DashboardRoutes:
             return JSONResponse(
                 {"version": __version__, **figures}, headers={"cache-control": "no-store"}
             )
+
+        @app.get(HISTORY_PATH, include_in_schema=False)
+        async def get_dashboard_history(request: HttpRequest) -> Response:
+            after = request.query_params.get("after", "")
+            try:
+                after_s = float(after or "-inf")
+            except ValueError:
+                raise InvalidRequestError(
+                    f"after: must be a number; got {echoed(after)}.", param="after"
+                ) from None
+            key = visit_of(request).key
+            points = self.history.since(after_s, key, tells_sums=self._tells_sums)
+            return JSONResponse({"points": points}, headers={"cache-control": "no-store"})
 
 
 # Short names of the answer, and the series behind them (without `tailor_` and `_total`).

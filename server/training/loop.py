@@ -42,7 +42,7 @@ class TrainOptions:
 
     epochs: float = 3.0
     batch_size: int = 32
-    max_tokens: int = 4096
+    max_tokens: int = 2048
     learning_rate: float = 2e-4
     rows_learning_rate: float = 1e-3
     warm_up: float = 0.03

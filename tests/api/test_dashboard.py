@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from server.api.dashboard import PAGE_PATHS
-from server.config import ServerConfig, VocabularyConfig
+from server.api.dashboard_history import History, Point
+from server.api.keys import ApiKey
+from server.config import KeyConfig, ServerConfig, VocabularyConfig
 from server.types import Request
 from tests.api.live import LiveServer, as_bytes, encode, wait_until
 from tests.api.test_completions import events
@@ -76,6 +78,46 @@ def test_the_page_can_be_switched_off() -> None:
 
 
 # --- its data ---
+
+
+def test_the_history_is_what_the_counters_were_and_each_key_sees_its_own() -> None:
+    now = [0.0]
+    figures: dict[str, Any] = {
+        "drafts": [
+            {"task": "a", "model": "m", "drafter": "auto", "tokens": 5.0, "steps": 2.0},
+            {"task": "a", "model": "m", "drafter": "off", "tokens": 1.0, "steps": 1.0},
+            {"task": "b", "model": "m", "drafter": "auto", "tokens": 7.0, "drafted": 4.0},
+        ],
+        "engines": [{"running": 1.0, "steps": 9.0, "rows": {"draft": 3.0}}, {"rows": {}}],
+    }
+    history = History(lambda: Point.of(figures | {"now_s": now[0]}))
+    for moment in range(400):
+        now[0] = 10.0 * moment
+        history.take()
+    points = history.since(-1.0, None)
+    assert len(points) == 361 and points[-1]["now_s"] == 3990.0  # an hour
+    assert points[-1] == {
+        "now_s": 3990.0, "running": 1.0, "engine_steps": 9.0, "draft_rows": 3.0,
+        "drafts": [("a", "m", 6.0, 3.0, 0.0, 0.0), ("b", "m", 7.0, 0.0, 4.0, 0.0)],
+    }  # fmt: skip
+    assert [p["now_s"] for p in history.since(3970.0, None)] == [3980.0, 3990.0]
+    key = ApiKey.from_config(KeyConfig(id="k", key="sk-k", tasks=("b",)))
+    [last] = history.since(3980.0, key)
+    assert [entry[0] for entry in last["drafts"]] == ["b"]
+    [cut] = history.since(3980.0, key, tells_sums=False)
+    assert cut["drafts"] == [] and cut["draft_rows"] == 0.0 and cut["running"] == 1.0
+
+
+def test_the_history_is_served_and_its_field_is_checked(live: LiveServer) -> None:
+    answer = httpx.get(live.url + "/dashboard/history")
+    assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
+    points = answer.json()["points"]
+    assert points  # taken as the server started
+    later = httpx.get(live.url + "/dashboard/history", params={"after": points[-1]["now_s"]})
+    assert later.json()["points"] == []
+    refused = httpx.get(live.url + "/dashboard/history", params={"after": "noon"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "after"
 
 
 def data(server: LiveServer, key: str = "") -> dict[str, Any]:

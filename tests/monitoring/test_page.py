@@ -196,6 +196,126 @@ def test_the_playground_shows_who_drafted_what(
     visitor.close()
 
 
+def test_drafts_on_and_off_are_shown_side_by_side(server: LiveServer, browser: Any) -> None:
+    visitor = Visitor(browser, server.url)
+    page = visitor.page
+    page.wait_for_selector("#model option[value=sql]", state="attached")
+    page.select_option("#model", "sql")
+    page.fill("#prompt", PROMPTS[0])
+    page.fill("#max-tokens", "60")
+    page.click("#compare")
+    page.wait_for_selector("#play-state:has-text('times as fast with drafts')")
+    texts = page.evaluate(
+        "['answer', 'answer-plain'].map(id => [...document.querySelectorAll(`#${id} > span`)]"
+        ".map(s => s.textContent).join(''))"
+    )
+    assert texts[0] == texts[1] != ""
+    assert page.locator("#answer .drafted").count() > 0
+    assert page.locator("#answer-plain .drafted").count() == 0
+    said = page.locator("#play-state").inner_text()
+    assert said.startswith("The same text, ")
+    times = float(said.split(", ")[1].split()[0])
+    assert times > 1.0, "a step takes 4 ms here, drafted or not"
+    visitor.see("compared")
+    page.click("#run")
+    page.wait_for_selector("#play-state:has-text('tokens per step')")
+    assert not page.is_visible("#plain-box")
+    visitor.close()
+
+
+def test_a_request_is_copied_as_curl_and_as_python(
+    server: LiveServer, browser: Any, tmp_path: Path
+) -> None:
+    """What is copied runs, and gives the text that the page shows."""
+    visitor = Visitor(browser, server.url, permissions=["clipboard-read", "clipboard-write"])
+    page = visitor.page
+    page.wait_for_selector("#model option[value=sql]", state="attached")
+    page.select_option("#model", "sql")
+    page.fill("#prompt", 'It\'s a "quoted" $HOME\nOnce upon a time')
+    page.fill("#max-tokens", "12")
+    page.click("#run")
+    page.wait_for_selector("#play-state:has-text('tokens per step')")
+    shown = page.evaluate(
+        "[...document.querySelectorAll('#answer > span')].map(s => s.textContent).join('')"
+    )
+    page.click("#copy-curl")
+    page.wait_for_selector("#play-state:has-text('Copied as curl')")
+    command = page.evaluate("navigator.clipboard.readText()")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["text"] == shown
+    page.click("#copy-python")
+    page.wait_for_selector("#play-state:has-text('Copied as Python')")
+    program = tmp_path / "ask.py"
+    program.write_text(page.evaluate("navigator.clipboard.readText()"))
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == shown + "\n", done.stderr
+    page.click("#schema-box summary")
+    page.fill("#schema", "{no")
+    page.click("#copy-curl")
+    page.wait_for_selector("#play-state.bad:has-text('The schema is no JSON')")
+    page.fill("#schema", '{"type": "object"}')
+    page.select_option("#kind", "chat")
+    page.click("#copy-python")
+    page.wait_for_selector("#play-state:has-text('Copied as Python')")
+    text = page.evaluate("navigator.clipboard.readText()")
+    assert "client.chat.completions.create(" in text and '"json_schema"' in text
+    compile(text, "ask.py", "exec")
+    visitor.close()
+
+
+def test_charts_have_axes_and_tell_the_value_under_the_pointer(
+    server: LiveServer, browser: Any
+) -> None:
+    visitor = Visitor(browser, server.url)
+    page = visitor.page
+    page.wait_for_selector("#charts figure")
+    for _ in range(3):
+        server.post(model="sql", prompt=PROMPTS[0], max_tokens=30, temperature=0)
+        page.wait_for_timeout(2100)
+    chart = page.locator("#charts figure").first
+    assert chart.locator(".bottom").inner_text() == "0"
+    assert float(chart.locator(".top").inner_text()) >= 1
+    assert "ago" in chart.locator(".axis").inner_text()
+    box = chart.locator(".plot").bounding_box()
+    page.mouse.move(box["x"] + 0.95 * box["width"], box["y"] + 20)
+    page.wait_for_selector("#charts .tip:visible")
+    tip = chart.locator(".tip").inner_text()
+    assert tip.endswith(("ago", "now")) and float(tip.split(",")[0]) >= 0
+    page.mouse.move(5, 5)
+    assert not page.is_visible("#charts .tip")
+    visitor.close()
+
+
+def test_a_page_that_is_opened_late_shows_what_was_before(browser: Any) -> None:
+    from server.api import dashboard_history
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dashboard_history, "EVERY_S", 0.2)
+        with monitored(step_s=0.004, tasks=TASKS) as live:
+            for i in range(6):
+                live.post(model="sql", prompt=PROMPTS[i % 4], max_tokens=30, temperature=0)
+            visitor = Visitor(browser, live.url)
+            page = visitor.page
+            page.wait_for_function(
+                "(document.querySelector('#charts path.first')?.getAttribute('d') ?? '')"
+                ".split('L').length > 3"
+            )
+            assert "tokens a step" in page.locator("#headline").inner_text()
+            visitor.close()
+
+
+def test_an_idle_server_offers_the_playground_first(browser: Any) -> None:
+    with monitored(tasks=TASKS) as live:
+        visitor = Visitor(browser, live.url)
+        page = visitor.page
+        page.wait_for_selector("main > section:first-child#try")
+        assert "playground" in page.locator("#headline").inner_text()
+        visitor.see("idle")
+        visitor.close()
+
+
 def test_a_refusal_is_told_in_words(server: LiveServer, browser: Any) -> None:
     visitor = Visitor(browser, server.url)
     page = visitor.page
@@ -223,8 +343,9 @@ def test_the_keyboard_is_enough(server: LiveServer, browser: Any) -> None:
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", reached[-1]
     assert reached[:2] == ["Skip to the figures", "Skip to the playground"]
-    order = ["task", "window", "pause", "model", "max-tokens", "temperature", "drafting", "prompt",
-             "run", "show-rejected", "answer"]  # fmt: skip
+    order = ["task", "window", "pause", "past", "model", "kind", "max-tokens", "temperature",
+             "drafting", "prompt", "run", "compare", "copy-curl", "copy-python", "show-rejected",
+             "answer"]  # fmt: skip
     assert [name for name in reached if name in order] == order
     page.focus("#prompt")
     page.fill("#prompt", "Once upon a time")

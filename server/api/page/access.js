@@ -6,6 +6,9 @@ const STORE = "tailor-api-key";
 const form = byId("key-form");
 const waiting = [];
 
+/** Whether this tab has a key. */
+export const hasKey = () => sessionStorage.getItem(STORE) !== null;
+
 /** fetch with the key. On a 401 it asks for a key and tries again once there is one. */
 export async function call(path, options = {}) {
   for (;;) {

@@ -1,14 +1,19 @@
-// The figures: polls dashboard/data, keeps the last minutes, draws.
+// The figures: polls dashboard/data, keeps the last minutes, draws. The hour before that is asked of
+// the server.
 
 import { call } from "./access.js";
+import { Chart } from "./chart.js";
 import { bar, byId, element, fill, replaceIfNew } from "./dom.js";
 import { between, NONE, number, percent, quantile, ratio, seconds, total } from "./figures.js";
+import { joined, pointOf, rates } from "./past.js";
 
 const POLL_MS = 2000;
 const KEEP_S = 310;
-const SVG = "http://www.w3.org/2000/svg";
+const ASK_PAST_MS = 10_000;
 
 const history = [];
+let past = []; // the server's points of the last hour
+let askedPast = -Infinity;
 let paused = false;
 let timer = 0;
 
@@ -29,6 +34,7 @@ async function poll() {
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     const snapshot = await response.json();
     if (paused) return;
+    await askPast(snapshot);
     take(snapshot);
   } catch (error) {
     tell(`No figures: ${error.message}`, true);
@@ -37,9 +43,29 @@ async function poll() {
   timer = setTimeout(poll, POLL_MS);
 }
 
+/** The server's points that are not here yet; the oldest go after an hour. */
+async function askPast(snapshot) {
+  if (performance.now() - askedPast < ASK_PAST_MS) return;
+  askedPast = performance.now();
+  const after = past.at(-1)?.now_s ?? "";
+  const response = await call(`dashboard/history?after=${after}`);
+  if (!response.ok) return;
+  const { points } = await response.json();
+  past = [...past, ...points].filter((point) => snapshot.now_s - point.now_s < 3700);
+}
+
+let first = true;
+
 function take(snapshot) {
   const last = history.at(-1);
-  if (last && numSteps(snapshot) < numSteps(last)) history.length = 0; // the server was restarted
+  if (last && numSteps(snapshot) < numSteps(last)) {
+    history.length = 0; // the server was restarted
+    past = [];
+  }
+  if (first && numSteps(snapshot) === 0) {
+    byId("main").prepend(byId("try")); // nothing to see yet: something to try
+  }
+  first = false;
   history.push(snapshot);
   while (history.length > 2 && snapshot.now_s - history[0].now_s > KEEP_S) history.shift();
   draw();
@@ -82,8 +108,10 @@ function draw() {
       ? "All since the server started."
       : `The last ${seconds(span.seconds)}.`;
 
+  const ever = total(between(newest, null).drafts.filter(wanted));
+  byId("headline").textContent = busy || start === null ? headline(drafts) : sinceStart(ever);
   drawTiles(newest, span, drafts, tasks, engines);
-  drawCharts(wanted);
+  drawCharts(task);
   drawTasks(span, wanted);
   drawDrafts(drafts);
   drawSlices(newest, span, wanted);
@@ -101,29 +129,56 @@ function offerTasks(newest) {
   taskSelect.value = names.includes(chosen) ? chosen : "";
 }
 
+/** The same for a time in which nothing was generated. */
+function sinceStart(drafts) {
+  return (drafts.steps ?? 0) > 0 ? `Since the start: ${headline(drafts)}` : headline(drafts);
+}
+
+/** What drafting did, in a sentence. */
+function headline(drafts) {
+  const perStep = ratio(drafts.tokens, drafts.steps);
+  if (perStep === null) return "Nothing to show yet: ask something in the playground.";
+  if (!(drafts.drafted > 0)) return "One token a step: nothing was drafted.";
+  const saved = 1 - 1 / perStep;
+  return `${number(perStep)} tokens a step: the same text in ${percent(saved)} fewer steps of the model.`;
+}
+
 function drawTiles(newest, span, drafts, tasks, engines) {
   const q = (counts, at) => seconds(quantile(span.edges_s, counts, at));
   const num = span.engines.length || 1;
   const tiles = [
-    ["Running", number(engines.running), `${number(engines.waiting)} waiting`],
-    ["Tokens per second", number(span.seconds ? (drafts.tokens ?? 0) / span.seconds : null), ""],
-    ["Tokens per step", number(ratio(drafts.tokens, drafts.steps)), "all decode steps"],
+    ["Running", number(engines.running), `${number(engines.waiting)} waiting`,
+      "requests in the engines, and in the queue"],
+    ["Tokens per second", number(span.seconds ? (drafts.tokens ?? 0) / span.seconds : null), "",
+      "of all answers together"],
+    ["Tokens per step", number(ratio(drafts.tokens, drafts.steps)), "all decode steps",
+      "1 is what a model does without drafts"],
     ["Accepted of verified rows", percent(ratio(drafts.accepted, drafts.drafted)),
-      `${number(drafts.wasted ?? 0)} wasted`],
-    ["First token", q(tasks.ttft, 0.5), `95 %: ${q(tasks.ttft, 0.95)}`],
-    ["Between tokens", q(tasks.inter_token, 0.5), `95 %: ${q(tasks.inter_token, 0.95)}`],
-    ["Whole answer", q(tasks.end_to_end, 0.5), `95 %: ${q(tasks.end_to_end, 0.95)}`],
+      `${number(drafts.wasted ?? 0)} wasted`, "how many drafted tokens were right"],
+    ["First token", q(tasks.ttft, 0.5), `95 %: ${q(tasks.ttft, 0.95)}`,
+      "from the request to its first token"],
+    ["Between tokens", q(tasks.inter_token, 0.5), `95 %: ${q(tasks.inter_token, 0.95)}`,
+      "after the first one"],
+    ["Whole answer", q(tasks.end_to_end, 0.5), `95 %: ${q(tasks.end_to_end, 0.95)}`,
+      "from the request to the last token"],
     ["Draft rows a step", number(ratio(engines.rows?.draft, engines.steps)),
-      `budget now ${number(engines.draft_budget)}`],
+      `budget now ${number(engines.draft_budget)}`, "tokens tried ahead in a step"],
     ["KV cache in use", percent((engines.kv_usage ?? 0) / num),
-      `${percent(ratio(engines.prefix_hits, engines.prefix_queries))} prefix hits`],
-    ["Errors", number(tasks.outcomes?.error ?? 0), `${number(tasks.outcomes?.ok ?? 0)} answered`],
+      `${percent(ratio(engines.prefix_hits, engines.prefix_queries))} prefix hits`,
+      "memory of running texts; prompts found in it"],
+    ["Errors", number(tasks.outcomes?.error ?? 0), `${number(tasks.outcomes?.ok ?? 0)} answered`,
+      "requests that failed in the server"],
   ];
   const list = byId("tiles");
   if (list.children.length !== tiles.length) {
     list.replaceChildren(
-      ...tiles.map(([title]) =>
-        element("div", {}, element("dt", {}, title), element("dd", {}, "")),
+      ...tiles.map(([title, , , help]) =>
+        element(
+          "div",
+          {},
+          element("dt", {}, title, element("span", { class: "help" }, help)),
+          element("dd", {}, ""),
+        ),
       ),
     );
   }
@@ -135,75 +190,33 @@ function drawTiles(newest, span, drafts, tasks, engines) {
 }
 
 const CHARTS = [
-  { title: "Tokens per second", of: (d, s) => (d.tokens ?? 0) / s.seconds },
-  { title: "Tokens per step", of: (d) => ratio(d.tokens, d.steps) },
-  { title: "Accepted rows", of: (d) => ratio(d.accepted, d.drafted), show: percent },
+  { title: "Tokens per second", help: "of all answers together", of: (r) => r.perSecond },
+  { title: "Tokens per step", help: "1 is what a model does without drafts", of: (r) => r.perStep },
+  {
+    title: "Accepted rows",
+    help: "how many drafted tokens were right",
+    of: (r) => r.accepted,
+    show: percent,
+  },
   {
     title: "Draft rows a step",
-    of: (d, s) => ratio(total(s.engines).rows?.draft, total(s.engines).steps),
+    help: "tokens tried ahead in a step",
+    of: (r) => r.draftRows,
     second: "running requests",
-    other: (d, s) => total(s.engines).running ?? 0,
+    other: (r) => r.running,
   },
-];
+].map((spec) => ({ ...spec, chart: new Chart(spec) }));
 
-function drawCharts(wanted) {
-  const spans = history.slice(1).map((snapshot, i) => between(snapshot, history[i]));
-  const sums = spans.map((span) => total(span.drafts.filter(wanted)));
+function drawCharts(task) {
+  const length = Number(byId("past").value);
+  const found = rates(joined(past, history.map(pointOf)), task, length);
+  const shown = Math.min(length, Math.max(60, found[0]?.age_s ?? 0));
   const box = byId("charts");
-  if (!box.children.length) box.append(...CHARTS.map(emptyChart));
-  CHARTS.forEach((chart, n) => {
-    const show = chart.show ?? number;
-    const values = spans.map((span, i) => chart.of(sums[i], span));
-    const others = chart.other ? spans.map((span, i) => chart.other(sums[i], span)) : [];
-    const known = values.filter((value) => value !== null);
-    const most = Math.max(...known, ...others, 1e-9);
-    const [figure] = [box.children[n]];
-    const now = known.length ? show(known.at(-1)) : NONE;
-    figure.querySelector("span").textContent = `${now} (most ${known.length ? show(Math.max(...known)) : NONE})`;
-    const svg = figure.querySelector("svg");
-    svg.setAttribute("aria-label", `${chart.title}: now ${now}`);
-    svg.querySelector(".first").setAttribute("d", line(values, most));
-    if (chart.other) svg.querySelector(".second").setAttribute("d", line(others, most));
-  });
-}
-
-function emptyChart(chart) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", "chart");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("viewBox", "0 0 150 60");
-  svg.setAttribute("preserveAspectRatio", "none");
-  for (const name of ["second", "first"]) {
-    const path = document.createElementNS(SVG, "path");
-    path.setAttribute("class", name);
-    svg.append(path);
+  if (!box.children.length) box.append(...CHARTS.map(({ chart }) => chart.figure));
+  for (const { chart, of, other, show } of CHARTS) {
+    const points = found.map((r) => ({ age_s: r.age_s, value: of(r), other: other?.(r) }));
+    chart.draw(points, shown, show ?? number);
   }
-  const caption = element("figcaption", {}, chart.title, element("span", {}));
-  const figure = element("figure", {}, caption, svg);
-  if (chart.second) {
-    figure.append(element("p", { class: "note" }, element("i", { class: "dash" }), ` ${chart.second}`));
-  }
-  return figure;
-}
-
-/** An SVG path over the last 150 polls (5 minutes), or over those there are; gaps where no value is. */
-function line(values, most) {
-  let path = "";
-  let pen = false;
-  const shown = values.slice(-150);
-  const width = 150 / Math.max(15, shown.length); // of a poll
-  shown.forEach((value, i) => {
-    if (value === null) {
-      pen = false;
-      return;
-    }
-    const x = 150 - (shown.length - 1 - i) * width;
-    const y = 58 - (56 * value) / most;
-    const at = `${x.toFixed(1)} ${y.toFixed(1)}`;
-    path += pen ? `L${at}` : `M${(x - 0.5).toFixed(1)} ${y.toFixed(1)}L${at}`;
-    pen = true;
-  });
-  return path;
 }
 
 function drawTasks(span, wanted) {
@@ -396,6 +409,7 @@ function drawOpen(newest, wanted) {
 
 taskSelect.addEventListener("change", draw);
 windowSelect.addEventListener("change", draw);
+byId("past").addEventListener("change", draw);
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));

@@ -1,23 +1,28 @@
-// The playground: streams a completion and shows who drafted each token, and what was rejected.
+// The playground: streams an answer, with drafts and without them side by side if asked.
 
-import { call } from "./access.js";
-import { byId, element, fill } from "./dom.js";
-import { EventReader, number, percent, ratio, seconds } from "./figures.js";
+import { Answer } from "./answer.js";
+import { call, hasKey } from "./access.js";
+import { byId, element } from "./dom.js";
+import { EventReader, seconds } from "./figures.js";
+import { asCurl, asPython, orderOf } from "./order.js";
 
-const EXAMPLE = `Turn each line into JSON.
+const EXAMPLES = {
+  completion: `Turn each line into JSON.
 
 Line: Ada Lovelace was born in London in 1815.
 JSON: {"name": "Ada Lovelace", "place": "London", "year": 1815}
 Line: Alan Turing was born in Maida Vale in 1912.
 JSON: {"name": "Alan Turing", "place": "Maida Vale", "year": 1912}
 Line: Grace Hopper was born in New York City in 1906.
-JSON:`;
+JSON:`,
+  chat: "Name the capital of France in one word.",
+};
 
-const MAX_SHOWN = 3; // rejected paths shown at one place; the table below has all
-
-const answer = byId("answer");
 const run = byId("run");
+const compare = byId("compare");
 const status = byId("play-state");
+const answer = byId("answer");
+const plain = byId("answer-plain");
 let controller = null;
 
 function say(text, bad = false) {
@@ -38,165 +43,91 @@ async function offerModels() {
   }
 }
 
+/** What the form asks for, as orderOf has it. Throws for a schema that is no JSON. */
 function order() {
-  const drafting = byId("drafting").value;
-  return {
+  return orderOf({
+    kind: byId("kind").value,
     model: byId("model").value,
     prompt: byId("prompt").value,
-    max_tokens: Number(byId("max-tokens").value),
+    schema: byId("schema").value,
+    maxTokens: Number(byId("max-tokens").value),
     temperature: Number(byId("temperature").value),
-    stream: true,
-    stream_options: { include_usage: true },
-    include_speculation: true,
-    include_token_sources: true,
-    include_rejected_drafts: true,
-    ...(drafting ? { speculation: { drafter: drafting } } : {}),
-  };
+    drafting: byId("drafting").value,
+  });
 }
 
-function rejectedPath(path) {
-  const title = `rejected draft from: ${path.source}`;
-  return element("del", { "aria-hidden": "true", title }, path.text);
-}
-
-/** What arrived of a completion, and its picture. */
-class Answer {
-  steps = []; // {drafted, own, rejected}: one chunk is one step of the server
-  num = 0;
-  length = 0; // characters so far
-  usage = null;
-  report = null;
-  finish = null;
-  firstAt = null;
-  lastAt = null;
-
-  constructor() {
-    this.began = performance.now();
-    this.seen = new Set();
-    answer.replaceChildren();
-    byId("legend").replaceChildren();
+/** Streams one answer into `arrived`; throws what goes wrong, an abort too. */
+async function stream({ path, body }, arrived) {
+  const response = await call(path, {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({
+      ...body,
+      stream: true,
+      stream_options: { include_usage: true },
+      include_speculation: true,
+      include_token_sources: true,
+      include_rejected_drafts: true,
+    }),
+    signal: controller.signal,
+  });
+  if (!response.ok) {
+    const problem = await response.json().catch(() => null);
+    throw new Error(problem?.error?.message ?? `The server answered ${response.status}.`);
   }
-
-  take(chunk) {
-    if (chunk.error) throw new Error(chunk.error.message);
-    this.usage = chunk.usage ?? this.usage;
-    this.report = chunk.speculation ?? this.report;
-    for (const choice of chunk.choices) {
-      this.finish = choice.finish_reason ?? this.finish;
-      const runs = choice.token_sources ?? [];
-      if (runs.length) {
-        this.lastAt = performance.now();
-        this.firstAt ??= this.lastAt;
-        this.#add(runs, choice.rejected_drafts ?? []);
-      }
+  const reader = new EventReader();
+  const decoder = new TextDecoder();
+  for await (const bytes of chunksOf(response.body)) {
+    for (const data of reader.push(decoder.decode(bytes, { stream: true }))) {
+      if (data !== "[DONE]") arrived.take(JSON.parse(data));
     }
   }
+}
 
-  /** One chunk. A run's text is cut where a rejected draft stood. */
-  #add(runs, rejected) {
-    const parts = document.createDocumentFragment();
-    const waiting = [...rejected].sort((one, other) => one.offset - other.offset);
-    for (const { source, tokens, text } of runs) {
-      this.num += tokens;
-      const characters = [...text];
-      const end = this.length + characters.length;
-      const kind = source === null ? {} : { class: `drafted ${source}`, title: `drafted from: ${source}` };
-      const add = (from, to) => {
-        if (to > from) {
-          const part = characters.slice(from - this.length, to - this.length).join("");
-          parts.append(element("span", kind, part));
-        }
-      };
-      let at = this.length;
-      while (waiting.length && (waiting[0].offset < end || source === null)) {
-        const here = Math.max(at, Math.min(waiting[0].offset, end));
-        add(at, here);
-        at = here;
-        const same = waiting.filter((path) => path.offset === waiting[0].offset);
-        waiting.splice(0, same.length);
-        parts.append(...same.slice(0, MAX_SHOWN).map(rejectedPath));
-      }
-      add(at, end);
-      this.length = end;
-      if (source !== null && !this.seen.has(source)) {
-        this.seen.add(source);
-        byId("legend").append(
-          element("li", {}, element("span", { class: `drafted ${source}` }, source), " drafted and accepted"),
-        );
-      }
-    }
-    parts.append(...waiting.slice(0, MAX_SHOWN).map(rejectedPath));
-    answer.append(parts);
-    const text = (own) =>
-      runs.filter((run) => (run.source === null) === own).map((run) => run.text).join("");
-    this.steps.push({ drafted: text(false), own: text(true), rejected: rejected.map((r) => r.text) });
-  }
-
-  end(stopped) {
-    const num = this.num;
-    const gap = num > 1 ? (this.lastAt - this.firstAt) / (num - 1) / 1000 : null;
-    const report = this.report;
-    const speed = [
-      this.firstAt === null ? "" : `First token after ${seconds((this.firstAt - this.began) / 1000)}`,
-      gap === null ? "" : `then ${seconds(gap)} per token`,
-    ].filter(Boolean).join(", ");
-    const drafts = report
-      ? `in ${report.steps} steps: ${number(report.mean_tokens_per_step)} tokens per step. ` +
-        `${report.drafted_tokens} rows drafted, ${report.accepted_tokens} accepted` +
-        ` (${percent(ratio(report.accepted_tokens, report.drafted_tokens))}).`
-      : "so far.";
-    say(`${stopped ? "Stopped. " : ""}${num} tokens ${drafts} ${speed}${speed ? "." : ""}`);
-    byId("legend").append(
-      element("li", {}, "plain text: the model's own"),
-      element("li", {}, element("del", {}, "struck out"), " drafted and rejected"),
-    );
-    this.#table();
-  }
-
-  #table() {
-    const rows = this.steps.map((step, i) => ({
-      name: String(i + 1),
-      drafted: step.drafted,
-      own: step.own,
-      rejected: step.rejected.map((text) => JSON.stringify(text)).join(", "),
-    }));
-    fill(
-      byId("steps"),
-      [
-        { title: "Step", of: (r) => r.name },
-        { title: "Drafted and accepted", text: true, of: (r) => r.drafted },
-        { title: "The model's own", text: true, of: (r) => r.own },
-        { title: "Rejected", text: true, of: (r) => r.rejected },
-      ],
-      rows,
-      "No step was made.",
-    );
+async function* chunksOf(body) {
+  const reader = body.getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    yield value;
   }
 }
 
-async function complete() {
+const withoutDrafts = ({ path, body }) => ({
+  path,
+  body: { ...body, speculation: { drafter: "off" } },
+});
+
+/** How the two answers compare, in a sentence. */
+function verdict(drafted, undrafted) {
+  const same = drafted.text === undrafted.text;
+  const text = same ? "The same text" : "Not the same text (set temperature to 0, or give a seed)";
+  if (drafted.gap === null || undrafted.gap === null) return `${text}.`;
+  const times = (undrafted.gap / drafted.gap).toFixed(1);
+  return (
+    `${text}, ${times} times as fast with drafts: ${seconds(drafted.gap)} per token ` +
+    `instead of ${seconds(undrafted.gap)}.`
+  );
+}
+
+/** Runs the form's request; both: without drafts, too, after it. */
+async function answerForm(both) {
   controller = new AbortController();
   run.textContent = "Stop";
+  compare.disabled = true;
+  byId("answers").classList.toggle("both", both);
+  byId("plain-box").hidden = !both;
   say("Running");
-  const arrived = new Answer();
+  const drafted = new Answer(answer, byId("legend"), byId("steps"));
+  const undrafted = both ? new Answer(plain, null, null) : null;
   let stopped = false;
   try {
-    const response = await call("v1/completions", {
-      method: "POST",
-      headers: { "content-type": "application/json" },
-      body: JSON.stringify(order()),
-      signal: controller.signal,
-    });
-    if (!response.ok) {
-      const problem = await response.json().catch(() => null);
-      throw new Error(problem?.error?.message ?? `The server answered ${response.status}.`);
-    }
-    const reader = new EventReader();
-    const decoder = new TextDecoder();
-    for await (const bytes of chunksOf(response.body)) {
-      for (const data of reader.push(decoder.decode(bytes, { stream: true }))) {
-        if (data !== "[DONE]") arrived.take(JSON.parse(data));
-      }
+    const asked = order();
+    await stream(asked, drafted);
+    if (undrafted !== null) {
+      say("Running without drafts");
+      undrafted.began = performance.now();
+      await stream(withoutDrafts(asked), undrafted);
     }
   } catch (error) {
     stopped = error.name === "AbortError";
@@ -207,23 +138,47 @@ async function complete() {
   } finally {
     controller = null;
     run.textContent = "Run";
+    compare.disabled = false;
   }
-  arrived.end(stopped);
+  const summary = drafted.summary(stopped);
+  say(undrafted === null || stopped ? summary : `${verdict(drafted, undrafted)} ${summary}`);
+  drafted.explain();
 }
 
-async function* chunksOf(stream) {
-  const reader = stream.getReader();
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    yield value;
+async function copy(text, what) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say(`Copied as ${what}.`);
+  } catch {
+    // Without a secure origin there is no clipboard: show it, to be copied by hand.
+    answer.replaceChildren(element("span", {}, text));
+    say(`The browser gives no clipboard here; this is the request as ${what}.`);
+  }
+}
+
+function copyAs(format, what) {
+  try {
+    const base = new URL("./", document.baseURI).href;
+    copy(format(order(), base, hasKey()), what);
+  } catch (error) {
+    say(error.message, true);
   }
 }
 
 byId("play").addEventListener("submit", (event) => {
   event.preventDefault();
   if (controller) controller.abort();
-  else complete();
+  else answerForm(false);
+});
+compare.addEventListener("click", () => {
+  if (byId("play").reportValidity()) answerForm(true);
+});
+byId("copy-curl").addEventListener("click", () => copyAs(asCurl, "curl"));
+byId("copy-python").addEventListener("click", () => copyAs(asPython, "Python"));
+byId("kind").addEventListener("change", (event) => {
+  // The other kind's example, where nobody has typed anything.
+  const prompt = byId("prompt");
+  if (Object.values(EXAMPLES).includes(prompt.value)) prompt.value = EXAMPLES[event.target.value];
 });
 byId("try").addEventListener("keydown", (event) => {
   if (event.key === "Escape" && controller) controller.abort();
@@ -233,8 +188,8 @@ byId("try").addEventListener("keydown", (event) => {
   }
 });
 byId("show-rejected").addEventListener("change", (event) => {
-  answer.classList.toggle("with-rejected", event.target.checked);
+  byId("answers").classList.toggle("with-rejected", event.target.checked);
 });
-answer.classList.add("with-rejected");
-byId("prompt").value = EXAMPLE;
+byId("answers").classList.add("with-rejected");
+byId("prompt").value = EXAMPLES.completion;
 offerModels();

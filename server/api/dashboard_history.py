@@ -1,0 +1,104 @@
+"""The last hour of a server, kept in memory for the page: a point every ten seconds.
+
+A point holds cumulative counts, as the page's own snapshots do, so that the page takes differences
+between any two. Nothing is written to disk, and nothing of any text is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.keys import ApiKey
+
+__all__ = ["History", "Point"]
+
+EVERY_S = 10.0
+NUM_POINTS = 361
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Counts at one moment. now_s: time.monotonic(). drafts: (task, model, tokens, steps, drafted,
+    accepted) for each task and model. running: open sequences of all engines; engine_steps,
+    draft_rows: summed over engines."""
+
+    now_s: float
+    drafts: tuple[tuple[str, str, float, float, float, float], ...]
+    running: float
+    engine_steps: float
+    draft_rows: float
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Point:
+        """From what dashboard.snapshot gives without a key."""
+        sums: dict[tuple[str, str], list[float]] = {}
+        for entry in figures["drafts"]:
+            own = sums.setdefault((entry["task"], entry["model"]), [0.0] * 4)
+            for i, name in enumerate(("tokens", "steps", "drafted", "accepted")):
+                own[i] += entry.get(name, 0.0)
+        engines = figures["engines"]
+        return cls(
+            float(figures["now_s"]),
+            tuple((task, model, s[0], s[1], s[2], s[3]) for (task, model), s in sums.items()),
+            sum(engine.get("running", 0.0) for engine in engines),
+            sum(engine.get("steps", 0.0) for engine in engines),
+            sum(engine["rows"].get("draft", 0.0) for engine in engines),
+        )
+
+
+class History:
+    """Takes a point every EVERY_S seconds while `run` runs, and forgets those over an hour old.
+
+    look: makes the point of now. clock: seconds, as the points have them.
+    """
+
+    def __init__(
+        self, look: Callable[[], Point], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look = look
+        self._clock = clock
+        self._points: deque[Point] = deque(maxlen=NUM_POINTS)
+
+    def take(self) -> None:
+        """Add the point of now."""
+        self._points.append(self._look())
+
+    async def run(self) -> None:
+        """Take points until it is cancelled."""
+        while True:
+            self.take()
+            await asyncio.sleep(EVERY_S)
+
+    def since(
+        self, after_s: float, key: ApiKey | None, *, tells_sums: bool = True
+    ) -> list[dict[str, Any]]:
+        """The points later than after_s that `key` may see, as JSON; oldest first.
+
+        A key sees the tasks that it may use; None (a server without keys) sees all. tells_sums: see
+        dashboard.snapshot; without them a key that is no admin's sees how busy the engines are.
+        """
+        is_cut = not tells_sums and key is not None and not key.admin
+        shown = []
+        for point in self._points:
+            if point.now_s <= after_s:
+                continue
+            drafts = [
+                entry
+                for entry in point.drafts
+                if not is_cut and (key is None or key.may_use(entry[0], entry[1]))
+            ]
+            shown.append(
+                {
+                    "now_s": point.now_s,
+                    "running": point.running,
+                    "engine_steps": 0.0 if is_cut else point.engine_steps,
+                    "draft_rows": 0.0 if is_cut else point.draft_rows,
+                    "drafts": drafts,
+                }
+            )
+        return shown
