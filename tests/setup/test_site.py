@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.setup.pages import DOCS, ROOT, every_page
+from tests.setup.pages import text as pages_text
 
 SETTINGS = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
@@ -70,6 +71,17 @@ def test_files_named_by_any_page_exist() -> None:
     for page in every_page():
         for name in re.findall(rf"`((?:{places})/[\w./-]+)`", page.read_text(encoding="utf-8")):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_load_tests_named_by_followed_pages_exist_with_their_options() -> None:
+    named = re.findall(r"python -m (loadtest\.\w+)([^`\n]*)", pages_text())
+    assert len(named) >= 12
+    for module, options in named:
+        source = (ROOT / Path(*module.split("."))).with_suffix(".py")
+        assert source.exists(), module
+        text = source.read_text() + (ROOT / "loadtest" / "options.py").read_text()
+        for option in re.findall(r"(?<!\S)--[a-z-]+", options):
+            assert f'"{option}"' in text, f"{module}: {option}"
 
 
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
