@@ -44,11 +44,11 @@ from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
 from server.api.usage import speculation_report, usage_report
 from server.types import Delta, TokenLogprob
 
-__all__ = ["chat_events", "chat_object"]
+__all__ = ["ChoicePiece", "ChoiceReader", "chat_events", "chat_object"]
 
 
 @dataclass(slots=True)
-class _Piece:
+class ChoicePiece:
     """What one Delta adds to a choice: content and calls in order, and facts about its tokens."""
 
     events: list[ToolEvent]
@@ -58,7 +58,7 @@ class _Piece:
     rejected: list[RejectedDraft]
 
 
-class _Choice:
+class ChoiceReader:
     """One choice as it grows. Written by `take` alone."""
 
     def __init__(self, order: ChatOrder, index: int) -> None:
@@ -81,7 +81,7 @@ class _Choice:
             skip_special=request.sampling.skip_special_tokens,
         )
 
-    def take(self, delta: Delta) -> _Piece:
+    def take(self, delta: Delta) -> ChoicePiece:
         """Add one Delta."""
         text, sources = text_by_source(self._stream, delta, self._request.report_sources)
         reader = self._reader
@@ -97,7 +97,7 @@ class _Choice:
             self.finish_reason = "tool_calls" if called and ended else delta.finish_reason
             self.stop_reason = delta.stop_reason
         rejected = [] if self._rejected is None else self._rejected.take(delta)
-        return _Piece(events, self._logprobs(delta), delta.token_ids, sources, rejected)
+        return ChoicePiece(events, self._logprobs(delta), delta.token_ids, sources, rejected)
 
     def _logprobs(self, delta: Delta) -> list[TokenLogprobs]:
         """Of the tokens that are the message's: an id that only ends it is none of them."""
@@ -125,8 +125,8 @@ class _Choice:
         )
 
 
-def _choices(order: ChatOrder) -> list[_Choice]:
-    return [_Choice(order, i) for i in range(order.order.num_choices)]
+def _choices(order: ChatOrder) -> list[ChoiceReader]:
+    return [ChoiceReader(order, i) for i in range(order.order.num_choices)]
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class _Message:
     sources: list[SourceRun] = field(default_factory=list)
     rejected: list[RejectedDraft] = field(default_factory=list)
 
-    def add(self, piece: _Piece) -> None:
+    def add(self, piece: ChoicePiece) -> None:
         for event in piece.events:
             if isinstance(event, str):
                 self.content.append(event)
@@ -206,7 +206,7 @@ def _tier(order: ChatOrder) -> Literal["default"] | UnsetType:
     return UNSET if order.service_tier is None else "default"
 
 
-def _shown(order: ChatOrder, choice: _Choice, message: _Message) -> ChatChoice:
+def _shown(order: ChatOrder, choice: ChoiceReader, message: _Message) -> ChatChoice:
     """A choice that ended."""
     inner = order.order
     shown = ChatChoice(
@@ -249,7 +249,7 @@ class _ChunkWriter:
             out += self._chunks(choice, delta, choice.take(delta))
         return b"".join(out)
 
-    def _chunks(self, choice: _Choice, delta: Delta, piece: _Piece) -> list[bytes]:
+    def _chunks(self, choice: ChoiceReader, delta: Delta, piece: ChoicePiece) -> list[bytes]:
         """The chunks of one Delta: the role before anything else, one for each piece of content and
         of a call, and one without a delta that has the finish_reason."""
         ended = delta.finish_reason is not None
@@ -282,11 +282,11 @@ class _ChunkWriter:
             chunks.append(self._chunk(shown))
         return chunks
 
-    def _has_extras(self, piece: _Piece) -> bool:
+    def _has_extras(self, piece: ChoicePiece) -> bool:
         has_ids = self._order.order.return_token_ids and bool(piece.token_ids)
         return has_ids or bool(piece.sources or piece.rejected)
 
-    def _add_extras(self, shown: ChatChunkChoice, piece: _Piece) -> None:
+    def _add_extras(self, shown: ChatChunkChoice, piece: ChoicePiece) -> None:
         """Members beside OpenAI's, for the Delta's first chunk."""
         inner = self._order.order
         if inner.return_token_ids and piece.token_ids:

@@ -8,7 +8,7 @@ how long an answer may be, it may fill the context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from server.errors import InvalidRequestError, RequestError, UnsupportedFieldErr
 from server.token_bytes import TokenBytes
 from server.types import GrammarSpec, scope_of
 
-__all__ = ["ChatIntake", "ChatOrder", "ChatPrompt"]
+__all__ = ["ChatIntake", "ChatNames", "ChatOrder", "ChatPrompt"]
 
 TEMPLATE_KWARGS: Mapping[str, type] = {
     "date_string": str,
@@ -105,6 +105,14 @@ class _Talker:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatNames:
+    """What a route calls its fields, by their keys, and where each message lies in its body."""
+
+    fields: Mapping[str, str]
+    paths: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A chat as the model gets it. text: of `ids`, with control tokens. grammar: what the answer
     must match so that it is the forced call, and the field it comes from."""
@@ -130,9 +138,14 @@ class ChatIntake:
         }
 
     async def prompt(
-        self, body: ChatBody, max_model_len: int | None = None, tenant: str = ""
+        self,
+        body: ChatBody,
+        max_model_len: int | None = None,
+        tenant: str = "",
+        names: ChatNames | None = None,
     ) -> ChatPrompt:
         """The ids of one body's messages and tools. Raises what is the client's fault."""
+        names = names or _names_of(body)
         task, model = self._intake.find(body.model)
         talker = self._talkers.get(model.name)
         if talker is None:
@@ -151,7 +164,7 @@ class ChatIntake:
         forced, grammar = await self._forced(body, tools, talker, tenant)
         room = min(model.max_model_len, max_model_len or model.max_model_len)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        messages = self._messages(body, talker.template, tools)
+        messages = self._messages(body, talker.template, tools, names.paths)
         num_chars = sum(len(message["content"]) for message in messages)
         try:
             # Templates may repeat what messages say, hardly ever leave it out.
@@ -160,18 +173,27 @@ class ChatIntake:
             chat = await self._render(body, messages, tools, talker, opening)
             self._intake.check_size(chat.num_bytes, model, max_tokens, room, str(PROMPT))
         except RequestError as error:
-            raise error.named(_names_of(body)) from None
+            raise error.named(names.fields) from None
         ids = await self._intake.work(lambda: talker.template.encode(chat), chat.num_bytes)
         if not ids:
             raise InvalidRequestError("messages: they have no tokens.", param="messages")
         return ChatPrompt(model, talker, tools, forced, grammar, chat.text, ids)
 
     async def order(
-        self, body: ChatBody, request_id: str, max_model_len: int | None = None, tenant: str = ""
+        self,
+        body: ChatBody,
+        request_id: str,
+        max_model_len: int | None = None,
+        tenant: str = "",
+        names: ChatNames | None = None,
     ) -> ChatOrder:
-        """The order of one body, for a tenant. Raises what is the client's fault."""
-        prompt = await self.prompt(body, max_model_len, tenant)
-        talker, tools, names = prompt.talker, prompt.tools, _names_of(body)
+        """The order of one body, for a tenant. Raises what is the client's fault.
+
+        names: what the route calls its fields, where it is not a chat.
+        """
+        names = names or _names_of(body)
+        prompt = await self.prompt(body, max_model_len, tenant, names)
+        talker, tools = prompt.talker, prompt.tools
         try:
             order = await self._intake.completion(
                 CompletionBody.model_construct(
@@ -192,9 +214,9 @@ class ChatIntake:
                 tenant=tenant,
             )
         except RequestError as error:
-            raise error.named(names) from None
+            raise error.named(names.fields) from None
         return ChatOrder(
-            order=replace(order, names={**order.names, **names}),
+            order=replace(order, names={**order.names, **names.fields}),
             table=talker.table if tools.callable else prompt.model.table,
             names=order.token_names if body.return_tokens_as_token_ids else talker.names,
             style=talker.style if tools.callable else None,
@@ -232,13 +254,14 @@ class ChatIntake:
         return forced, (grammar, "tools")
 
     def _messages(
-        self, body: ChatBody, template: ChatTemplate, tools: ChosenTools
+        self, body: ChatBody, template: ChatTemplate, tools: ChosenTools, paths: Sequence[str]
     ) -> list[dict[str, Any]]:
         source = template.source if tools.shown is None else template.tool_source
         return template_messages(
             body.messages,
             has_developer="developer" in source,
             has_reasoning="reasoning_content" in source,
+            paths=paths,
         )
 
     async def _render(
@@ -292,12 +315,12 @@ def _talker(model: ServedModel, template: ChatTemplate) -> _Talker:
     return _Talker(template, style, tells_tools, table, TokenNames(model.table, prefix=""))
 
 
-def _names_of(body: ChatBody) -> dict[str, str]:
+def _names_of(body: ChatBody) -> ChatNames:
     """A chat's names of fields: max_tokens is called as the client did."""
     names = dict(_NAMES)
     if body.max_completion_tokens is None and body.max_tokens is not None:
         del names["max_tokens"]
-    return names
+    return ChatNames(names)
 
 
 def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:

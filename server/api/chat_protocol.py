@@ -268,17 +268,22 @@ _FIELDS_OF_ROLE: Mapping[str, frozenset[str]] = {
 
 
 def template_messages(
-    messages: Sequence[MessageBody], *, has_developer: bool, has_reasoning: bool
+    messages: Sequence[MessageBody],
+    *,
+    has_developer: bool,
+    has_reasoning: bool,
+    paths: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """The messages as templates read them: content a string, arguments of calls as objects.
 
     has_developer: whether the template knows that role; else it is the system's. has_reasoning:
-    whether it reads reasoning_content.
+    whether it reads reasoning_content. paths: where each message lies in the body, for errors;
+    default messages[0], messages[1], ...
     Raises InvalidRequestError and UnsupportedFieldError, naming message and field.
     """
     rendered = []
     for i, message in enumerate(messages):
-        at = f"messages[{i}]"
+        at = paths[i] if paths else f"messages[{i}]"
         role = message.role
         fields = _FIELDS_OF_ROLE.get(role)
         if fields is None:

@@ -1,4 +1,5 @@
-"""The routes that generate: /v1/completions, /v1/chat/completions, /v1/decisions."""
+"""The routes that generate: /v1/completions, /v1/chat/completions, /v1/responses,
+/v1/decisions."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from server.api.decision_body import DecisionBody
 from server.api.decisions import DecisionIntake, DecisionRun
 from server.api.openapi import described
 from server.api.protocol import CompletionBody, validate
+from server.api.responses_api.answer import response_events, response_object
+from server.api.responses_api.body import ResponsesBody
+from server.api.responses_api.intake import responses_order
 from server.api.route_context import RouteContext, visit_of
 
 __all__ = ["GenerationRoutes"]
@@ -52,6 +56,22 @@ class GenerationRoutes:
         )
         return await context.answer(request, order.order, chat_events, chat_object, order)
 
+    async def respond(self, request: HttpRequest) -> Response:
+        """POST /v1/responses."""
+        context = self._context
+        body = validate(ResponsesBody, await context.body(request))
+        _, model = context.find(request, body.model)
+        order = await responses_order(
+            body,
+            self._chats,
+            f"resp_{secrets.token_hex(12)}",
+            context.room(model),
+            visit_of(request).tenant,
+        )
+        return await context.answer(
+            request, order.chat.order, response_events, response_object, order
+        )
+
     async def decide(self, request: HttpRequest) -> Response:
         """POST /v1/decisions."""
         context = self._context
@@ -73,6 +93,10 @@ class GenerationRoutes:
         @post("/v1/chat/completions", **described(ChatBody, "A chat completion"))
         async def chat_completions(request: HttpRequest) -> Response:
             return await self.chat(request)
+
+        @post("/v1/responses", **described(ResponsesBody, "A response, nothing stored"))
+        async def responses(request: HttpRequest) -> Response:
+            return await self.respond(request)
 
         @post("/v1/decisions", **described(DecisionBody, "Typed questions about an input"))
         async def decide(request: HttpRequest) -> Response:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from server.api.chunks import ChatChunk, CompletionChunk
 from server.api.responses import ChatAnswer, CompletionAnswer, Decision, ErrorAnswer
+from server.api.responses_api.shapes import ResponseAnswer, ResponseEvent
 from server.api.state_responses import (
     CorpusAnswer,
     CorpusDeleted,
@@ -119,6 +120,7 @@ _ANSWERS: dict[tuple[str, str], tuple[str, type[Struct]]] = {
     ("get", "/version"): ("The server's version", Version),
     ("post", "/v1/completions"): ("A text completion", CompletionAnswer),
     ("post", "/v1/chat/completions"): ("A chat's next message", ChatAnswer),
+    ("post", "/v1/responses"): ("A response; nothing is stored", ResponseAnswer),
     ("post", "/v1/decisions"): ("Typed answers about an input", Decision),
     ("post", "/tokenize"): ("Token ids of a text", Tokens),
     ("post", "/detokenize"): ("Text of token ids", Detokenized),
@@ -137,6 +139,7 @@ _ANSWERS: dict[tuple[str, str], tuple[str, type[Struct]]] = {
 _STREAMS: dict[str, type[Struct]] = {
     "/v1/completions": CompletionChunk,
     "/v1/chat/completions": ChatChunk,
+    "/v1/responses": ResponseEvent,
 }
 _GENERATES = {*_STREAMS, "/v1/decisions"}
 _CHUNKS = "server-sent events: the data of each is a chunk as JSON, of the last one [DONE]"

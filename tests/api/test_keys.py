@@ -158,6 +158,7 @@ GENERATES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
     "/tokenize": {"prompt": "the"},
+    "/v1/responses": {"input": "the"},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "the"}]},
     "/detokenize": {"tokens": [5]},
 }

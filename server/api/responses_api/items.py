@@ -1,0 +1,130 @@
+"""The input of a Responses body as a chat's messages, and where each of them came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.api.body_part import says_nothing
+from server.api.chat_protocol import MAX_MESSAGES
+from server.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    UnknownFieldError,
+    UnsupportedFieldError,
+    echoed,
+)
+
+__all__ = ["messages_of"]
+
+_TEXTS: Mapping[str, str] = {
+    "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
+}  # fmt: skip
+_IGNORED = frozenset({"id", "status", "type", "phase", "annotations", "logprobs", "namespace"})
+"""Members of items and parts that change nothing in the prompt: answers are sent back whole."""
+
+
+def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """(messages, path in the body of each). Raises InvalidRequestError and its kin."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}], ["input"]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequestError(
+            f"input: must be a text or a list of items, not empty; got {echoed(given)}.",
+            param="input",
+        )
+    if len(given) > MAX_MESSAGES:
+        raise LimitExceededError(f"input: at most {MAX_MESSAGES} items.", param="input")
+    messages: list[dict[str, Any]] = []
+    paths: list[str] = []
+    for i, item in enumerate(given):
+        at = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise InvalidRequestError(f"{at}: must be an object; got {echoed(item)}.", param=at)
+        kind = item.get("type", "message")
+        if (
+            kind == "reasoning"
+            and says_nothing(item.get("content"))
+            and says_nothing(item.get("summary"))
+        ):
+            continue
+        message = _message(item, kind, at)
+        last = messages[-1] if messages else {}
+        if kind == "function_call" and last.get("tool_calls"):
+            last["tool_calls"] += message["tool_calls"]  # calls that were made together
+            continue
+        messages.append(message)
+        paths.append(at)
+    if not messages:
+        raise InvalidRequestError("input: it holds nothing to answer.", param="input")
+    return messages, paths
+
+
+def _message(item: Mapping[str, Any], kind: Any, at: str) -> dict[str, Any]:
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise InvalidRequestError(
+                f"{at}.role: must be user, assistant, system or developer; got {echoed(role)}.",
+                param=f"{at}.role",
+            )
+        _only(item, ("role", "content"), at)
+        return {"role": role, "content": _content(item.get("content"), f"{at}.content")}
+    if kind == "function_call":
+        _only(item, ("call_id", "name", "arguments"), at)
+        function = {key: _text(item, key, at) for key in ("name", "arguments")}
+        call = {"id": _text(item, "call_id", at), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        _only(item, ("call_id", "output"), at)
+        output = _content(item.get("output"), f"{at}.output")
+        return {"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": output}
+    raise UnsupportedFieldError(
+        f"{at}.type: {echoed(kind, 40)} is not available; only message, function_call and "
+        "function_call_output are, because nothing is stored and no tools run here.",
+        param=f"{at}.type",
+    )
+
+
+def _only(item: Mapping[str, Any], known: tuple[str, ...], at: str) -> None:
+    for name, value in item.items():
+        if name not in known and name not in _IGNORED and not says_nothing(value):
+            path = f"{at}.{echoed(name, 40).strip(chr(39))}"
+            raise UnknownFieldError(f"Unknown field: {path}.", param=path)
+
+
+def _text(item: Mapping[str, Any], name: str, at: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str) or (not value and name != "arguments"):
+        raise InvalidRequestError(
+            f"{at}.{name}: must be a text; got {echoed(value)}.", param=f"{at}.{name}"
+        )
+    return value
+
+
+def _content(content: Any, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{at}: must be a text or a list of parts; got {echoed(content)}.", param=at
+        )
+    texts = []
+    for i, part in enumerate(content):
+        where = f"{at}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        key = _TEXTS.get(kind) if isinstance(kind, str) else None
+        if key is None:
+            raise UnsupportedFieldError(
+                f"{where}: this model reads text only; a part of type {echoed(kind, 40)} cannot be "
+                "used, and nothing is fetched.",
+                param=where,
+            )
+        _only(part, (key,), where)
+        value = part.get(key)
+        if not isinstance(value, str):
+            raise InvalidRequestError(
+                f"{where}.{key}: must be a text; got {echoed(value)}.", param=f"{where}.{key}"
+            )
+        texts.append(value)
+    return "\n".join(texts)

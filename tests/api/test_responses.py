@@ -1,0 +1,239 @@
+"""POST /v1/responses over a real socket, with the real openai client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.responses import Response
+
+from tests.api.chat_models import CONTEXT, TABLE, decode, encode, served
+from tests.api.live import LiveServer
+from tests.api.test_errors import check
+from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
+
+REPLY = " over the lazy dog"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+EOS = 0
+TOOL: Any = {
+    "type": "function", "name": "get_weather", "description": "The weather in a city.",
+    "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(
+        saying(encode(REPLY)), model="hermes", vocab_size=TABLE.vocab_size, max_model_len=CONTEXT
+    )
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[LiveServer]:
+    models = {"hermes": served("hermes")}
+    with LiveServer([engine], models=models, drafters=("off", "suffix")) as live:
+        yield live
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: ScriptedEngine) -> None:
+    engine.script = says(REPLY)
+    engine.submitted.clear()
+
+
+def says(text: str) -> Any:
+    return lambda request: steps_of(request, [*encode(text), EOS], finish_reason="stop")
+
+
+def post(server: LiveServer, **body: Any) -> httpx.Response:
+    return server.post("/v1/responses", **{"model": "hermes", "input": "hello", **body})
+
+
+def test_a_text(server: LiveServer, engine: ScriptedEngine) -> None:
+    answer = server.openai().responses.create(
+        model="hermes", input="the quick brown fox", instructions="Be brief.", temperature=0,
+        max_output_tokens=40, metadata={"a": "b"}, store=False,
+    )  # fmt: skip
+    assert answer.status == "completed" and answer.output_text == REPLY
+    assert answer.id.startswith("resp_") and answer.object == "response"
+    assert (answer.error, answer.incomplete_details) == (None, None)
+    [item] = answer.output
+    assert item.type == "message" and item.role == "assistant" and item.status == "completed"
+    assert answer.usage is not None
+    [request] = engine.submitted
+    prompt = decode(request.prompt_ids)
+    assert "Be brief." in prompt and "the quick brown fox" in prompt
+    assert answer.usage.input_tokens == len(request.prompt_ids)
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert request.sampling.temperature == 0 and request.sampling.max_tokens == 40
+    assert answer.instructions == "Be brief." and answer.metadata == {"a": "b"}
+
+
+def test_a_cut_answer_is_incomplete(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = saying(encode(REPLY))
+    answer = server.openai().responses.create(model="hermes", input="x", max_output_tokens=2)
+    assert answer.status == "incomplete" and answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == decode(encode(REPLY)[:2])
+
+
+def test_events_of_a_text(server: LiveServer) -> None:
+    with server.openai().responses.stream(model="hermes", input="x") as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.completed",
+    ]  # fmt: skip
+    assert set(kinds[4:-4]) == {"response.output_text.delta"} and len(kinds) > 10
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == REPLY
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert final.output_text == REPLY and final.usage is not None
+
+
+def test_a_tool_is_called_and_answered(server: LiveServer, engine: ScriptedEngine) -> None:
+    client = server.openai()
+    engine.script = says(CALL)
+    question: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
+    first = client.responses.create(model="hermes", input=question, tools=[TOOL])
+    [call] = first.output
+    assert call.type == "function_call" and call.name == "get_weather"
+    assert json.loads(call.arguments) == {"city": "Rome"} and call.status == "completed"
+    engine.script = says(REPLY)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    history = [*question, *(item.model_dump() for item in first.output), result]
+    second = client.responses.create(model="hermes", input=history, tools=[TOOL])
+    assert second.output_text == REPLY
+    prompt = decode(engine.submitted[-1].prompt_ids)
+    assert "Rome" in prompt and "rain" in prompt
+    again = [*history, *(item.model_dump() for item in second.output), *question]
+    assert client.responses.create(model="hermes", input=again, tools=[TOOL]).output_text == REPLY
+    assert REPLY.strip() in decode(engine.submitted[-1].prompt_ids)
+
+
+def test_events_of_a_call(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = says(f"So:\n{CALL}")
+    with server.openai().responses.stream(model="hermes", input="x", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    text, call = final.output
+    assert text.type == "message" and call.type == "function_call"
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1 and json.loads("".join(deltas)) == {"city": "Rome"}
+    done = [e for e in events if e.type == "response.output_item.done"]
+    assert [e.output_index for e in done] == [0, 1]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_forced_call(server: LiveServer, engine: ScriptedEngine, choice: Any) -> None:
+    engine.script = says(' {"city": "Rome"}')
+    answer = server.openai().responses.create(
+        model="hermes", input="x", tools=[TOOL], tool_choice=choice
+    )
+    assert answer.output[0].type == "function_call"
+    grammar = engine.submitted[-1].grammar
+    assert grammar is not None and json.loads(grammar.source)["additionalProperties"] is False
+
+
+def test_a_schema(server: LiveServer, engine: ScriptedEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    answer = post(server, text={"format": form})
+    assert answer.json()["text"]["format"]["name"] == "x"
+    grammar = engine.submitted[-1].grammar
+    assert grammar is not None
+    assert json.loads(grammar.source) == {**schema, "additionalProperties": False}
+    assert post(server, text={"format": {"type": "json_object"}}).status_code == 200
+    assert post(server, text={"format": {"type": "text"}}).status_code == 200
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"store": False}, {"previous_response_id": None}, {"background": False}, {"include": []},
+    {"truncation": "disabled"}, {"top_logprobs": 0}, {"reasoning": {"effort": "low"}},
+    {"parallel_tool_calls": True}, {"user": "u"}, {"service_tier": "auto"}, {"conversation": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NEUTRAL, ids=str)
+def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any]) -> None:
+    assert post(server, **body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(
+    server: LiveServer, body: dict[str, Any], param: str
+) -> None:
+    check(post(server, **body), 400, "unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": [{"role": "x", "content": "y"}]}, "invalid_value", "input[0].role"),
+        ({"input": [{"role": "user"}]}, "invalid_value", "input[0].content"),
+        ({"max_output_tokens": 10_000}, "context_length_exceeded", "max_output_tokens"),
+        ({"input": "a b " * 5000}, "context_length_exceeded", "input"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}},
+         "invalid_value", "text.format.schema"),
+        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "invalid_value",
+         "tools[0].parameters"),
+        ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
+        ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
+        (
+            {"input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "["},
+            ]},
+            "invalid_value", "input[1].tool_calls[0].function.arguments",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_name_this_bodys_fields(
+    server: LiveServer, body: dict[str, Any], code: str, param: str
+) -> None:
+    told = check(post(server, **body), 400, code, param)
+    assert "messages" not in told and "response_format" not in told, told
+
+
+def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEngine) -> None:
+    engine.script = lambda r: [
+        *steps_of(r, encode(REPLY)[:2])[:-1], steps_of(r, [], finish_reason="error")[0],
+    ]  # fmt: skip
+    engine.step_s = 0.05
+    try:
+        events = list(server.openai().responses.create(model="hermes", input="x", stream=True))
+    finally:
+        engine.step_s = 0.0
+    assert events[-1].type == "error" and events[-1].code == "engine_error"
+    assert events[-1].sequence_number == len(events) - 1
+
+
+def test_the_answer_is_openais(server: LiveServer) -> None:
+    Response.model_validate(post(server, tools=[TOOL]).json(), strict=True)
