@@ -311,11 +311,11 @@ class Engine:
         if not places or self.recovery.suspect is not None:  # an isolated step runs as plain
             return trees, 0.0
         began = time.perf_counter()
-        num_keys = sum(item.start + item.num_rows for _, item in drawing)
+        mean_len = sum(item.start + item.num_rows for _, item in drawing) / len(drawing)
         left = self.settings.max_num_batched_tokens - plan.num_rows
         drafts = self.planner.plan(
             [self.sessions.ask(plan.items[i].sequence) for i in places],
-            StepShape(len(drawing), plan.num_rows, num_keys / len(drawing)),
+            StepShape(len(drawing), plan.num_rows, mean_len, self.scheduler.num_awaiting_first),
             min(self.settings.max_draft_rows, left),
         )
         self._most_drafts = drafts.ceiling

@@ -190,7 +190,7 @@ class _Load:
             if rows and rows == left:
                 drawing.append(seat)
         began = time.thread_time()
-        trees = self._propose(drawing, num_rows)
+        trees = self._propose(drawing, num_rows, sum(seat.position == 0 for seat in seats))
         spent_s = time.thread_time() - began
         for seat in seats:  # while the device works: not on the step's path
             if seat.session is not None:
@@ -208,7 +208,9 @@ class _Load:
             spent_s = 0.0
         self.seconds += cost.cost(num_rows, keys) + spent_s
 
-    def _propose(self, drawing: list[_Seat], num_rows: int) -> list[CheckedTree | None]:
+    def _propose(
+        self, drawing: list[_Seat], num_rows: int, num_waiting: int
+    ) -> list[CheckedTree | None]:
         if self._drafter is None or not drawing:
             return [None] * len(drawing)
         asks: list[Ask] = []
@@ -217,7 +219,7 @@ class _Load:
             nodes = self._max_draft_tokens
             asks.append(Ask(seat.session, seat.record, nodes, nodes))
         mean_len = sum(seat.length for seat in drawing) / len(drawing)
-        shape = StepShape(len(drawing), num_rows, mean_len)
+        shape = StepShape(len(drawing), num_rows, mean_len, num_waiting)
         plan = self._planner.plan(asks, shape, self._max_rows - num_rows)
         if plan.errors:
             raise plan.errors[0][1]

@@ -35,11 +35,15 @@ Allowed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A step without its drafts: choices that draw, rows, and mean keys that a draw attends to."""
+    """A step without its drafts: choices that draw, rows, and mean keys that a draw attends to.
+
+    num_waiting: choices that wait for their first token and have a seat, or would get one now.
+    """
 
     num_draws: int
     num_rows: int
     mean_len: float
+    num_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,10 @@ class DraftPlanner:
             return plan
         room = min(room, sum(turn.max_nodes for turn in turns))
         plan.ceiling = max(
-            0, self.budget.ceiling(shape.num_draws, shape.num_rows, shape.mean_len, room)
+            0,
+            self.budget.ceiling(
+                shape.num_draws, shape.num_rows, shape.mean_len, room, shape.num_waiting
+            ),
         )
         for turn in turns:
             plan.reasons[turn.index] = "budget"
@@ -136,10 +143,11 @@ class DraftPlanner:
             return
         at = shape.num_draws, shape.num_rows, shape.mean_len
         chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in turns]
-        taken = self.budget.choose(chances, *at, room)
+        taken = self.budget.choose(chances, *at, room, shape.num_waiting)
         values = self.budget.values(chances, taken, *at)
         for turn, num, value in zip(turns, taken, values, strict=True):
-            if turn.own_nodes:
+            # That nothing is taken because others wait says nothing about the drafter.
+            if turn.own_nodes and (num or not shape.num_waiting):
                 turn.ask.record.record_value(value, price)
             if num:
                 plan.trees[turn.index] = proposed[turn.index].keep(num)

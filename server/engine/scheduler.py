@@ -146,6 +146,15 @@ class Scheduler:
             left -= self._grant(sequence, min(left, sequence.num_pending), plan)
         return plan
 
+    @property
+    def num_awaiting_first(self) -> int:
+        """Choices without a first token that the next steps work for: whose prompt is under way,
+        and those in the queue that free seats would take. Who waits for a seat waits for others to
+        end, which drafts bring nearer, so they are not counted."""
+        seats = sum(1 + len(s.siblings) for s in self.running)
+        under_way = sum(1 + len(s.siblings) for s in self.running if s.num_output == 0)
+        return under_way + min(len(self.waiting), max(0, self.max_num_seqs - seats))
+
     def reserve_drafts(self, sequence: Sequence, num_nodes: int) -> int:
         """Room for tree nodes after the root, from free blocks only. How many nodes fit."""
         size = sequence.block_size

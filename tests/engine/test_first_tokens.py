@@ -1,0 +1,64 @@
+"""First tokens under load: drafts make nobody wait. All in the time of a cost table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from server.engine.budget import DraftBudget
+from tests.engine.open_loop import Served, cpu_table, jobs_of, percentile, poisson, serve
+
+SEEDS = (7, 8, 9)
+NUM_JOBS = 60
+
+
+def _pooled(load: float, chance: float) -> tuple[Served, Served]:
+    """The jobs of all seeds without drafts and with them, at `load` of what goes without."""
+    runs: list[tuple[Served, Served]] = []
+    for seed in SEEDS:
+        jobs = jobs_of(NUM_JOBS, seed, prompt=(20, 60), output=(16, 48))
+        capacity = NUM_JOBS / serve(jobs, None, drafts=False).end_s
+        gaps_s = poisson(NUM_JOBS, load * capacity, seed)
+        off = serve(jobs, gaps_s, drafts=False)
+        runs.append((off, serve(jobs, gaps_s, drafts=True, chance=chance)))
+    assert sum(on.num_draft_rows for _, on in runs) > 300, "nothing was drafted"
+    off, on = (
+        Served(
+            [s for run in runs for s in run[i].first_s],
+            [s for run in runs for s in run[i].whole_s],
+            sum(run[i].end_s for run in runs),
+            0,
+        )
+        for i in (0, 1)
+    )
+    return off, on
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8])
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_first_tokens_come_as_early_with_drafts_and_answers_earlier(
+    load: float, chance: float
+) -> None:
+    off, on = _pooled(load, chance)
+    for share in (0.5, 0.95):
+        assert percentile(on.first_s, share) <= 1.05 * percentile(off.first_s, share)
+    assert np.mean(on.first_s) <= 1.02 * np.mean(off.first_s)
+    assert np.mean(on.whole_s) < 0.99 * np.mean(off.whole_s)
+    assert on.end_s <= 1.005 * off.end_s
+
+
+def test_drafts_bring_more_answers_a_second_where_all_requests_are_there_at_once() -> None:
+    """Who waits for a seat is helped by drafts: these are not given up for the queue's sake."""
+    jobs = jobs_of(60, 1, prompt=(20, 40), output=(40, 80))
+    off = serve(jobs, None, drafts=False, num_seqs=4)
+    on = serve(jobs, None, drafts=True, chance=0.8, num_seqs=4)
+    assert on.end_s < 0.8 * off.end_s
+
+
+def test_nodes_are_dearer_while_somebody_waits_for_a_first_token() -> None:
+    budget = DraftBudget(cpu_table())
+    chances = [np.array([0.8, 0.64, 0.51, 0.41]) for _ in range(2)]
+    nodes = [sum(budget.choose(chances, 2, 2, 100.0, 100, waiting)) for waiting in range(8)]
+    assert nodes[0] > 0 and nodes == sorted(nodes, reverse=True) and nodes[-1] < nodes[0]
+    ceilings = [budget.ceiling(2, 80, 100.0, 100, waiting) for waiting in range(8)]
+    assert ceilings == sorted(ceilings, reverse=True) and ceilings[-1] == 0
