@@ -21,6 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from server.model import families as known
+
 VOCAB_SIZE = 199
 WINDOW = 8
 MAX_LEN = 256
@@ -244,3 +246,8 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
 def model_type(family: str) -> str:
     """transformers' model_type of a family of this table."""
     return "gemma3_text" if family == "gemma3" else family
+
+
+def runs_on_cuda(family: str) -> bool:
+    """Whether transformers' module of a family may run on our paged cache."""
+    return known.FAMILIES[model_type(family)].on_cuda is None

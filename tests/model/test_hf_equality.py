@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from server.engine.batch import Runner
-from server.model.families import FAMILIES as FAMILIES_BY_TYPE
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from tests.model import families
@@ -75,7 +74,7 @@ PAIRS = [
     (runner, family)
     for family in families.FAMILIES
     for runner in RUNNERS
-    if runner == "cpu" or FAMILIES_BY_TYPE[families.model_type(family)].on_cuda is None
+    if runner == "cpu" or families.runs_on_cuda(family)
 ]
 BATTERY_PAIRS = [pair for pair in PAIRS if pair[0] == "cpu" or pair[1] in BATTERY]
 battery = pytest.mark.parametrize(
