@@ -25,15 +25,10 @@ from server.api.served_model import ServedModel
 from server.api.structured import grammar_of_schema
 from server.api.text import TokenIdNames, TokenNames
 from server.api.tools.chosen import ChosenTools, chosen_tools
-from server.api.tools.reader import (
-    MARKERS,
-    ForcedCall,
-    ToolFormat,
-    ToolReader,
-    force_call,
-    format_of,
-    tell_tools,
-)
+from server.api.tools.forced import ForcedCall, force_call
+from server.api.tools.formats import MARKERS, ToolFormat, format_of
+from server.api.tools.reader import ToolReader
+from server.api.tools.telling import tell_tools
 from server.errors import InvalidRequestError, RequestError, UnsupportedFieldError, echoed
 from server.token_bytes import TokenBytes
 from server.types import GrammarSpec, scope_of

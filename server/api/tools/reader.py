@@ -1,11 +1,4 @@
-"""Tool calls in a model's output: how each family of templates writes them, and reading them back
-while they stream.
-
-    hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>, again and again (Qwen,
-             Hermes; known by `<tool_call>` in the template)
-    mistral  [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
-    llama3   {"name": ..., "parameters": {...}} as the whole output, maybe after <|python_tag|>,
-             more of them behind semicolons (known by `ipython` and `parameters`)
+"""Tool calls in a model's output, read back while they stream.
 
 A call is reported as soon as its name is known, is one of the request's tools, and its arguments
 have begun; from then on they are passed through as the model writes them. What looks like a call
@@ -15,65 +8,25 @@ reader, so they say the same.
 A call of a strict tool waits for its end: it is reported if its arguments fit the tool's schema,
 and stays text otherwise.
 
-A model whose template says nothing of tools is told of them by the server, in Hermes' form, as text
-of the system's message (`tell_tools`).
-
-A forced call (tool_choice "required" or a function) is not asked for but made certain: the server
-writes the family's opening itself, and a grammar holds the rest to the tools' JSON schemas.
+The families' ways are in formats.py, one call's in call_scanner.py.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from server.api.tools.call_scanner import CallScanner, NotACall
+from server.api.tools.formats import ARGUMENTS_KEY, MARKERS, ToolFormat
 from server.api.tools.strict import StrictArguments
 
-__all__ = [
-    "ArgumentsPiece",
-    "CallStart",
-    "ForcedCall",
-    "ToolEvent",
-    "ToolFormat",
-    "ToolReader",
-    "force_call",
-    "format_of",
-    "tell_tools",
-]
+__all__ = ["ArgumentsPiece", "CallStart", "ToolEvent", "ToolReader"]
 
-ToolFormat = Literal["hermes", "mistral", "llama3"]
-
-MARKERS: Mapping[ToolFormat, tuple[str, ...]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "mistral": ("[TOOL_CALLS]",),
-    "llama3": ("<|python_tag|>",),
-}
-"""Tokens that a reader must see even where special tokens have no text."""
-
-_ARGUMENTS: Mapping[ToolFormat, str] = {
-    "hermes": "arguments",
-    "mistral": "arguments",
-    "llama3": "parameters",
-}
 _SPACE = " \t\r\n"
 _State = Literal["start", "text", "open", "call", "after", "plain", "rest", "forced"]
-
-
-def format_of(template: str) -> ToolFormat | None:
-    """How a template's model writes calls, or None for a way that cannot be read."""
-    if "<function=" in template or "[ARGS]" in template:  # Qwen3-Coder; Mistral from v11 on
-        return None
-    if "<tool_call>" in template:
-        return "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "ipython" in template and "parameters" in template:
-        return "llama3"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,162 +48,6 @@ class ArgumentsPiece:
 
 ToolEvent = str | CallStart | ArgumentsPiece
 """str is content."""
-
-
-class _NotACall(Exception):
-    """What was read is no call of a known tool."""
-
-
-class _CallScanner:
-    """Reads one {"name": ..., "arguments": {...}} character by character.
-
-    name is set once it is known, `done` behind the closing brace. raw: everything read so far.
-    """
-
-    def __init__(self, names: frozenset[str], arguments_key: str) -> None:
-        self._names = names
-        self._keys = (arguments_key, "arguments", "parameters")
-        self.name: str | None = None
-        self.has_arguments = False
-        self.done = False
-        self._read: list[str] = []
-        self._arguments: list[str] = []
-        self._state: Literal["open", "key", "colon", "value", "next"] = "open"
-        self._key = ""
-        self._value: list[str] = []
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._read)
-
-    @property
-    def arguments(self) -> str:
-        """The arguments' text that was not taken yet."""
-        return "".join(self._arguments)
-
-    def take_arguments(self) -> str:
-        """The same, once."""
-        text = self.arguments
-        self._arguments.clear()
-        return text
-
-    @property
-    def is_known(self) -> bool:
-        """Whether this is certainly a call of a known tool."""
-        return self.name is not None and (self.has_arguments or self.done)
-
-    def push(self, char: str) -> None:
-        """Take one character. Raises _NotACall."""
-        self._read.append(char)
-        if self._state == "open":
-            if char == "{":
-                self._state = "key"
-            elif char not in _SPACE:
-                raise _NotACall
-        elif self._state == "colon":
-            if char == ":":
-                self._state = "value"
-                self._value = []
-            elif char not in _SPACE:
-                raise _NotACall
-        elif self._state == "next":
-            self._after_value(char)
-        else:  # a key or a value
-            if not self._value and char in _SPACE:
-                return
-            if self._state == "key" and not self._value and char != '"':
-                if char != "}" or self._key:
-                    raise _NotACall
-                self._finish()
-                return
-            self._take(char)
-
-    def _take(self, char: str) -> None:
-        """One character of a key or a value."""
-        first = not self._value
-        is_bare = not first and self._value[0] not in '"[{'
-        if is_bare and char in ",}" + _SPACE:  # a number or a word ends behind itself
-            self._end_value()
-            self._after_value(char)
-            return
-        if first and self._is_arguments:
-            if char == "{":
-                self.has_arguments = True
-            elif char != '"':
-                raise _NotACall
-        self._value.append(char)
-        if self.has_arguments and self._is_arguments:
-            self._arguments.append(char)
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-                if self._depth == 0:
-                    self._end_value()
-        elif char == '"':
-            self._in_string = True
-        elif char in "[{":
-            self._depth += 1
-        elif char in "]}":
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value()
-
-    @property
-    def _is_arguments(self) -> bool:
-        return self._state == "value" and self._key in self._keys
-
-    def _end_value(self) -> None:
-        text = "".join(self._value)
-        self._value = []
-        if self._state == "key":
-            self._key = str(_json_of(text))
-            self._state = "colon"
-            return
-        if self._key == "name":
-            name = _json_of(text)
-            if self.name is not None or not isinstance(name, str) or name not in self._names:
-                raise _NotACall
-            self.name = name
-        elif self._key in self._keys and text.startswith('"'):
-            # Some models write the arguments as a string that holds JSON.
-            inner = _json_of(text)
-            if not isinstance(_json_of(str(inner)), dict):
-                raise _NotACall
-            self._arguments.append(str(inner))
-            self.has_arguments = True
-        self._state = "next"
-
-    def _after_value(self, char: str) -> None:
-        if char == ",":
-            self._state = "key"
-        elif char == "}":
-            self._finish()
-        elif char not in _SPACE:
-            raise _NotACall
-        else:
-            self._state = "next"
-
-    def _finish(self) -> None:
-        if self.name is None:
-            raise _NotACall
-        if not self.has_arguments:
-            self._arguments.append("{}")
-            self.has_arguments = True
-        self.done = True
-
-
-def _json_of(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise _NotACall from None
 
 
 class ToolReader:
@@ -286,7 +83,7 @@ class ToolReader:
         self.num_calls = 0
         self._held = ""
         self._opened = ""
-        self._call: _CallScanner | None = None
+        self._call: CallScanner | None = None
         self._reported = False
         self._behind_call = False  # nothing but white space since the last call
         self._state: _State = "text"
@@ -391,7 +188,7 @@ class ToolReader:
         char = text[at]
         if char == "{":
             self._state = "call"
-            self._call = _CallScanner(self._names, _ARGUMENTS[self._style])
+            self._call = CallScanner(self._names, ARGUMENTS_KEY[self._style])
             self._reported = False
             return at
         if char in _SPACE or (char == "[" and self._style == "mistral"):
@@ -407,7 +204,7 @@ class ToolReader:
         while at < len(text) and not call.done and not failed:
             try:
                 call.push(text[at])
-            except _NotACall:
+            except NotACall:
                 failed = True
             at += 1
         check = self._strict.get(call.name or "")
@@ -486,124 +283,3 @@ def _short_id() -> str:
     """Mistral's templates take nine letters and digits."""
     letters = string.ascii_letters + string.digits
     return "".join(secrets.choice(letters) for _ in range(9))
-
-
-# --- templates without tools ---
-
-_HOW_TO_CALL = """\
-You can call functions. Their signatures, one a line:
-{signatures}
-To call one, answer with its name and its arguments as JSON, like this:
-<tool_call>
-{{"name": "<function>", "arguments": {{...}}}}
-</tool_call>
-The result comes back inside <tool_response></tool_response>."""
-
-
-def tell_tools(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """The messages with tools, calls and results as text, for a template that knows none of them.
-
-    The tools stand at the end of the system's message, which is made if there is none; results are
-    the user's, those that follow each other in one message.
-    """
-    told: list[dict[str, Any]] = []
-    in_results = False
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "tool":
-            block = f"<tool_response>\n{content}\n</tool_response>"
-            if in_results:
-                told[-1]["content"] += f"\n{block}"
-            else:
-                told.append({"role": "user", "content": block})
-            in_results = True
-            continue
-        in_results = False
-        blocks = [content] if content else []
-        for call in message.get("tool_calls", ()):
-            written = json.dumps(call["function"], ensure_ascii=False)
-            blocks.append(f"<tool_call>\n{written}\n</tool_call>")
-        others = {key: value for key, value in message.items() if key != "tool_calls"}
-        told.append({**others, "content": "\n".join(blocks)})
-    if tools:
-        signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        how = _HOW_TO_CALL.format(signatures=signatures)
-        if told and told[0]["role"] == "system":
-            told[0]["content"] += f"\n\n{how}"
-        else:
-            told.insert(0, {"role": "system", "content": how})
-    return told
-
-
-# --- forced calls ---
-
-
-@dataclass(frozen=True, slots=True)
-class ForcedCall:
-    """A call that the output must make.
-
-    opening: what the server puts at the end of the prompt. schema: JSON schema of what the model
-    writes. name: the function, where the opening names it. begun: whether the opening holds the
-    family's marker.
-    """
-
-    opening: str
-    schema: Mapping[str, Any]
-    name: str | None
-    begun: bool
-
-
-def force_call(
-    style: ToolFormat, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
-) -> ForcedCall:
-    """How one of `tools` (parameters' JSON schemas by name) is called for certain.
-
-    One tool: the server writes its name and the model the arguments. Several: the model writes name
-    and arguments; more than one call only in Mistral's lists, and if parallel.
-    """
-    key = _ARGUMENTS[style]
-    if len(tools) == 1:
-        [(name, schema)] = tools.items()
-        head = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS] [", "llama3": ""}[style]
-        opening = f'{head}{{"name": {json.dumps(name)}, "{key}":'
-        return ForcedCall(opening, schema, name, begun=True)
-    definitions: dict[str, Any] = {}
-    calls = []
-    for i, (name, schema) in enumerate(tools.items()):
-        # Parameters may refer to their own definitions: each keeps them, one level further in.
-        definitions[f"tool{i}"] = _moved(schema, f"#/$defs/tool{i}")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    key: {"$ref": f"#/$defs/tool{i}"},
-                },
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-        )
-    one: dict[str, Any] = {"anyOf": calls}
-    if style == "mistral":
-        many: dict[str, Any] = {"type": "array", "items": one, "minItems": 1}
-        if not parallel:
-            many["maxItems"] = 1
-        return ForcedCall("[TOOL_CALLS]", {**many, "$defs": definitions}, None, begun=True)
-    opening = "<tool_call>\n" if style == "hermes" else ""
-    return ForcedCall(opening, {**one, "$defs": definitions}, None, begun=style == "hermes")
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose local references point below `root`."""
-    if isinstance(schema, Mapping):
-        return {
-            key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, root)
-            for key, value in schema.items()
-        }
-    if isinstance(schema, (list, tuple)):
-        return [_moved(item, root) for item in schema]
-    return schema

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.tools.reader import (
-    ArgumentsPiece,
-    CallStart,
-    ToolEvent,
-    ToolFormat,
-    ToolReader,
-    force_call,
-    format_of,
-)
+from server.api.tools.forced import force_call
+from server.api.tools.formats import ToolFormat, format_of
+from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent, ToolReader
 from server.grammar_text import grammar_problem
 from server.types import GrammarSpec
 from tests.api.chat_models import CHATML, HERMES, LLAMA, MISTRAL
