@@ -60,6 +60,18 @@ COMMANDS = (
         "tailor tasks tune --model smollm2-135m-instruct --data train.jsonl --name slots",
     ),
     Command(
+        "tasks pack",
+        "pack:pack",
+        "put a task into one file: its YAML, corpus, profile and their hashes",
+        "tailor tasks pack configs/tasks/slots.yaml",
+    ),
+    Command(
+        "tasks unpack",
+        "pack:unpack",
+        "take a packed task apart into a folder of task files; damage is told",
+        "tailor tasks unpack slots.tailor-task --tasks configs/tasks",
+    ),
+    Command(
         "tasks analyze",
         "enrich:analyze",
         "measure how a task's outputs repeat, and say what would make it fast",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 __all__ = ["Bar", "Stages"]
 
@@ -19,10 +23,9 @@ class Bar:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import Progress
 
         self._console = Console(stderr=True, highlight=False)
-        self._bars = Progress(console=self._console, transient=True)
+        self._bars = _bars(self._console)
         self._tasks: dict[str, Any] = {}
         self._told_s = time.monotonic()
 
@@ -49,6 +52,30 @@ class Bar:
         elif total and done < total and time.monotonic() - self._told_s >= self.LOG_EVERY_S:
             self._told_s = time.monotonic()
             self._console.print(f"{stage} {done} of {total}", soft_wrap=True, markup=False)
+
+
+def _bars(console: Console) -> Progress:
+    """Bars of one line each, however narrow the terminal: the stage's name gives way."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
+
+    return Progress(
+        TextColumn(
+            "{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        ),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        expand=True,
+    )
 
 
 class Stages:

@@ -151,9 +151,12 @@ def _record(prompts: PromptOptions, output: Path, ask: Ask, identity: str, bar: 
 
 def _first_model(endpoint: Endpoint) -> str:
     """The name of a server's first model. Raises CallFailedError."""
+    from server.client.connection import CallFailedError
     from server.client.http import call
 
     try:
         return str(call(endpoint, "GET", "/models")["data"][0]["id"])
+    except CallFailedError as error:
+        raise ConfigError(f"{error.message}; is a Tailor server running there?") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{endpoint.url}: is a Tailor server running there?") from None

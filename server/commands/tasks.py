@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -19,6 +20,11 @@ from server.commands.options import (
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
 from server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.api.served_model import ServedModel
+    from server.commands.tune_material import TuneSettings
+    from server.engine.engine import Engine
 
 __all__ = ["check", "tune"]
 
@@ -105,59 +111,104 @@ def tune(
     *,
     data: Annotated[
         Path,
-        Parameter(metavar="FILE", help="JSON lines with a prompt and a completion, or recordings"),
+        Parameter(
+            metavar="FILE",
+            help="JSON lines, CSV or Parquet with a prompt and a completion, or messages; or "
+            "recordings",
+        ),
     ],
     file: TaskFile,
     fields: FieldOptions = _FIELDS,
     recording: RecordOptions = RecordOptions(),
     sampling: SamplingOptions = _SAMPLING,
     model: ModelOptions = _MODEL,
+    as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
 ) -> int:
-    from server.commands import tune as tuning
-    from server.engine.probe import measure_head
-    from server.wiring.drafter import make_task_drafter
+    from server.commands.tune_machine import busy_share, head_share
+    from server.commands.tune_material import TuneSettings, check_data
+    from server.model.catalog import model_folder
 
+    # Told before a model is loaded.
     output = file.path()
     if recording.num_prompts < 1 or recording.record_seconds <= 0:
         raise ConfigError("--num-prompts and --record-seconds: must be above 0")
     drawn = sampling_of(sampling)
-    if not data.is_file():  # told before a model is loaded
+    if not data.is_file():
         raise ConfigError(f"{data}: no such file")
-    settings = tuning.TuneSettings(
-        name=file.name,
-        data=data,
-        output=output,
-        outputs=recording.outputs,
-        description=file.description,
-        model=file.served_model_name,
-        field=fields.field,
-        prompt_field=fields.prompt_field,
-        num_prompts=recording.num_prompts,
-        record_s=recording.record_seconds,
-        temperature=drawn.temperature,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        seed=drawn.seed,
-    )
+    check_data(data, recording.outputs, fields.field, fields.prompt_field)
+    busy = busy_share()
     with Bar() as bar, own_engine(model, bar, ("auto",)) as (served, engine):
-        cost = engine.budget.cost
-        assert cost is not None  # build_engine measures it
-        report = tuning.tune(
-            settings,
-            engine,
-            served.tokenizer,
-            served.table,
-            lambda name, task, speculation: make_task_drafter(
-                name,
-                served.table.fingerprint.hex(),
-                engine.info.eos_token_ids,
-                task,
-                speculation,
-            ),
-            cost,
-            measure_head(engine.runner),
-            bar,
+        settings = TuneSettings(
+            name=file.name,
+            data=data,
+            output=output,
+            outputs=recording.outputs,
+            description=file.description,
+            model=file.served_model_name,
+            field=fields.field,
+            prompt_field=fields.prompt_field,
+            num_prompts=recording.num_prompts,
+            record_s=recording.record_seconds,
+            temperature=drawn.temperature,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            seed=drawn.seed,
+            head_share=head_share(model_folder(model.model)),
+            busy=busy,
+            render=_render_with(served),
         )
-    print(output.read_text(encoding="utf-8"), end="")
-    print(json.dumps(report))
+        report = _tuned(settings, served, engine, bar)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _tell(output, report)
     return 0
+
+
+def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
+    from server.commands.tune import tune
+    from server.commands.tune_machine import head_seconds
+    from server.wiring.drafter import make_task_drafter
+
+    cost = engine.budget.cost
+    assert cost is not None  # build_engine measures it
+    return tune(
+        settings,
+        engine,
+        served.tokenizer,
+        served.table,
+        lambda name, task, speculation: make_task_drafter(
+            name, served.table.fingerprint.hex(), engine.info.eos_token_ids, task, speculation
+        ),
+        cost,
+        head_seconds(engine.runner),
+        bar,
+    )
+
+
+def _render_with(
+    served: ServedModel,
+) -> Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None:
+    """A chat as the model's template writes it, and its ids; None for a model without one."""
+    chat = served.chat
+    if chat is None:
+        return None
+
+    def render(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        rendered = chat.render(messages)
+        return rendered.text, chat.encode(rendered)
+
+    return render
+
+
+def _tell(output: Path, report: dict[str, Any]) -> None:
+    """The file, what was written, and what to do next."""
+    print(output.read_text(encoding="utf-8"))
+    written = [report["file"], report["corpus"]]
+    if report["vocabulary"].get("mode") == "exact":
+        written.append(str(output.with_suffix(".vocab")))
+    print(f"written: {', '.join(name for name in written if name is not None)}")
+    if report["quality"] and not report["quality"]["does_the_task"]:
+        print("next: mend the answers first (see Try, above); drafts only make them faster")
+    else:
+        print(f"next: tailor serve --tasks {output.parent}, and ask for model {report['task']!r}")

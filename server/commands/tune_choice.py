@@ -1,0 +1,211 @@
+"""Which way to draft is chosen, and whether a slice of the LM head pays: by what is forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from drafters.catalog import Need, catalog, that_use
+from server.commands.tune_material import BOTH, DATA, OWN, Example, Material, Progress, TuneSettings
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+    from drafters.corpus import Corpus
+    from drafters.replay import Recording
+    from server.engine.budget import CostTable
+    from server.engine.engine import Engine
+    from server.engine.forecast import Forecast
+    from server.token_bytes import TokenBytes
+    from vocab_store.cost import HeadCosts
+    from vocab_store.profile import VocabProfile
+
+__all__ = [
+    "BUSY",
+    "WORTH",
+    "Choice",
+    "best_of",
+    "bigram_coverage",
+    "prompt_coverage",
+    "replay_all",
+    "vocabulary",
+]
+
+_TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
+WORTH = 1.01  # below this expected speedup a task drafts nothing
+BUSY = 0.5  # share of the machine that others use, from which on costs are not believed
+_SLACK = 1.5  # the head may take so many times its share of the bytes
+_WORTH_WINDOWS = 1.05  # ... and a task's text does not come in windows
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to draft, and what it is expected to bring. corpus: which examples it holds."""
+
+    drafter: str
+    corpus: str | None
+    budget: int
+    forecast: Forecast
+
+
+def replay_all(
+    settings: TuneSettings,
+    material: Material,
+    drafter_of: Callable[[str, str | None], Drafter],
+    corpora: Sequence[str],
+    cost: CostTable,
+    vocab_size: int,
+    progress: Progress,
+) -> list[Choice]:
+    """Every drafter with every corpus it can use, at every budget; one stream."""
+    from server.engine.forecast import forecast
+
+    budgets = settings.budgets
+    cells: list[tuple[str, str | None, int]] = [
+        (spec.name, None, n) for spec in catalog().values() if spec.without_corpus for n in budgets
+    ]
+    cells += [
+        (name, label, n) for name in that_use(Need.CORPUS) for label in corpora for n in budgets
+    ]
+    choices = []
+    for i, (name, label, budget) in enumerate(cells):
+        progress("replaying drafters", i, len(cells))
+        expected = forecast(
+            drafter_of(name, label),  # anew: a drafter learns from what it sees
+            material.held,
+            cost,
+            max_draft_tokens=budget,
+            vocab_size=vocab_size,
+        )
+        choices.append(Choice(name, label, budget, expected))
+    progress("replaying drafters", len(cells), len(cells))
+    return choices
+
+
+def best_of(choices: Sequence[Choice]) -> Choice | None:
+    """The choice with the highest expected speedup; None where nothing is worth its drafts.
+
+    Among equals `auto`, whose chances are calibrated while it runs, then fewer nodes, then no
+    corpus, then the largest one.
+    """
+    top = max(choice.forecast.speedup for choice in choices)
+    if top < WORTH:
+        return None
+    near = [choice for choice in choices if choice.forecast.speedup >= top * (1.0 - _TIE)]
+    sizes = {None: 0, BOTH: 1, DATA: 2, OWN: 3}
+    return min(near, key=lambda c: (c.drafter != "auto", c.budget, sizes.get(c.corpus, 9)))
+
+
+def vocabulary(
+    material: Material,
+    best: Choice | None,
+    engine: Engine,
+    tokens: TokenBytes,
+    cost: CostTable,
+    head: tuple[float, float],
+    settings: TuneSettings,
+) -> tuple[dict[str, Any], VocabProfile | None]:
+    """What a slice of the LM head would miss and save in the chosen way of drafting (VocabTailor's
+    Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth its windows.
+
+    Costs are per token, as server.engine.exact_control takes them: a step with drafts has more rows
+    and emits more tokens, and a window still reads the whole head once.
+    """
+    import numpy as np
+
+    from vocab_store.cost import best_fill, slice_head_s
+    from vocab_store.profile import Example as Document
+    from vocab_store.profile import ProfileSettings, build_profile
+    from vocab_store.slice import RequiredIds
+
+    def documents(examples: Iterable[Example]) -> list[Document]:
+        return [Document(np.asarray(p, np.int32), np.asarray(o, np.int32)) for p, o in examples]
+
+    label = next((name for name in (BOTH, DATA, OWN) if material.parts.get(name)), None)
+    if label is None:
+        return {}, None
+    profile = build_profile(
+        documents(material.parts[label]),
+        tokens,
+        RequiredIds.from_tokens(tokens, engine.info.eos_token_ids),
+        ProfileSettings(),
+        heldout=documents((r.prompt_ids, r.output_ids) for r in material.held),
+    )
+    held = profile.manifest["report"]["heldout"]
+    costs, share = _head_costs(best, tokens.vocab_size, cost, head, settings.head_share)
+    fill = best_fill(
+        costs,
+        profile.slice.num_ids,
+        profile.miss_rate or 0.0,
+        profile.fill_gains,
+        num_dynamic=held["mean_dynamic"],
+    )
+    slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
+    speedup = fill.full_s / fill.cost_s
+    # Slices are there on the CPU only; text that comes in windows should be worth the wait.
+    exact = engine.info.device == "cpu" and speedup >= _WORTH_WINDOWS and settings.busy <= BUSY
+    return {
+        "mode": "exact" if exact else "full",
+        "ids": profile.slice.num_ids,
+        "share": round(profile.slice.share, 4),
+        "miss_rate": round(profile.miss_rate or 0.0, 5),
+        "outputs_with_a_miss": round(held["num_documents_missed"] / held["num_documents"], 3),
+        "head_share": round(share, 3),
+        "exact_speedup": round(speedup, 3),
+        "exact_ids": fill.num_ids,
+        "exact_window": fill.window,
+        "slice_speedup": round(fill.full_s / slice_s, 3),
+    }, (profile if exact else None)
+
+
+def _head_costs(
+    best: Choice | None,
+    vocab_size: int,
+    cost: CostTable,
+    head: tuple[float, float],
+    head_share: float | None,
+) -> tuple[HeadCosts, float]:
+    """What a token costs in the body and in the head, and the head's share of a step.
+
+    A step of few rows takes the time of the bytes that it reads, so a head that was measured to
+    take much more than its share of them was measured on a disturbed machine: head_share bounds it.
+    """
+    from vocab_store.cost import HeadCosts
+
+    num_rows, per_step = 1.0, 1.0
+    if best is not None:
+        num_rows += best.forecast.num_rows / max(1, best.forecast.num_steps)
+        per_step = best.forecast.tokens_per_step
+    first_s, further_s = head
+    if head_share is not None:
+        most_s = min(0.95, _SLACK * head_share) * cost.cost(1)
+        scale = min(1.0, most_s / first_s) if first_s > 0 else 1.0
+        first_s, further_s = scale * first_s, scale * further_s
+    head_s = first_s + further_s * (num_rows - 1.0)
+    step_s = max(cost.cost(num_rows), 1.01 * head_s)
+    return HeadCosts(
+        body_s=(step_s - head_s) / per_step,
+        full_s=head_s / per_step,
+        vocab_size=vocab_size,
+        verify_s=first_s,
+        verify_row_s=further_s,
+    ), head_s / step_s
+
+
+def bigram_coverage(corpus: Corpus, held: Sequence[Recording]) -> float:
+    """Share of the held-back outputs' token bigrams that the corpus holds."""
+    grams, _ = corpus.count_grams(2)
+    known = set(map(tuple, grams.tolist()))
+    pairs = [pair for r in held for pair in zip(r.output_ids, r.output_ids[1:], strict=False)]
+    return sum(pair in known for pair in pairs) / max(1, len(pairs))
+
+
+def prompt_coverage(held: Sequence[Recording]) -> float:
+    """Share of the held-back outputs' token bigrams that their own prompts hold."""
+    hits = num = 0
+    for r in held:
+        known = set(zip(r.prompt_ids, r.prompt_ids[1:], strict=False))
+        pairs = list(zip(r.output_ids, r.output_ids[1:], strict=False))
+        hits += sum(pair in known for pair in pairs)
+        num += len(pairs)
+    return hits / max(1, num)

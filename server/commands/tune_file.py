@@ -1,0 +1,207 @@
+"""The task's file as `tailor tasks tune` writes it: reasons as comments, then what is read."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from server.commands.tune_choice import WORTH, Choice
+from server.commands.tune_material import Material, TuneSettings
+from server.commands.tune_quality import quality_lines
+from server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.engine.budget import CostTable
+    from server.engine.engine import Engine
+
+__all__ = ["MANY_STREAMS", "is_ours", "remove", "save", "task_text", "write_checked"]
+
+MANY_STREAMS = 8
+_MADE_BY = "Made by `tailor tasks tune`"
+
+
+def task_text(
+    settings: TuneSettings,
+    material: Material,
+    engine: Engine,
+    cost: CostTable,
+    choices: Sequence[Choice],
+    best: Choice | None,
+    report: dict[str, Any],
+) -> str:
+    """The YAML text: reasons as comments, then what the server reads."""
+    lines = _origin_lines(settings, material, engine, cost, report)
+    lines += quality_lines(report["quality"])
+    if report["busy"] is not None:
+        lines.append(
+            f"Others used {report['busy']:.0%} of the machine: the speedups are not to be believed "
+            "and mode `exact` was not decided. Tune again when it is idle."
+        )
+    if best is None:
+        lines.append(
+            f"Nothing is worth drafting here: no drafter is expected to gain {WORTH - 1:.0%}."
+        )
+    else:
+        chosen = best.forecast
+        lines.append(
+            f"Expected: {chosen.tokens_per_step:.2f} tokens a step, "
+            f"{chosen.decode_speedup:.2f}x in decoding, {chosen.speedup:.2f}x a whole request "
+            f"(one at a time); {report[f'expected_speedup_{MANY_STREAMS}_streams']:.2f}x with "
+            f"{MANY_STREAMS} at once."
+        )
+    lines += _why_lines(report["why"])
+    lines += _vocabulary_lines(report["vocabulary"])
+    lines += ["", "Expected tokens a step / speedup of a request, by most draft tokens a step:"]
+    lines += _table(settings, choices, best)
+    comments = [f"# {line}".rstrip() for line in lines]
+    return "\n".join([*comments, *_body(settings, material, best, report)]) + "\n"
+
+
+def _origin_lines(
+    settings: TuneSettings,
+    material: Material,
+    engine: Engine,
+    cost: CostTable,
+    report: dict[str, Any],
+) -> list[str]:
+    """What the task was tuned on."""
+    from server import __version__
+
+    data = hashlib.sha256(settings.data.read_bytes()).hexdigest()[:12]
+    outputs = (
+        f"the data's {settings.field}s"
+        if settings.outputs == "gold"
+        else f"the model's own for {material.num_recorded} of its prompts"
+    )
+    return [
+        f"{_MADE_BY} {__version__} on {datetime.date.today().isoformat()}.",
+        f"data      {settings.data.name} ({data}), {material.num_lines} lines",
+        f"model     {engine.info.name} ({engine.info.fingerprint[:12]}, {engine.info.dtype})",
+        f"outputs   {outputs}; {len(material.held)} held back and replayed, "
+        f"{report['held_back_tokens']} tokens",
+        f"cost      1 row {cost.cost(1) * 1e3:.2f} ms, 8 rows {cost.cost(8) * 1e3:.2f} ms, "
+        f"16 rows {cost.cost(16) * 1e3:.2f} ms on {engine.info.device}",
+        "",
+    ]
+
+
+def _body(
+    settings: TuneSettings, material: Material, best: Choice | None, report: dict[str, Any]
+) -> list[str]:
+    """The lines that the server reads."""
+    body: list[str] = [f"name: {json.dumps(settings.name)}"]
+    if settings.description:
+        body.append(f"description: {json.dumps(settings.description, ensure_ascii=False)}")
+    if settings.model is not None:
+        body.append(f"model: {json.dumps(settings.model)}")
+    body += [
+        "sampling:",
+        f"  temperature: {settings.temperature:g}",
+        f"  max_tokens: {material.max_tokens}"
+        + (f"  # the longest output has {material.longest}" if material.longest else ""),
+    ]
+    if settings.stop:
+        body.append(f"  stop: {json.dumps(list(settings.stop), ensure_ascii=False)}")
+    body.append("speculation:")
+    if best is None:
+        body.append("  drafter: off")
+    else:
+        body += [f"  drafter: {best.drafter}", f"  max_draft_tokens: {best.budget}"]
+    if report["corpus"] is not None:
+        body.append(f"  corpus: {json.dumps(Path(report['corpus']).name)}")
+    if report["vocabulary"].get("mode") == "exact":
+        profile = settings.output.with_suffix(".vocab").name
+        body += ["vocabulary:", "  mode: exact", f"  profile: {json.dumps(profile)}"]
+    return body
+
+
+def _why_lines(why: dict[str, Any]) -> list[str]:
+    lines = []
+    if "bigram_entropy_bits" in why:
+        lines.append(
+            f"Why: bigram entropy {why['bigram_entropy_bits']:.2f} bits, K80 {why['k80']} (the "
+            f"corpus of {why['corpus']}; TASC, table 1, of tokens): the lower, the more it repeats."
+        )
+        lines.append(
+            f"     {why['corpus_bigram_coverage']:.0%} of the held-back outputs' bigrams are in "
+            f"the corpus, {why['prompt_bigram_coverage']:.0%} in their own prompts."
+        )
+    else:
+        lines.append(
+            f"Why: {why['prompt_bigram_coverage']:.0%} of the outputs' bigrams are in the prompts."
+        )
+    if "accepted_by_source" in why:
+        shares = ", ".join(
+            f"{name} {share:.0%}" for name, share in why["accepted_by_source"].items()
+        )
+        lines.append(f"     Accepted drafts came from: {shares}.")
+    return lines
+
+
+def _vocabulary_lines(vocabulary: dict[str, Any]) -> list[str]:
+    if not vocabulary:
+        return []
+    return [
+        f"Vocabulary: {vocabulary['ids']} ids ({vocabulary['share']:.1%}) hold all but "
+        f"{vocabulary['miss_rate']:.2%} of the held-back tokens; the head is "
+        f"{vocabulary['head_share']:.0%} of a step.",
+        f"     Beside these drafts `exact` should bring {vocabulary['exact_speedup']:.2f}x, "
+        f"`slice`, which may change tokens, {vocabulary['slice_speedup']:.2f}x.",
+    ]
+
+
+def _table(settings: TuneSettings, choices: Sequence[Choice], best: Choice | None) -> list[str]:
+    rows: dict[tuple[str, str | None], dict[int, str]] = {}
+    for choice in choices:
+        mark = "*" if choice is best else ""
+        rows.setdefault((choice.drafter, choice.corpus), {})[choice.budget] = (
+            f"{choice.forecast.tokens_per_step:.2f} / {choice.forecast.speedup:.2f}{mark}"
+        )
+    lines = ["drafter  corpus        " + "".join(f"{budget:<14}" for budget in settings.budgets)]
+    for (name, label), cells in rows.items():
+        lines.append(
+            f"{name:<8} {label or '-':<13} "
+            + "".join(f"{cells[budget]:<14}" for budget in settings.budgets)
+        )
+    return lines
+
+
+def write_checked(file: Path, text: str, name: str) -> None:
+    """Write the task and read it back as the server will."""
+    from server.config import load_task
+
+    file.write_text(text, encoding="utf-8")
+    if load_task(file).name != name:
+        raise AssertionError(f"{file} does not hold the task {name}")
+
+
+def is_ours(file: Path) -> bool:
+    """Whether there is a task file that an earlier tuning wrote."""
+    try:
+        return file.read_text(encoding="utf-8").startswith(f"# {_MADE_BY}")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+
+
+def save(path: Path, write: Callable[[Path], None]) -> None:
+    """`write` to a temporary file beside `path`, then put it in its place."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
+            file = Path(folder) / path.name
+            write(file)
+            file.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,288 @@
+"""What a task is tuned on: its data, the model's own outputs for it, and the part held back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from server.commands.recorder import Answer, Failure, Prompt, ask_engine, prompt_of
+from server.commands.tune_quality import Compared
+from server.datasets import example_of, rows, turn_of
+from server.errors import ConfigError, TailorError
+from server.types import SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from drafters.replay import Recording
+    from server.engine.engine import Engine
+
+__all__ = [
+    "BOTH",
+    "DATA",
+    "OWN",
+    "Example",
+    "Ids",
+    "Material",
+    "Progress",
+    "TuneSettings",
+    "check_data",
+    "gather",
+]
+
+Ids = Sequence[int]
+Example = tuple[Ids, Ids]
+Progress = Callable[[str, int, int | None], None]
+
+_MAX_HELD = 200
+_MAX_HELD_TOKENS = 12_000
+_MIN_EXAMPLES = 10
+_RECORDED_HELD = 4  # every so many of the recorded prompts is held back
+OWN, DATA, BOTH = "own outputs", "completions", "both"
+
+
+@dataclass(frozen=True, slots=True)
+class TuneSettings:
+    """What the command line says.
+
+    name: the task's. model: what server.yaml calls the model, or None for the server's first.
+    data: rows with `prompt_field` and, for outputs "gold", `field`, with messages, or recordings.
+    output: the task file; the corpus goes beside it. outputs: what drafts are judged by.
+    num_prompts, record_s: most prompts and seconds of recording. max_tokens: None takes a bound
+    from the completions, or 256 without any. budgets: most nodes a step, to be tried.
+    head_share: the LM head's share of the bytes that a step of one row reads, or None where it is
+    not known. busy: share of the machine that others used before the model was loaded. render: a
+    chat as the model's template writes it, and its ids; None for a model without one.
+    """
+
+    name: str
+    data: Path
+    output: Path
+    outputs: Literal["gold", "model"]
+    description: str = ""
+    model: str | None = None
+    field: str = "completion"
+    prompt_field: str = "prompt"
+    num_prompts: int = 200
+    record_s: float = 180.0
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    head_share: float | None = None
+    busy: float = 0.0
+    render: Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None = None
+    budgets: tuple[int, ...] = (4, 8, 16, 32)
+
+
+@dataclass(slots=True)
+class Material:
+    """Outputs to replay, and what corpora may be built from. Written by `gather`.
+
+    compared: the model's outputs beside the data's. has_plain_prompts: not all are rendered chats.
+    held: replayed. parts: examples by corpus label, without the held-back ones; whole: with them.
+    """
+
+    held: list[Recording] = field(default_factory=list)
+    parts: dict[str, list[Example]] = field(default_factory=dict)
+    whole: dict[str, list[Example]] = field(default_factory=dict)
+    num_lines: int = 0
+    num_recorded: int = 0
+    num_failed: int = 0
+    compared: list[Compared] = field(default_factory=list)
+    has_plain_prompts: bool = False
+    longest: int = 0
+    max_tokens: int = 0
+
+
+def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Progress) -> Material:
+    """Read the data, record outputs where they are asked for, and hold a part back."""
+    gold, prompts, texts = _read(settings, tokenizer, engine.info.eos_token_ids[0], progress)
+    material = Material(num_lines=len(gold))
+    outputs = [len(example[1]) for example in gold if example is not None]
+    material.longest = max(outputs, default=0)
+    bound = 16 * math.ceil(1.25 * material.longest / 16) if outputs else 256
+    material.max_tokens = settings.max_tokens or bound
+    if settings.outputs == "gold":
+        examples = [example for example in gold if example is not None]
+        step = max(5, math.ceil(len(examples) / _MAX_HELD))
+        held = set(range(step - 1, len(examples), step))
+        _hold(material, [examples[i] for i in sorted(held)])
+        seen = {tuple(r.prompt_ids) for r in material.held}
+        material.parts[DATA] = _without(examples, seen)
+        material.whole[DATA] = examples
+        return material
+    material.has_plain_prompts = any(prompt.text is not None for prompt in prompts)
+    own, own_lines = _record(settings, material, engine, tokenizer, prompts, progress)
+    _compare(material, own, own_lines, texts, tokenizer)
+    held_own = [example for i, example in enumerate(own) if i % _RECORDED_HELD == 0]
+    _hold(material, held_own)
+    seen = {tuple(r.prompt_ids) for r in material.held}
+    held_lines = {own_lines[i] for i in range(0, len(own), _RECORDED_HELD)}
+    parts = {OWN: _without(own, seen)}
+    whole = {OWN: own}
+    known = [(i, example) for i, example in enumerate(gold) if example is not None]
+    if known:
+        same = {tuple(gold[i][0]) for i in held_lines if gold[i] is not None}  # type: ignore[index]
+        parts[DATA] = [e for i, e in known if i not in held_lines and tuple(e[0]) not in same]
+        whole[DATA] = [e for _, e in known]
+        parts[BOTH] = parts[DATA] + parts[OWN]
+        whole[BOTH] = whole[DATA] + whole[OWN]
+    material.parts = {label: part for label, part in parts.items() if part}
+    material.whole = whole
+    return material
+
+
+def _read(
+    settings: TuneSettings, tokenizer: Any, eos_token_id: int, progress: Progress
+) -> tuple[list[Example | None], list[Prompt], list[str | None]]:
+    """(examples, prompts to be recorded, outputs as text) of the rows, None where one has none."""
+    gold: list[Example | None] = []
+    prompts: list[Prompt] = []
+    texts: list[str | None] = []
+    for number, row in rows(settings.data):
+        where = f"{settings.data}:{number}"
+        entry = _plain(row, where, settings)
+        has_output = "output_ids" in entry or settings.field in entry
+        if settings.outputs == "gold" or has_output:
+            gold.append(
+                example_of(
+                    entry, where, settings.field, settings.prompt_field, tokenizer, eos_token_id
+                )
+            )
+            if not gold[-1][0]:  # type: ignore[index]
+                raise ConfigError(f"{where}: {settings.prompt_field}: must be a string, not empty")
+        else:
+            gold.append(None)
+        told = None if "output_ids" in entry else entry.get(settings.field)
+        texts.append(told if isinstance(told, str) else None)
+        if settings.outputs == "model":
+            prompts.append(prompt_of(number, entry, settings.data, settings.prompt_field))
+        if len(gold) % 200 == 0:
+            progress("reading", len(gold), None)
+    if len(gold) < _MIN_EXAMPLES:
+        raise ConfigError(f"{settings.data}: {len(gold)} examples; tuning needs {_MIN_EXAMPLES}")
+    return gold, prompts, texts
+
+
+def _plain(row: dict[str, Any], where: str, settings: TuneSettings) -> dict[str, Any]:
+    """A row of messages as prompt, its ids and output; other rows as they are."""
+    if "messages" not in row:
+        return row
+    turn = turn_of(row, where, settings.field, settings.prompt_field)
+    if settings.render is None:
+        raise ConfigError(f"{where}: messages: the model has no chat template")
+    try:
+        prompt, ids = settings.render(turn.asked["messages"])
+    except TailorError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+    output = {} if turn.gold is None else {settings.field: turn.gold}
+    return {settings.prompt_field: prompt, "prompt_ids": ids, **output}
+
+
+def check_data(data: Path, outputs: str, output_field: str, prompt_field: str) -> None:
+    """What is wrong with the data, told before a model is loaded. Raises ConfigError."""
+    num = 0
+    for number, row in rows(data):
+        num += 1
+        where = f"{data}:{number}"
+        if "prompt_ids" in row or "output_ids" in row:
+            continue
+        turn = turn_of(row, where, output_field, prompt_field)
+        if outputs == "gold" and turn.gold is None:
+            raise ConfigError(f"{where}: {output_field}: must be a string")
+    if num < _MIN_EXAMPLES:
+        raise ConfigError(f"{data}: {num} examples; tuning needs {_MIN_EXAMPLES}")
+
+
+def _compare(
+    material: Material,
+    own: Sequence[Example],
+    own_lines: Sequence[int],
+    texts: Sequence[str | None],
+    tokenizer: Any,
+) -> None:
+    """The recorded outputs beside the data's, where the data has some."""
+    for (_, output_ids), line in zip(own, own_lines, strict=True):
+        gold = texts[line]
+        if gold is not None:
+            output = tokenizer.decode(list(output_ids), skip_special_tokens=True)
+            hit_max = len(output_ids) >= material.max_tokens
+            material.compared.append(Compared(gold, output, hit_max))
+
+
+def _hold(material: Material, examples: Iterable[Example]) -> None:
+    from drafters.replay import Recording
+
+    num_tokens = 0
+    for prompt, output in examples:
+        if prompt and output and (num_tokens < _MAX_HELD_TOKENS or not material.held):
+            material.held.append(Recording(list(prompt), list(output)))
+            num_tokens += len(output)
+    if not material.held:
+        raise ConfigError("no held-back example has a prompt and an output")
+
+
+def _without(examples: Sequence[Example], prompts: set[tuple[int, ...]]) -> list[Example]:
+    """Examples with other prompts than those held back: repeats would flatter the corpus."""
+    return [example for example in examples if tuple(example[0]) not in prompts]
+
+
+def _record(
+    settings: TuneSettings,
+    material: Material,
+    engine: Engine,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    progress: Progress,
+) -> tuple[list[Example], list[int]]:
+    """(examples of the model's own outputs, the index of the line of each), in the data's order."""
+    num = min(settings.num_prompts, len(prompts))
+    picked = [i * len(prompts) // num for i in range(num)]
+    # Every fourth is held back: the first pass takes some of each, should the time run out.
+    asked = [replace(prompts[i], line=i) for i in picked]
+    asked.sort(key=lambda prompt: _shuffle(prompt.line))
+    end_s = time.monotonic() + settings.record_s
+
+    def in_time() -> Iterator[Prompt]:
+        for prompt in asked:
+            if time.monotonic() > end_s:
+                return
+            yield prompt
+
+    sampling = SamplingParams(
+        temperature=settings.temperature,
+        max_tokens=material.max_tokens,
+        stop=tuple(s.encode() for s in settings.stop),
+        seed=settings.seed,
+    )
+    answers: dict[int, Answer] = {}
+    failures: list[Failure] = []
+    progress("recording", 0, num)
+    for answer in ask_engine(
+        engine,
+        tokenizer,
+        in_time(),
+        sampling,
+        speculation=SpeculationParams("auto", 8),
+        num_open=min(16, engine.settings.max_num_seqs),
+    ):
+        if isinstance(answer, Failure):
+            failures.append(answer)
+        else:
+            answers[answer.prompt.line] = answer
+        progress("recording", len(answers) + len(failures), num)
+    material.num_recorded, material.num_failed = len(answers), len(failures)
+    if len(answers) < _MIN_EXAMPLES:
+        reason = f": {failures[0].message}" if failures else "; give it more time"
+        raise ConfigError(f"only {len(answers)} outputs were recorded{reason}")
+    lines = sorted(answers)
+    examples: list[Example] = [(answers[i].prompt.ids or (), answers[i].output_ids) for i in lines]
+    return examples, lines
+
+
+def _shuffle(number: int) -> int:
+    """An order without meaning that is the same every time."""
+    return (number * 0x9E3779B1) & 0xFFFFFFFF

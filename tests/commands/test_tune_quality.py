@@ -1,0 +1,135 @@
+"""What tuning says of the model's outputs, of its machine and of its data."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from server.commands.progress import _bars
+from server.commands.tune_choice import _head_costs
+from server.commands.tune_machine import head_share
+from server.commands.tune_material import check_data
+from server.commands.tune_quality import Compared, quality, quality_lines
+from server.engine.budget import CostTable
+from server.errors import ConfigError
+
+
+def _compared(num: int, gold: str, output: str, *, hit_max: bool = False) -> list[Compared]:
+    return [Compared(gold, output, hit_max)] * num
+
+
+def test_wrong_answers_are_called_wrong() -> None:
+    loop = "Sure! I am happy to help you. " * 20
+    found = quality(_compared(40, "kind: town", loop, hit_max=True), stops=(), can_chat=True)
+    assert found["exact_match"]["mean"] == 0 and found["f1"]["mean"] < 0.1
+    assert (found["hit_max_tokens"], found["repeats_itself"]) == (1.0, 1.0)
+    assert not found["does_the_task"]
+    told = "\n".join(quality_lines(found))
+    assert "The model does not do this task" in told and "tailor tasks train" in told
+    assert "100% of the outputs were ended by max_tokens" in told and "chat template" in told
+    assert "data   kind: town" in told and "model  Sure!" in told
+    assert max(map(len, told.splitlines())) < 115
+
+
+def test_a_stop_that_helps_is_found_and_one_in_the_data_is_not() -> None:
+    right_but = _compared(30, "kind: town", " kind: town\nTown 8: kind: river and more of it")
+    found = quality(right_but, stops=(), can_chat=False)
+    assert found["does_the_task"] and found["begins_like_the_data"] == 1.0
+    assert any(s.startswith('stop: ["\\n"] would bring F1 to 100%') for s in found["suggestions"])
+    assert not quality(right_but, stops=("\n",), can_chat=False)["suggestions"]
+    lines = _compared(30, "a\nb c", "a\nb c\n\nmore of other things here")
+    (told,) = quality(lines, stops=(), can_chat=False)["suggestions"]
+    assert told.startswith('stop: ["\\n\\n"]'), "a line's end is in the data"
+
+
+def test_good_answers_need_nothing() -> None:
+    found = quality(_compared(30, "kind: town", "kind: town"), stops=(), can_chat=True)
+    assert found["exact_match"]["low"] == 1.0 and not found["suggestions"]
+    assert quality([], stops=(), can_chat=True) == {} and quality_lines({}) == []
+
+
+# --- the machine ---
+
+
+def _safetensors(file: Path, shapes: dict[str, list[int]]) -> None:
+    header = {
+        name: {"dtype": "F32", "shape": s, "data_offsets": [0, 0]} for name, s in shapes.items()
+    }
+    data = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    file.write_bytes(struct.pack("<Q", len(data)) + data)
+
+
+def test_the_heads_share_is_that_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "hidden_size": 8}')
+    body = {"model.layers.0.mlp.up_proj.weight": [400, 8], "model.norm.weight": [8]}
+    _safetensors(tmp_path / "model.safetensors", {"model.embed_tokens.weight": [100, 8], **body})
+    assert head_share(tmp_path) == pytest.approx(800 / (800 + 3208))
+    _safetensors(tmp_path / "model.safetensors", {"lm_head.weight": [100, 8], **body})
+    assert head_share(tmp_path) == pytest.approx(800 / (800 + 3208))
+    (tmp_path / "config.json").write_text("{}")
+    assert head_share(tmp_path) is None
+
+
+@pytest.mark.parametrize(("measured_s", "most"), [(0.99, 0.32), (0.49, 0.32), (0.2, 0.21)])
+def test_a_head_measured_above_its_bytes_is_not_believed(measured_s: float, most: float) -> None:
+    """A head with 21 % of the bytes came out as 49 % and 99 % of a step."""
+    cost = CostTable([1, 64], [1.0, 2.0])
+    costs, share = _head_costs(None, 1000, cost, (measured_s, 0.01), 0.21)
+    assert share <= most and costs.full_s <= most
+    assert _head_costs(None, 1000, cost, (measured_s, 0.01), None)[1] == pytest.approx(measured_s)
+
+
+# --- the data, before a model is loaded ---
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", "prompt,completion\n" + "x,y\n" * 9, "9 examples; tuning needs 10"),
+        ("a.csv", "q,completion\nx,y\n", "a.csv:2: prompt: must be a string, not empty"),
+        ("a.jsonl", '{"prompt": "x"}\n' * 12, "a.jsonl:1: completion: must be a string"),
+        ("a.jsonl", '{"messages": []}\n' * 12, "a.jsonl:1: messages: nothing is asked"),
+    ],
+)
+def test_data_is_checked(name: str, text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        check_data(file, "gold", "completion", "prompt")
+
+
+def test_data_of_every_kind_is_taken(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "x", "completion": "y"},
+        {"prompt_ids": [1], "output_ids": [2]},
+    ]
+    rows += [
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    check_data(file, "gold", "completion", "prompt")
+
+
+# --- bars ---
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_bars_fit(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    bars = _bars(console)
+    bars.add_task(
+        "loading the model (the first time here: compiling and measuring too)", total=None
+    )
+    bars.add_task("replaying drafters", total=100, completed=37)
+    with console.capture() as captured:
+        console.print(bars)
+    lines = captured.get().splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= width
+    assert "37%" in lines[1] and "loading the model" in lines[0]
