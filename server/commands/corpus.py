@@ -47,8 +47,7 @@ def build(
             list(data),
             output,
             adapter=adapter,
-            field=fields.field,
-            prompt_field=fields.prompt_field,
+            fields=fields,
             n_max=n_max,
             p_min=p_min,
             progress=lambda what, share: stages(f"{what} {share:.0%}"),
@@ -113,8 +112,7 @@ def build_file(
     output: Path,
     *,
     adapter: str | None = None,
-    field: str = "completion",
-    prompt_field: str = "prompt",
+    fields: FieldOptions = _FIELDS,
     n_max: int = 5,
     p_min: int = 5,
     progress: Callable[[str, float], None] | None = None,
@@ -130,7 +128,8 @@ def build_file(
     fingerprint, spelled = _spelling(tokenizer, adapter, fingerprint)
     # One by one: as Python's lists a large corpus would take ten times the memory of its arrays.
     examples = itertools.chain.from_iterable(
-        read_examples(path, field, prompt_field, tokenizer, eos_token_id) for path in data
+        read_examples(path, fields.field, fields.prompt_field, tokenizer, eos_token_id)
+        for path in data
     )
     first = next(examples, None)
     if first is None:

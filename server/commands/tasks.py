@@ -124,9 +124,8 @@ def tune(
     model: ModelOptions = _MODEL,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
 ) -> int:
-    from server.commands.tune_machine import busy_share, head_share
+    from server.commands.tune_machine import busy_share
     from server.commands.tune_material import TuneSettings, check_data
-    from server.model.catalog import model_folder
 
     # Told before a model is loaded.
     output = file.path()
@@ -153,7 +152,7 @@ def tune(
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
             seed=drawn.seed,
-            head_share=head_share(model_folder(model.model)),
+            head_share=_head_share(model),
             busy=busy,
             render=_render_with(served),
         )
@@ -163,6 +162,16 @@ def tune(
     else:
         _tell(output, report)
     return 0
+
+
+def _head_share(model: ModelOptions) -> float | None:
+    """The LM head's share of the bytes of a step; None where weights have several forms."""
+    from server.commands.tune_machine import head_share
+    from server.model.catalog import model_folder
+
+    if model.weights not in (None, "auto", "float32", "bfloat16"):
+        return None
+    return head_share(model_folder(model.model))
 
 
 def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
