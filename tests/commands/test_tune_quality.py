@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from server.commands.progress import _bars
+from server.commands.tasks import _tell
 from server.commands.tune_choice import _head_costs
 from server.commands.tune_machine import head_share
 from server.commands.tune_material import check_data
@@ -52,6 +53,22 @@ def test_good_answers_need_nothing() -> None:
     found = quality(_compared(30, "kind: town", "kind: town"), stops=(), can_chat=True)
     assert found["exact_match"]["low"] == 1.0 and not found["suggestions"]
     assert quality([], stops=(), can_chat=True) == {} and quality_lines({}) == []
+
+
+@pytest.mark.parametrize(("does_it", "told"), [(True, "next: tailor serve"), (False, "next: mend")])
+def test_it_ends_with_what_was_written_and_what_is_next(
+    does_it: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "slots.yaml"
+    file.write_text("name: slots\n")
+    report = {
+        "task": "slots", "file": str(file), "corpus": str(tmp_path / "slots.corpus"),
+        "vocabulary": {"mode": "exact"}, "quality": {"does_the_task": does_it},
+    }  # fmt: skip
+    _tell(file, report)
+    *_, written, following = capsys.readouterr().out.splitlines()
+    names = [str(tmp_path / f"slots.{ending}") for ending in ("yaml", "corpus", "vocab")]
+    assert written == f"written: {', '.join(names)}" and following.startswith(told)
 
 
 # --- the machine ---
