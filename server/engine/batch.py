@@ -76,8 +76,10 @@ class Batch:
 
     Rows (each int32 [R] unless said):
       token_ids; token_from (-1, or the index of the draw of the previous Batch whose id this row
-      takes, so a device can run one step ahead); positions (depth, not slot); seq_ids (index into
-      block_tables); slots (where this row's K and V are written; unique in the batch);
+      takes, so a device can run one step ahead; build.py writes -1 always, because the engine
+      waits for each step: two steps in flight are the GPU runner's to finish); positions (depth,
+      not slot); seq_ids (index into block_tables); slots (where this row's K and V are written;
+      unique in the batch);
       prefix_len; path_start, path_len (into path_slots).
     path_slots: int32 [P].
     block_tables: int32 [S, max_blocks], unused entries 0. Slot of position p of sequence s =
@@ -187,7 +189,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class SlicingRunner(Runner, Protocol):
-    """A Runner that can cut its LM head to slices and verify what was drawn from one.
+    """A Runner that can restrict its LM head to slices and verify what was drawn from one.
 
     It holds tables (one T each, in id order, under the engine's number) and one pool of dynamic
     rows. All calls are ordered after the last launched step and before the next one; none may be

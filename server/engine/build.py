@@ -85,7 +85,7 @@ class _Rows:
             self.path_start,
             self.path_len,
         ) = columns
-        self.token_from[:] = -1
+        self.token_from[:] = -1  # one step in flight: every row's id is known here
         self.tables: Int32 = np.zeros((num_sequences, num_blocks), np.int32)
         self.path_slots: list[int] = []
 

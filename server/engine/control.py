@@ -1,6 +1,6 @@
 """TaskControl: what an engine keeps of tasks beyond a request, and what the API may ask of it.
 
-Finished outputs are handed on to the TaskMemory once their whole request has finished well; new
+Finished outputs are handed on to the TaskStore once their whole request has finished well; new
 layers of learned outputs become new drafters; ("control", ...) messages report, reload and forget.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from server.engine.batch import Int32
 from server.engine.drafting import DrafterRegistry
 from server.engine.sequence import Sequence
-from server.engine.task_store import TaskMemory
+from server.engine.task_store import TaskStore
 from server.types import SpeculationParams
 
 __all__ = ["TaskControl"]
@@ -21,7 +21,7 @@ __all__ = ["TaskControl"]
 class TaskControl:
     """memory: None keeps nothing."""
 
-    def __init__(self, drafters: DrafterRegistry, memory: TaskMemory | None) -> None:
+    def __init__(self, drafters: DrafterRegistry, memory: TaskStore | None) -> None:
         self._drafters = drafters
         self._memory = memory
         self._outputs: dict[str, list[Int32] | None] = {}  # of open requests; None: not to learn

@@ -54,7 +54,7 @@ from server.engine.sessions import DraftSessions
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
 from server.engine.stops import StopTable
-from server.engine.task_store import TaskMemory
+from server.engine.task_store import TaskStore
 from server.types import Delta, EngineStats, Request
 
 __all__ = ["Engine", "EngineSettings", "RunnerBrokenError"]
@@ -75,7 +75,7 @@ class Engine:
         cost: CostTable | None = None,
         grammars: GrammarCompiler | None = None,
         profiles: ProfileSource | None = None,
-        memory: TaskMemory | None = None,
+        memory: TaskStore | None = None,
     ) -> None:
         """stop_table: id -> bytes, for stop strings. cost: the draft budget's (None: no pruning).
 

@@ -5,6 +5,9 @@ misses, put into the cost model of vocab_store.cost. What not: which tokens are 
 engine), which rows a slice has (slices.py). Numbers in, numbers out: no clock is read here, and
 nothing here can change a text.
 
+A window here is always one of verification: emitted tokens of one sequence that wait for the full
+head. The sliding window of attention is the model's (server/model/shape.py).
+
 Times are of steps of the batches that run now. With trees a step yields several tokens: costs are
 taken per token of a sequence, so that a window of N tokens is N / tokens-per-step steps.
 

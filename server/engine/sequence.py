@@ -265,7 +265,7 @@ class Sequence:
         num_output = mark.num_output
         if not self.num_verified <= num_output <= self.num_output:
             raise ValueError(
-                f"cannot cut back to {num_output}: {self.num_verified} tokens are verified, "
+                f"cannot roll back to {num_output}: {self.num_verified} tokens are verified, "
                 f"{self.num_output} emitted"
             )
         if num_output == self.num_output:

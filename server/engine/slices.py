@@ -9,6 +9,10 @@
 
 A sequence in mode "full" has no SequenceHead and costs nothing here.
 
+The full head is the fallback in four places: a first token of `exact` and all of them while that is
+cheaper (`decide`); rows that find no room (`seat`); a draw whose constraints leave nothing of its
+slice (the runners' samplers); a wrong token of `exact` (exact.py).
+
 T and its copy are the task's and shared by all. What comes from requests is kept per scope (tenant
 and cache_salt): dynamic rows, missed ids, and the windows that misses lead to. `loaded_rows`, the
 slice's size and the window then tell a client nothing about the text of others.

@@ -1,4 +1,4 @@
-"""TaskMemory: what an engine keeps of its tasks beyond a request: calibration, learned outputs.
+"""TaskStore: what an engine keeps of its tasks beyond a request: calibration, learned outputs.
 
 *Calibration* is the drafters' own (drafters.auto.trust, drafters.calibration): one table per (task,
 drafter, corpus, scope), shared by all drafters made of these, so that making one anew forgets
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from drafters.corpus import Corpus
     from drafters.learned import LearnedOutputs
 
-__all__ = ["TaskMemory"]
+__all__ = ["TaskStore"]
 
 Int32 = npt.NDArray[np.int32]
 Key = tuple[str, str]
@@ -118,7 +118,7 @@ class _Layer:
     generation: int
 
 
-class TaskMemory:
+class TaskStore:
     """See the top of this file. Everything public is called from the engine's thread."""
 
     def __init__(

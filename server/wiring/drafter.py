@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from drafters.base import Drafter, DraftSession
     from drafters.options import OptionFile
-    from server.engine.task_store import TaskMemory
+    from server.engine.task_store import TaskStore
     from server.types import SpeculationParams
     from vocab_store.enrichment import Enrichment
 
@@ -33,7 +33,7 @@ def make_task_drafter(
     speculation: SpeculationParams,
     *,
     model: str | None = None,
-    memory: TaskMemory | None = None,
+    memory: TaskStore | None = None,
     enrichment: Enrichment | None = None,
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.engine.engine import Engine, EngineSettings
     from server.engine.grammar_compiler import GrammarCompiler
-    from server.engine.task_store import TaskMemory
+    from server.engine.task_store import TaskStore
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
     from server.types import EngineSizes, ModelInfo, SpeculationParams, VocabularyMode
@@ -101,13 +101,13 @@ def build_engine(order: EngineOrder) -> Engine:
     from server.engine.engine import Engine
     from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
-    from server.engine.task_store import TaskMemory
+    from server.engine.task_store import TaskStore
     from server.model.build import build_runner
 
     table = token_bytes.open_table(order.table)
     runner = build_runner(_runner_spec(order))
     fingerprint = table.fingerprint.hex()
-    memory = TaskMemory(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
+    memory = TaskStore(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info.fingerprint)
     if not cost_file.exists():
@@ -136,7 +136,7 @@ def _engine_settings(order: EngineOrder) -> EngineSettings:
 
 
 def _drafter_makers(
-    info: ModelInfo, fingerprint: str, memory: TaskMemory, enrichment: Enrichment | None
+    info: ModelInfo, fingerprint: str, memory: TaskStore, enrichment: Enrichment | None
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
     """(task, speculation) -> Drafter, by the drafter's name. fingerprint: of the tokenizer."""
     return {

@@ -31,7 +31,7 @@ from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
 from server.engine.stops import StopTable
-from server.engine.task_store import TaskMemory
+from server.engine.task_store import TaskStore
 from server.wiring.drafter import make_task_drafter
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -73,7 +73,7 @@ def _engine(folder: Path) -> Engine:
     info = fake_info(
         vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=256, eos_token_ids=(EOS,)
     )
-    memory = TaskMemory(None, fingerprint="f", build_share=1e9)
+    memory = TaskStore(None, fingerprint="f", build_share=1e9)
     drafters = {
         name: partial(make_task_drafter, name, "f", (EOS,), memory=memory)
         for name in ("auto", "suffix")

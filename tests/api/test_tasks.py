@@ -24,7 +24,7 @@ from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfi
 from server.engine.engine import Engine, EngineSettings
 from server.engine.host import start_thread
 from server.engine.stops import StopTable
-from server.engine.task_store import TaskMemory
+from server.engine.task_store import TaskStore
 from server.errors import ConfigError
 from server.wiring import task_set as task_set_module
 from server.wiring.drafter import make_task_drafter
@@ -45,7 +45,7 @@ def _make_engine(folder: Path) -> Engine:
         vocab_size=TABLE.vocab_size, num_blocks=256, block_size=8, max_model_len=CONTEXT,
         max_num_seqs=16, max_num_batched_tokens=128, eos_token_ids=(0,),
     )  # fmt: skip
-    memory = TaskMemory(folder, fingerprint=FINGERPRINT, build_share=1e9)
+    memory = TaskStore(folder, fingerprint=FINGERPRINT, build_share=1e9)
     drafters = {
         name: partial(make_task_drafter, name, FINGERPRINT, (0,), memory=memory)
         for name in DRAFTERS[1:]

@@ -16,7 +16,7 @@ import pytest
 from drafters.corpus import build_corpus
 from drafters.learned import LearnedOutputs
 from server.engine.engine import Engine, EngineSettings
-from server.engine.task_store import TaskMemory
+from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -34,7 +34,7 @@ def _engine(folder: Path | None, **memory: Any) -> Engine:
         max_num_seqs=32, max_num_batched_tokens=400,
     )  # fmt: skip
     numbers: dict[str, Any] = {"build_share": 1e9, "save_every_s": 3600.0, **memory}
-    kept = TaskMemory(folder, fingerprint="f", **numbers)
+    kept = TaskStore(folder, fingerprint="f", **numbers)
     drafters = {
         name: partial(make_task_drafter, name, "f", info.eos_token_ids, memory=kept)
         for name in ("auto", "mix", "suffix", "trie")
