@@ -153,6 +153,24 @@ def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
         yield "its rotary embedding covers a part of the head (partial_rotary_factor)"
 
 
+def _check_wrapper(name: str, raw: Mapping[str, Any], family: Family) -> None:
+    """What a multimodal config.json says beside its text_config, which check_supported reads."""
+    reasons = [
+        _key_reason(key, raw[key])
+        for key in _REFUSED_KEYS
+        if key not in _OF_WRAPPERS and raw.get(key)
+    ]
+    text = raw.get("text_config")
+    kind = family.model_type
+    if isinstance(text, Mapping):
+        kind = str(text.get("model_type", kind))[:80]
+    if kind != family.model_type:
+        told = f"its language model is {kind!r} and not {family.model_type!r}"
+        reasons.append(f"{told} (text_config.model_type)")
+    if reasons:
+        raise UnsupportedModelError(_refusal(name, reasons, kind))
+
+
 def check_raw(raw: Mapping[str, Any]) -> None:
     """Refuse a config.json whose architecture is not on the list.
 
@@ -164,14 +182,8 @@ def check_raw(raw: Mapping[str, Any]) -> None:
     family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None
     model_type = str(raw.get("model_type", ""))[:80]
     if isinstance(architectures, list) and len(architectures) == 1 and family is not None:
-        text = raw.get("text_config")
-        if name in family.wrappers and isinstance(text, Mapping):
-            kind = str(text.get("model_type", family.model_type))
-            if kind != family.model_type:
-                reason = f"its language model is {kind!r} and not {family.model_type!r}"
-                raise UnsupportedModelError(
-                    _refusal(name, [f"{reason} (text_config.model_type)"], kind)
-                )
+        if name in family.wrappers:
+            _check_wrapper(name, raw, family)
         return
     reasons = [_key_reason(key, raw[key]) for key in _REFUSED_KEYS if raw.get(key)]
     if not isinstance(architectures, list) or len(architectures) != 1:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from server.commands.models import list_models
 from server.errors import UnsupportedModelError
 from server.model import families as known
 from server.model.build import RunnerSpec, build_runner
@@ -173,6 +174,36 @@ def test_a_multimodal_config_may_leave_sizes_out() -> None:
     check_raw(raw)
     assert text_values(raw)["vocab_size"] == 262208
     assert position_limit(text_values(raw)) == 131072
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "with fp8.*quantization_config"),
+        ({"text_config": {"model_type": "mistral4"}}, "'mistral4'.*text_config.model_type"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "its own code.*auto_map"),
+    ],
+)
+def test_a_multimodal_checkpoint_is_refused_by_its_own_keys(
+    changes: dict[str, Any], told: str
+) -> None:
+    raw = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {"model_type": "ministral3"},
+        "vision_config": {"hidden_size": 8},
+    }
+    check_raw(raw)
+    with pytest.raises(UnsupportedModelError, match=f"{told}.*Nearest that works"):
+        check_raw({**raw, **changes})
+
+
+def test_the_command_line_lists_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    list_models()
+    told = capsys.readouterr().out
+    for family in FAMILIES.values():
+        assert ", ".join(family.known_as) in told
+    assert "LFM2, LFM2.5 (350M to 2.6B)      CPU, GGUF untried" in told
 
 
 # --- limits ---------------------------------------------------------------------------------------
