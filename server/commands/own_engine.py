@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from server.api.served_model import ServedModel
     from server.commands.options import ModelOptions
     from server.commands.progress import Bar
-    from server.config import ModelConfig
+    from server.config import EngineConfig, ModelConfig
     from server.engine.engine import Engine
 
-__all__ = ["model_name", "own_engine", "ready_folder"]
+__all__ = ["model_name", "own_engine", "ready_folder", "serves_file"]
 
 
 def model_name(model: str) -> str:
@@ -35,12 +35,41 @@ def model_name(model: str) -> str:
     return model.partition("@")[0]
 
 
-def ready_folder(model: ModelConfig) -> Path:
+def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
+    """Whether a model is served from its GGUF as it is: asked for, or a file of the user's own."""
+    from server.model.gguf_folder import is_gguf_path
+
+    weights, dtype = model.weights or engine.weights, model.dtype or engine.dtype
+    if weights != "auto":
+        return weights == "file"
+    on_cpu = all(device == "cpu" for device in model.devices)
+    return dtype == "auto" and model.adapter is None and on_cpu and is_gguf_path(model.path)
+
+
+def _file_folder(model: ModelConfig, engine: EngineConfig) -> Path | None:
+    """The folder of a GGUF that is served as it is. None: its forms are not known, and it is not
+    asked for; then it is dequantised once."""
+    from server.model.gguf_folder import cached_file_folder
+
+    folder = cached_file_folder(model.path)
+    if folder is not None:
+        return folder
+    command = [sys.executable, "-m", "server.model.gguf_folder", model.path]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return Path(done.stdout.strip().splitlines()[-1])
+    if (model.weights or engine.weights) == "file":
+        raise SystemExit(done.returncode)  # it has said why
+    return None
+
+
+def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
     """The model's folder. Fetching and converting, once, is done by a process of its own, because
     it loads torch and the whole model, and this one will only speak HTTP."""
     from server.model.catalog import cached_folder
 
-    folder = cached_folder(model.path)
+    folder = _file_folder(model, engine) if serves_file(model, engine) else None
+    folder = folder or cached_folder(model.path)
     if folder is None:
         command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -85,7 +114,7 @@ def own_engine(
         raise ConfigError("--threads: must be at least 1")
     check_places((model,))
     config = ServerConfig(models=(model,), engine=EngineConfig(threads=options.threads))
-    plan = plan_server(config, {}, {name: ready_folder(model)})
+    plan = plan_server(config, {}, {name: ready_folder(model, config.engine)})
     bar("loading the model (the first time here: compiling and measuring too)", 0, None)
     engine = build_engine(replace(plan.orders[0], drafters=drafters, log_level="WARNING"))
     try:

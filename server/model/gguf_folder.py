@@ -1,0 +1,172 @@
+"""The folder that a GGUF is served from as it is: config and tokenizer, and where the file lies.
+
+    python -m server.model.gguf_folder PATH-OR-BUILT-IN-NAME      prints the folder
+
+No weight is converted: tailor.json names the GGUF, which is mapped when the model is opened. A
+built-in model's GGUF is kept in its folder; a user's own stays where it is, and its folder is
+keyed by the file's sha256. Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from server.errors import ModelError, TailorError, UnsupportedModelError
+from server.model import catalog
+from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION, Report
+from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
+
+__all__ = ["cached_file_folder", "file_folder", "gguf_of", "is_gguf_path"]
+
+_MODEL = "model.gguf"
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """The GGUF that a folder is served from, or None: it holds safetensors.
+
+    Raises ModelError when the file is gone.
+    """
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    name = marker.get("gguf") if isinstance(marker, dict) else None
+    if name is None:
+        return None
+    path = folder / str(name)  # an absolute name stays what it is
+    if not path.is_file():
+        raise ModelError(f"{path} is gone; it was the model of {folder}")
+    return path
+
+
+def is_gguf_path(name_or_path: str) -> bool:
+    """Whether this names a GGUF file of the user's own."""
+    path = Path(name_or_path).expanduser()
+    if name_or_path in BUILT_IN or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _folder(name_or_path: str) -> Path:
+    models = cache_dir() / "models"
+    if name_or_path in BUILT_IN:
+        return models / f"{name_or_path}-file-v{CONVERTER_VERSION}"
+    digest = remembered_sha256(Path(name_or_path).expanduser())
+    return models / f"gguf-{digest[:16]}-file-v{CONVERTER_VERSION}"
+
+
+def cached_file_folder(name_or_path: str) -> Path | None:
+    """The folder that `file_folder` would return, if it is there and its GGUF too."""
+    if name_or_path not in BUILT_IN and not is_gguf_path(name_or_path):
+        return None
+    folder = _folder(name_or_path)
+    if not (folder / MARKER).is_file():
+        return None
+    own = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    if name_or_path not in BUILT_IN:  # the same bytes may lie elsewhere today
+        here = str(Path(name_or_path).expanduser().resolve())
+        if own.get("gguf") != here:
+            return None
+    return folder
+
+
+def file_folder(name_or_path: str, *, report: Report | None = None) -> Path:
+    """Make the folder, once. Raises ModelError for what is no GGUF, UnsupportedModelError."""
+    report = report or catalog.print_line
+    cached = cached_file_folder(name_or_path)
+    if cached is not None:
+        return cached
+    if name_or_path not in BUILT_IN and not is_gguf_path(name_or_path):
+        raise ModelError(f"weights: file needs a GGUF, which {name_or_path[:200]!r} is not")
+    folder = _folder(name_or_path)
+    with writing_to_cache(), catalog.lock(folder, report):
+        scratch = Path(tempfile.mkdtemp(prefix=".file-", dir=folder.parent))
+        try:
+            _make(name_or_path, scratch, report)
+            for file in scratch.iterdir():
+                file.chmod(0o644)
+            scratch.chmod(0o755)
+            if folder.exists():
+                shutil.rmtree(folder)
+            scratch.rename(folder)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+    report(f"Model ready in {folder}")
+    return folder
+
+
+def _make(name_or_path: str, out: Path, report: Report) -> None:
+    marker: dict[str, Any] = {"converter": CONVERTER_VERSION}
+    if name_or_path in BUILT_IN:
+        model = BUILT_IN[name_or_path]
+        source = out / _MODEL
+        catalog.assemble(model, source, out, None, report)
+        marker |= {"source_sha256": model.gguf_sha256, "gguf": _MODEL}
+    else:
+        source = Path(name_or_path).expanduser().resolve()
+        marker |= {"source_sha256": remembered_sha256(source), "gguf": str(source)}
+    _describe(source, out, report)
+    (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def _describe(gguf: Path, out: Path, report: Report) -> None:
+    """Config, generation config and tokenizer of a GGUF, as transformers reads them."""
+    if not sys.stderr.isatty():  # bars are for people; read by tqdm when it is first imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    import torch
+    import transformers
+    from accelerate import init_empty_weights
+    from gguf import GGUFReader
+
+    from server.model.gguf_file import unknown_forms
+
+    report(f"Reading {gguf.name} (once)")
+    unknown = unknown_forms(GGUFReader(gguf))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{gguf.name}: {unknown[0]} is of no form that is multiplied as it is; "
+            "`weights: int8` rounds it"
+        )
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"{gguf.name}: transformers cannot read this GGUF: {str(error)[:300]}"
+        ) from None
+    with init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32
+    config._name_or_path = ""
+    generation: Any = transformers.GenerationConfig.from_model_config(config)
+    eos = eos_ids(gguf_fields(gguf))
+    if eos:
+        config.eos_token_id = eos[0]
+        generation.eos_token_id = eos[0] if len(eos) == 1 else eos
+    generation._from_model_config = False
+    config.save_pretrained(out)
+    generation.save_pretrained(out)
+    convert_tokenizer(gguf, out, report)
+
+
+def main() -> int:
+    """Print the folder of the model that the command line names."""
+    try:
+        print(file_folder(sys.argv[1]))
+    except TailorError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,160 @@
+"""A GGUF that is served as it is: its own numbers, no conversion, and what cannot be is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from loadtest.weights_quality import Text, score
+from server.config import EngineConfig, ModelConfig
+from server.errors import ModelError, UnsupportedModelError
+from server.model.build import RunnerSpec, build_runner
+from server.model.catalog import model_folder
+from server.model.cpu.integers.weights import dequantised, from_ggml
+from server.model.gguf_file import GgufWeights
+from server.model.gguf_folder import cached_file_folder, file_folder, gguf_of
+from server.model.loader import open_model
+from server.types import EngineSizes
+
+HIDDEN, INNER, LAYERS, VOCAB = 32, 64, 2, 300
+_FORMS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+
+
+def write_gguf(path: Path, matrix_form: str | None = None) -> None:
+    """A tiny `llama` file; its matrices take turns through the forms of 32 inputs."""
+    from tokenizers import pre_tokenizers
+
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    tokens = ["<|end|>", "<|start|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += ["ĠĠ", "Ġ1"] + [f"<|x{i}|>" for i in range(VOCAB - len(tokens) - 2)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if t.startswith("<|") else 1 for t in tokens])
+    writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+    shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for i in range(LAYERS):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (HIDDEN,),
+            f"blk.{i}.ffn_norm.weight": (HIDDEN,),
+            f"blk.{i}.attn_q.weight": (HIDDEN, HIDDEN),
+            f"blk.{i}.attn_k.weight": (HIDDEN // 2, HIDDEN),
+            f"blk.{i}.attn_v.weight": (HIDDEN // 2, HIDDEN),
+            f"blk.{i}.attn_output.weight": (HIDDEN, HIDDEN),
+            f"blk.{i}.ffn_gate.weight": (INNER, HIDDEN),
+            f"blk.{i}.ffn_up.weight": (INNER, HIDDEN),
+            f"blk.{i}.ffn_down.weight": (HIDDEN, INNER),
+        }
+    for number, (name, shape) in enumerate(shapes.items()):
+        values = rng.normal(size=shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+            continue
+        values *= np.float32(0.2)  # so that what is rounded off does not grow from layer to layer
+        form = gguf.GGMLQuantizationType[matrix_form or _FORMS[number % len(_FORMS)]]
+        writer.add_tensor(name, gguf.quants.quantize(values, form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path_factory.getbasetemp() / "gguf-cache"
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(folder))
+
+
+def test_the_numbers_are_those_of_the_converted_model(model: Path) -> None:
+    folder = file_folder(str(model))
+    assert gguf_of(folder) == model
+    assert not list(folder.glob("*.safetensors")), "nothing is converted"
+    opened = open_model(folder)
+    weights = opened.weights
+    assert isinstance(weights, GgufWeights)
+    assert cached_file_folder(str(model)) == folder
+    converted = model_folder(str(model))
+    with safe_open(converted / "model.safetensors", framework="pt") as reader:
+        names = set(reader.keys())
+        assert names | {"lm_head.weight"} == set(weights.names())
+        for name in names:
+            want, got = reader.get_tensor(name), weights.get(name)
+            if got.dtype == torch.uint8:
+                got = torch.from_numpy(dequantised(from_ggml(weights.form(name), got.numpy())))
+            assert torch.equal(got, want), name
+    both = [open_model(converted), opened]
+    assert both[0].tokenizer_fingerprint == both[1].tokenizer_fingerprint
+    assert both[0].eos_token_ids == both[1].eos_token_ids
+    assert both[0].fingerprint != both[1].fingerprint
+
+
+def test_it_runs_near_the_dequantised_model(model: Path) -> None:
+    rng = np.random.default_rng(1)
+    texts = [Text(tuple(rng.integers(2, 250, 24).tolist()), 4) for _ in range(4)]
+    found = []
+    for folder, form in ((file_folder(str(model)), "file"), (model_folder(str(model)), "float32")):
+        sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=64, kv_bytes=1 << 20)
+        runner = build_runner(RunnerSpec(name="m", folder=str(folder), sizes=sizes, threads=2))
+        assert runner.info.dtype == form
+        assert runner.info.fingerprint.endswith(f":{form}")
+        found.append(score(runner, texts).logprobs)
+        runner.close()
+    error = np.abs(found[0] - found[1])
+    assert 0.0 < float(error.mean()) < 0.2
+
+
+def test_what_cannot_be_served_as_it_is_says_so(model: Path, tmp_path: Path) -> None:
+    floats = tmp_path / "floats.gguf"
+    write_gguf(floats, "F16")
+    with pytest.raises(UnsupportedModelError, match=r"weights: int8"):
+        file_folder(str(floats))
+    with pytest.raises(ModelError, match="needs a GGUF"):
+        file_folder(str(tmp_path))
+    folder = file_folder(str(model))
+    with pytest.raises(UnsupportedModelError, match="cannot be merged"):
+        open_model(folder, adapter=tmp_path)
+    with pytest.raises(ValueError, match="needs a GGUF"):
+        build_runner(RunnerSpec(name="m", folder=str(folder), weights="int8"))
+
+
+def test_a_file_of_ones_own_is_served_as_it_is_unless_something_else_is_asked(model: Path) -> None:
+    from server.commands.own_engine import serves_file
+
+    def asked(engine: EngineConfig | None = None, **given: object) -> bool:
+        config = ModelConfig.model_validate({"name": "m", "path": str(model), **given})
+        return serves_file(config, engine or EngineConfig())
+
+    assert asked()
+    assert not asked(weights="int8")
+    assert not asked(dtype="bfloat16")
+    assert not asked(adapter="x")
+    assert not asked(devices=("cuda",))
+    assert not asked(EngineConfig(weights="float32"))
+    assert not asked(path="smollm2-135m-instruct")
+    assert asked(path="smollm2-135m-instruct", weights="file")
