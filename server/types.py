@@ -344,16 +344,16 @@ class EngineSizes:
 
     max_num_seqs: sequences in one step. max_num_batched_tokens: rows in one step. block_size: KV
     slots in a block. kv_bytes or kv_fraction: memory of the KV cache, the fraction of what is free
-    once the weights are loaded. prefix_cache: whether prompts share KV blocks. slice_cache_rows:
-    LM-head rows kept beside the profiles' own. max_waiting_requests, max_waiting_tokens: bounds of
-    the queue.
+    once the weights are loaded (None: by the device, 0.3 on a CPU and 0.85 on CUDA). prefix_cache:
+    whether prompts share KV blocks. slice_cache_rows: LM-head rows kept beside the profiles' own.
+    max_waiting_requests, max_waiting_tokens: bounds of the queue.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     block_size: int = 16
     kv_bytes: int | None = None
-    kv_fraction: float = 0.3
+    kv_fraction: float | None = None
     prefix_cache: bool = True
     slice_cache_rows: int = 4096
     max_waiting_requests: int = 1024

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from server.config.section import Section, from_folder, validate
-from server.config.values import Memory, MemorySize, check_device, check_name
+from server.config.values import Memory, check_device, check_name
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
 from server.types import EngineSizes
@@ -275,10 +275,10 @@ class EngineConfig(Section):
         description="rows in one step: prompt chunks, last tokens, drafts",
     )
     block_size: int = Field(_SIZES.block_size, ge=1, le=1024, description="KV slots in a block")
-    kv_cache_memory: Memory = Field(
-        MemorySize(fraction=_SIZES.kv_fraction),
+    kv_cache_memory: Memory | None = Field(
+        None,
         description="memory of the KV cache: a fraction of what is free after loading, or an "
-        'amount such as "2GiB"',
+        'amount such as "2GiB"; default 0.3 on cpu, 0.85 on cuda',
     )
     prefix_cache: bool = Field(
         _SIZES.prefix_cache, description="whether prompts share KV blocks by content"
@@ -298,6 +298,10 @@ class EngineConfig(Section):
         "device",
         description="where the full LM head lies on cuda; stream: in CPU memory, copied through "
         "the device whenever it is needed; cpu: the same, and `exact` verifies on the CPU",
+    )
+    cuda_graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether steps without drafts replay captured graphs on cuda; auto: yes there",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
@@ -323,8 +327,8 @@ class EngineConfig(Section):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             block_size=self.block_size,
-            kv_bytes=memory.num_bytes,
-            kv_fraction=memory.fraction or 0.0,
+            kv_bytes=None if memory is None else memory.num_bytes,
+            kv_fraction=None if memory is None else memory.fraction,
             prefix_cache=self.prefix_cache,
             slice_cache_rows=self.slice_cache_rows,
             max_waiting_requests=limits.max_queued_requests,

@@ -16,7 +16,10 @@ from server.errors import UnsupportedModelError
 from server.types import EngineSizes, ModelInfo
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
+
+    from server.model.shape import ModelShape
 
 Progress = Callable[[int, int], None]
 
@@ -33,7 +36,8 @@ class RunnerSpec:
     the model's own limit, or what the KV memory holds if that is less. threads:
     CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
-    the same, and windows of `exact` are verified on the CPU. A CPU has it in place.
+    the same, and windows of `exact` are verified on the CPU. A CPU has it in place. cuda_graphs:
+    whether steps without drafts replay captured graphs on CUDA.
     """
 
     name: str
@@ -46,6 +50,7 @@ class RunnerSpec:
     max_model_len: int | None = None
     threads: int | None = None
     full_head: Literal["device", "stream", "cpu"] = "device"
+    cuda_graphs: bool = False
 
 
 def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
@@ -165,14 +170,51 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     )
 
 
+def _prepare_cuda(device: torch.device) -> None:
+    """What is torch's own state, for this process: one engine, one device.
+
+    Sums of bfloat16 and float16 products are kept in float32 to their end: how a product is split
+    depends on the number of rows, and must not be seen in the text.
+    """
+    import torch
+
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _cuda_blocks(
+    spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype, device: torch.device
+) -> int:
+    """KV blocks beside the weights, which are loaded, and what a step takes."""
+    from server.model.gpu.kv_cache import bytes_per_block, num_blocks_for, step_reserve
+    from server.model.gpu.runner import HEAD_BYTES, PARTIAL_BYTES
+
+    sizes = spec.sizes
+    return num_blocks_for(
+        bytes_per_block(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, sizes.block_size, dtype
+        ),
+        device,
+        num_bytes=sizes.kv_bytes,
+        fraction=sizes.kv_fraction,
+        reserve=step_reserve(
+            rows=sizes.max_num_batched_tokens,
+            hidden_size=shape.hidden_size,
+            inner_size=shape.intermediate_size,
+            itemsize=dtype.itemsize,
+            head_bytes=HEAD_BYTES + PARTIAL_BYTES,
+        ),
+    )
+
+
 def _build_torch_runner(spec: RunnerSpec) -> Runner:
-    """The embedding table stays in CPU memory, mapped from the file where its dtype is the
-    model's, unless it is a tied head that lies on the device: then it is used there, and there is
-    no second copy."""
+    """Embedding and head lie on the device, so that a step can be launched before the host knows
+    the ids that the step before draws. Where the full head is kept in CPU memory, to save the
+    device's, the embedding is, too: mapped from the file where its dtype is the model's."""
     import torch
 
     from server.model.families import family_of
-    from server.model.gpu.kv_cache import bytes_per_block, num_blocks_for
     from server.model.gpu.runner import TorchRunner
     from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
     from server.model.shape import shape_of
@@ -180,6 +222,8 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device = torch.device(spec.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
+    if device.type == "cuda":
+        _prepare_cuda(device)
     folder = open_model(spec.folder, adapter=spec.adapter)
     reason = family_of(folder.config).on_cuda
     if reason is not None:
@@ -196,19 +240,12 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     embedding = head = None
     if spec.full_head != "device":
         head = folder.weights.get(HEAD).to(dtype)
-    embedding = head if shape.tied else folder.weights.get(EMBEDDING).to(dtype)
+        embedding = head if shape.tied else folder.weights.get(EMBEDDING).to(dtype)
     elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
     module = cast(
         "PreTrainedModel", finish_module(build_module(folder, dtype, device, skip=elsewhere))
     )
-    num_blocks = num_blocks_for(
-        bytes_per_block(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, spec.sizes.block_size, dtype
-        ),
-        device,
-        num_bytes=spec.sizes.kv_bytes,
-        fraction=spec.sizes.kv_fraction,
-    )
+    num_blocks = _cuda_blocks(spec, shape, dtype, device)
     max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
     runner = TorchRunner(
         module,
@@ -225,6 +262,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         embedding=embedding,
         head=head,
         verify_on_cpu=spec.full_head == "cpu",
+        cuda_graphs=spec.cuda_graphs and device.type == "cuda",
     )
     runner.warm_up()
     runner.info = replace(runner.info, fingerprint=f"{folder.fingerprint}:{runner.info.dtype}")

@@ -85,6 +85,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         sizes=order.sizes,
         threads=engine.threads,
         full_head=engine.full_head,
+        cuda_graphs=engine.cuda_graphs != "off",
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
 
 from server.engine.batch import DrawParams
 from server.engine.reference_sampler import draw, token_logprob
@@ -85,6 +84,8 @@ def one_token_loop(
     banned = np.asarray(sorted(ends) if s.min_tokens else [], np.int32)
     matcher = None
     if request.grammar is not None:
+        from llguidance import LLMatcher  # not there on the machine of loadtest/gpu_check.py
+
         matcher = LLMatcher(grammar_tokenizer, grammar_text(request.grammar), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
     while True:

@@ -48,6 +48,7 @@ TILE_FIELDS = 8  # one unused: a tile is 32 bytes
 
 SMALL_M = 16  # query vectors of a tile that holds a decode row: the least a tensor core takes
 LARGE_M = 64  # of a tile that holds several rows of a tree or a prompt chunk
+SPLIT_SIZE = 256  # keys of one split
 MAX_SPLIT_RUN = 128  # a longer run of rows fills the device without splitting its keys
 _REFERENCE_ROWS = 64  # rows the reference scores at once: bounds its memory
 
@@ -85,29 +86,41 @@ class TileShape:
 
     group_size: query heads per KV head. split_size: keys of one split, a power of two.
     max_splits: splits of the longest history, a power of two. max_partials: how many (row, split)
-    pairs the partial buffer holds.
+    pairs the partial buffer holds. large_m: query vectors of a tile that holds several rows.
     """
 
     group_size: int
     split_size: int
     max_splits: int
     max_partials: int
+    large_m: int = LARGE_M
 
     @staticmethod
     def of(
-        *, num_heads: int, num_kv_heads: int, head_dim: int, max_model_len: int, num_bytes: int
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_model_len: int,
+        num_bytes: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> TileShape:
-        """The shape for a model; num_bytes: memory for partial results.
+        """The shape for a model; num_bytes: memory for partial results. dtype: of keys and values.
+
+        How many programs share a history follows from its own length, not from the longest there
+        may be: one sequence of 2,000 keys is eight programs for each KV head. float32 has small
+        tiles alone: its large ones do not fit the registers (9 KB a thread were spilled).
 
         Raises ValueError when more than LARGE_M query heads share a KV head.
         """
         group_size = num_heads // num_kv_heads
         if group_size * num_kv_heads != num_heads or group_size > LARGE_M:
             raise ValueError(f"{num_heads} query heads over {num_kv_heads} KV heads")
-        split_size = max(256, _next_power_of_two(-(-max_model_len // 64)))
-        max_splits = _next_power_of_two(-(-max_model_len // split_size))
+        max_splits = _next_power_of_two(-(-max_model_len // SPLIT_SIZE))
         per_partial = num_heads * (head_dim + 2) * 4
-        return TileShape(group_size, split_size, max_splits, num_bytes // per_partial)
+        is_wide = dtype.itemsize > 2 and group_size <= SMALL_M
+        large_m = SMALL_M if is_wide else LARGE_M
+        return TileShape(group_size, SPLIT_SIZE, max_splits, num_bytes // per_partial, large_m)
 
 
 def _next_power_of_two(n: int) -> int:
@@ -140,8 +153,8 @@ def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
         splittable &= np.cumsum(np.where(splittable, lengths, 0)) <= room
     kinds = (
         (small & splittable, SMALL_M, num_splits),
-        (~small & splittable, LARGE_M, num_splits),
-        (~splittable, LARGE_M, 1),
+        (~small & splittable, shape.large_m, num_splits),
+        (~splittable, shape.large_m, 1),
     )
     groups = []
     split_rows = []

@@ -342,6 +342,8 @@ def tile_options(head_dim: int, block_m: int, dtype: torch.dtype) -> dict[str, i
     """
     bytes_per_key = block_d_of(head_dim) * dtype.itemsize
     block_n = 64 if bytes_per_key <= 256 else 32 if bytes_per_key <= 512 else 16
+    if dtype.itemsize > 2:  # products of float32 run on the plain units, out of registers
+        block_n = min(block_n, 32)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,

@@ -138,9 +138,9 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
             max_num_batched_tokens=256,
             attention=attention,
         )
-        runner._shape = dataclasses.replace(runner._shape, split_size=64, max_splits=4)
+        runner._body.shape = dataclasses.replace(runner._body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:
-            runner._graphs = graphs
+            runner._body.graphs = graphs
         pages = Pages(64, seed=3)
         tables = [pages.sequence(120) for _ in range(3)]
         first = BatchBuilder()

@@ -12,10 +12,17 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError
 from server.model.gpu import attention, graphs
-from server.model.gpu.kv_cache import KvCache, bytes_per_block, num_blocks_for
+from server.model.gpu.graphs import pad_to_bucket
+from server.model.gpu.kv_cache import (
+    KvCache,
+    bytes_per_block,
+    num_blocks_for,
+    step_reserve,
+)
 from server.model.gpu.lm_head import LmHead
-from server.model.gpu.runner import TorchRunner, pad_to_bucket
+from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
+from server.model.gpu.warm_up import warm_up_shapes
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
@@ -223,13 +230,50 @@ def test_indices_outside_memory_are_refused(
         runner.wait()
 
 
+def test_no_step_moves_what_graphs_read() -> None:
+    """More draws than sequences, and masks larger than the step's own buffer: what lies at the
+    addresses of captured graphs stays there."""
+    made = make()
+    body = made._body
+    ids, inputs = body.previous_ids.data_ptr(), body.inputs.generation
+    builder = BatchBuilder()
+    table = Pages(NUM_BLOCKS).sequence(40)
+    builder.add_rows(table, tokens(12, 9), 0)
+    nodes = builder.add_tree(table, 12, tokens(9, 3), [-1, 0, 1, 2, 3, -1, 5, 6, 7])
+    for node in nodes:
+        builder.draw(node, builder.add_params(draw_params()))
+    made.launch(builder.build())
+    assert made.wait().token_ids.shape[0] > 4  # above max_num_seqs
+    made._upload({"masks": np.zeros((64, 1 << 12), np.int32)})
+    assert made._upload.generation > 1, "the step's own buffer has grown"
+    assert (body.previous_ids.data_ptr(), body.inputs.generation) == (ids, inputs)
+    made.close()
+
+
+def test_splits_follow_the_history_and_float32_has_small_tiles() -> None:
+    for longest in (2048, 9216, 40_960, 131_072):
+        shape = attention.TileShape.of(
+            num_heads=32, num_kv_heads=8, head_dim=64, max_model_len=longest, num_bytes=256 << 20
+        )
+        assert shape.split_size == 256 and shape.max_splits * 256 >= longest
+        assert shape.large_m == attention.LARGE_M
+    wide = attention.TileShape.of(
+        num_heads=32, num_kv_heads=8, head_dim=64, max_model_len=2048, num_bytes=1 << 20,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert wide.large_m == attention.SMALL_M
+
+
 def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     ids = tokens(12, 9)
     builder = BatchBuilder()
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
     builder.draw(row, builder.add_params(draw_params()))
     made = make()
-    assert made.warm_up() == 4  # 129 rows at once do not fit 64 batched tokens
+    shapes = warm_up_shapes(families.MAX_LEN, made._body.shape, 0)
+    fitting = [s for s in shapes if s[0] * s[1] <= 64 and s[1] <= s[2]]
+    assert len(shapes) > len(fitting) > 4  # 129 rows at once do not fit 64 batched tokens
+    assert made.warm_up() == len(fitting)
     made.launch(builder.build())
     with pytest.raises(RuntimeError, match="in flight"):
         made.warm_up()
@@ -279,6 +323,34 @@ def test_kv_memory_from_bytes() -> None:
     assert cache.memory.numel() * 4 == 10 * per_block
     with pytest.raises(ValueError, match="hold no block"):
         num_blocks_for(per_block, CPU, num_bytes=per_block)
+
+
+@pytest.mark.parametrize(("free_gib", "total_gib"), [(15, 24), (5, 8), (8, 12), (20, 139), (3, 24)])
+def test_kv_memory_is_a_fraction_of_what_is_free(
+    free_gib: int, total_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 4B model on 24 GiB, a 1B one on 8, a second engine beside a full one: all are served."""
+    gib = 1 << 30
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (free_gib * gib, total_gib * gib)
+    )
+    cuda = torch.device("cuda", 0)
+    per_block = 1 << 20
+    assert num_blocks_for(per_block, cuda, fraction=0.5) == free_gib * 512 - 1
+    assert num_blocks_for(per_block, cuda) == int(free_gib * gib * 0.85) // per_block - 1
+    kept = num_blocks_for(per_block, cuda, reserve=1 << 30)
+    assert kept == int((free_gib - 1) * gib * 0.85) // per_block - 1
+    # What steps need is never so much that no block is left.
+    assert num_blocks_for(per_block, cuda, reserve=100 * gib) > 0
+    with pytest.raises(ValueError, match="hold no block"):
+        num_blocks_for(per_block, cuda, fraction=1e-9)
+
+
+def test_the_reserve_grows_with_the_rows_of_a_step() -> None:
+    numbers = {"hidden_size": 2048, "inner_size": 8192, "itemsize": 2, "head_bytes": 512 << 20}
+    small = step_reserve(rows=512, **numbers)
+    large = step_reserve(rows=8192, **numbers)
+    assert small < large < 4 << 30 and small > 512 << 20
 
 
 def test_moves_read_before_they_write() -> None:

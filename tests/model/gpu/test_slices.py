@@ -480,10 +480,11 @@ def test_runners_from_a_folder(tmp_path: Path, family: str, tied: bool, place: A
     spec = RunnerSpec("tiny", str(tmp_path), sizes, device="cpu", dtype="float32", full_head=place)
     runner = _build_torch_runner(spec)
     assert isinstance(runner, TorchRunner) and runner.info.vocab_size == 128
-    embed: Any = runner._body.get_input_embeddings()
+    embed: Any = runner._body.body.get_input_embeddings()
     on_device = {t.data_ptr() for t in (embed.weight, runner._head.weight) if not t.is_meta}
-    assert len(on_device) == 1  # beside the body: the head where it is, or its CPU memory
-    assert (runner._embedding is None) == (tied and place == "device")
+    # Beside the body: the head where it is or its CPU memory, and an embedding of its own there.
+    assert len(on_device) == (2 if place == "device" and not tied else 1)
+    assert (runner._body.embedding is None) == (place == "device")
     assert (runner._head.is_streamed, runner._cpu_head is not None) == (
         place != "device",
         place == "cpu",

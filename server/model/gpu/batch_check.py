@@ -1,0 +1,32 @@
+"""check_batch: a Batch's indices lie where they may, looked at on the host."""
+
+from __future__ import annotations
+
+from server.engine.batch import Batch
+from server.types import ModelInfo
+
+__all__ = ["check_batch"]
+
+
+def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_previous: int) -> None:
+    """Indices that would read or write outside the device's memory: on a GPU they are not
+    errors of a step but the end of the process."""
+    if batch.num_rows == 0:
+        raise ValueError("a batch without rows")
+    if int(batch.slots.min()) < 0 or int(batch.slots.max()) >= num_slots:
+        raise ValueError("a row's slot is outside the KV cache")
+    if int(batch.token_ids.min()) < 0 or int(batch.token_ids.max()) >= info.vocab_size:
+        raise ValueError("a row's token id is outside the vocabulary")
+    if int(batch.token_from.max()) >= num_previous:
+        raise ValueError("a row takes its token from a draw that the previous batch lacks")
+    if int(batch.positions.min()) < 0 or int(batch.positions.max()) >= info.max_model_len:
+        raise ValueError("a row's position is outside the model's length")
+    tables = batch.block_tables
+    if int(batch.seq_ids.max()) >= tables.shape[0] or int(tables.max()) >= info.num_blocks:
+        raise ValueError("a row's sequence or block does not exist")
+    if int(batch.prefix_len.max()) > tables.shape[1] * info.block_size:
+        raise ValueError("a row's prefix is longer than its block table")
+    if int((batch.path_start + batch.path_len).max()) > batch.path_slots.shape[0]:
+        raise ValueError("a row's path ends outside path_slots")
+    if batch.path_slots.shape[0] and int(batch.path_slots.max()) >= num_slots:
+        raise ValueError("a path slot is outside the KV cache")

@@ -1,0 +1,222 @@
+"""BodyRun: the rows of a step through transformers' layers, plainly or by replaying a CUDA graph.
+
+What a graph reads lies in an upload of its own, at addresses that its bucket fixes, and nothing
+else is ever put there: steps with drafts, grammars and long tables have another one, which may grow
+and move. So no kind of step makes the graphs be captured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from server.engine.batch import Batch, Int32
+from server.model.gpu import attention as paged
+from server.model.gpu.graphs import DecodeGraphs, pad_to_bucket, row_bucket
+from server.model.gpu.kv_cache import KvCache
+from server.model.gpu.slices import gathered
+from server.model.gpu.transfers import Upload
+
+Array = npt.NDArray[Any]
+
+__all__ = ["BodyPlan", "BodyRun"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BodyPlan:
+    """What the body of one step reads.
+
+    arrays: to be uploaded. graph_key: (rows, splits) of the graph that is replayed, or None. tiles:
+    the attention's work; None for the torch attention.
+    """
+
+    arrays: dict[str, Array]
+    graph_key: tuple[int, int] | None
+    tiles: paged.TilePlan | None
+
+
+class BodyRun:
+    """The body of one runner.
+
+    shape: how attention is cut. attention: "triton" or "torch". embedding: see TorchRunner.
+    max_draws: ids that the next step may take. graph_rows: rows of the largest graph, 0 for none.
+    partial results of split attention belong to it. Everything runs on the current stream.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        cache: KvCache,
+        shape: paged.TileShape,
+        *,
+        attention: paged.AttentionName,
+        embedding: torch.Tensor | None,
+        max_blocks: int,
+        max_draws: int,
+        graph_rows: int,
+    ) -> None:
+        embed: Any = module.get_input_embeddings()
+        device = cache.memory.device
+        self.body = module.base_model
+        self.embedding = embedding
+        self.shape = shape
+        self.graphs: DecodeGraphs | None = None
+        # Gemma's scale, rounded as transformers' own embedding does.
+        scale = getattr(embed, "embed_scale", None)
+        self._scale = None if scale is None else scale.to(device=device, dtype=cache.memory.dtype)
+        self._attention = attention
+        self._cache = cache
+        self._max_blocks = max_blocks
+        self.previous_ids = torch.zeros(max(1, max_draws), dtype=torch.int32, device=device)
+        self._partials: Any = None
+        if attention == "triton":
+            from server.model.gpu.triton_kernels import Partials
+
+            config = module.config
+            head_dim = int(cache.memory.shape[-1])
+            self._partials = Partials(shape, config.num_attention_heads, head_dim, device)
+        width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
+        per_row = 4 * (12 + paged.TILE_FIELDS + max_blocks) + width
+        self.inputs = Upload(device, graph_rows * per_row + (1 << 12))
+        if graph_rows:
+            self.graphs = DecodeGraphs(device, graph_rows)
+
+    def plan(self, batch: Batch, drawn_ids: Int32 | None) -> BodyPlan:
+        """What a step's body reads. drawn_ids: what the step before has drawn, for rows that take
+        it, where they are embedded on the host; None elsewhere."""
+        arrays: dict[str, Array] = {
+            "token_ids": batch.token_ids,
+            "token_from": batch.token_from,
+            "positions": batch.positions,
+            "seq_ids": batch.seq_ids,
+            "slots": batch.slots,
+            "prefix_len": batch.prefix_len,
+            "path_start": batch.path_start,
+            "path_len": batch.path_len,
+            "path_slots": batch.path_slots,
+            "block_tables": batch.block_tables,
+        }
+        if self.embedding is not None:
+            token_ids = batch.token_ids
+            if drawn_ids is not None:
+                taken = batch.token_from >= 0
+                token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
+            arrays["embeds"] = gathered(self.embedding, token_ids)
+        if self._attention == "torch":
+            return BodyPlan(arrays, None, None)
+        tiles = paged.plan_tiles(batch, self.shape)
+        key = self._graph_key(batch, tiles)
+        if key is not None:
+            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, self._max_blocks)
+        for i, group in enumerate(tiles.groups):
+            arrays[f"tiles{i}"] = group.tiles
+        arrays["split_rows"] = tiles.split_rows
+        return BodyPlan(arrays, key, tiles)
+
+    def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> tuple[int, int] | None:
+        """(rows, splits) of the graph for a decode-shaped batch, or None to run it plainly."""
+        if self.graphs is None or len(plan.groups) != 1:
+            return None
+        group = plan.groups[0]
+        if group.block_m != paged.SMALL_M or group.tiles.shape[0] != batch.num_rows:
+            return None
+        if int(batch.path_len.max()) > 0 or batch.block_tables.shape[1] > self._max_blocks:
+            return None
+        num_rows = row_bucket(batch.num_rows, self.graphs.largest)
+        if num_rows is None or batch.block_tables.shape[0] > num_rows:
+            return None
+        num_splits = 1 << max(0, group.num_splits - 1).bit_length()
+        if num_splits > 1 and num_rows * num_splits > self.shape.max_partials:
+            return None
+        return num_rows, num_splits
+
+    def run(
+        self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan
+    ) -> torch.Tensor:
+        """Last hidden states [num_rows (or more, in a graph), hidden_size]."""
+        step = paged.StepTensors(
+            tensors["positions"],
+            tensors["seq_ids"],
+            tensors["slots"],
+            tensors["prefix_len"],
+            tensors["path_start"],
+            tensors["path_len"],
+            tensors["path_slots"],
+            tensors["block_tables"],
+        )
+        attention: paged.Attention
+        if plan.tiles is None:
+            attention = paged.TorchAttention(batch, step, self._cache.block_size)
+        else:
+            from server.model.gpu.triton_kernels import TritonAttention
+
+            attention = TritonAttention(
+                step,
+                [
+                    (tensors[f"tiles{i}"], group.block_m, group.num_splits)
+                    for i, group in enumerate(plan.tiles.groups)
+                ],
+                tensors["split_rows"],
+                plan.tiles.num_splits,
+                self.shape,
+                self._partials,
+                self._cache.block_size,
+            )
+        paged_step = paged.PagedStep(self._cache, attention)
+        takes_drawn = plan.graph_key is not None or bool((batch.token_from >= 0).any())
+
+        def inputs() -> dict[str, torch.Tensor]:
+            if self.embedding is not None:
+                embeds = tensors["embeds"].view(self.embedding.dtype)
+                if self._scale is not None:
+                    embeds = embeds * self._scale
+                return {"inputs_embeds": embeds[None]}
+            token_ids = tensors["token_ids"]
+            if takes_drawn:
+                source = tensors["token_from"]
+                drawn = self.previous_ids.index_select(0, source.clamp(min=0))
+                token_ids = torch.where(source >= 0, drawn, token_ids)
+            return {"input_ids": token_ids[None]}
+
+        def forward() -> torch.Tensor:
+            result = self.body(
+                **inputs(),
+                position_ids=tensors["positions"][None],
+                use_cache=False,
+                paged=paged_step,
+            )
+            hidden: torch.Tensor = result.last_hidden_state[0]
+            return hidden
+
+        if plan.graph_key is None or self.graphs is None:
+            return forward()
+        return self.graphs.run(plan.graph_key, forward)
+
+    def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """A graph step's arrays on the device, where its bucket has them."""
+        generation = self.inputs.generation
+        tensors = self.inputs(arrays)
+        if self.inputs.generation != generation and self.graphs is not None:
+            self.graphs.forget()  # never: it is sized for the largest bucket
+        return tensors
+
+    def keep_ids(self, num_draws: int, ids: torch.Tensor, draw_ids: torch.Tensor) -> None:
+        """Leave drawn ids where the next batch's token_from finds them.
+
+        A draw without an answer (-1) becomes 0 there: a step launched ahead must not read outside
+        the embedding table; its result is thrown away with the failed sequence.
+        """
+        if num_draws > self.previous_ids.shape[0]:
+            # Only for batches beyond the numbers that it was made for. Graphs read the old address.
+            grown = torch.zeros(2 * num_draws, dtype=torch.int32, device=ids.device)
+            grown[: self.previous_ids.shape[0]] = self.previous_ids
+            self.previous_ids = grown
+            if self.graphs is not None:
+                self.graphs.forget()
+        self.previous_ids.index_copy_(0, draw_ids.long(), ids.clamp(min=0))

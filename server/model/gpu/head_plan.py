@@ -1,0 +1,209 @@
+"""What goes through the LM head in a step: slabs of rows, by what their draws see of it.
+
+Planned on the host before anything is launched. head_run.py does what is planned here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.engine.batch import Batch, Int32
+from server.model.gpu.lm_head import FullHead
+from server.model.gpu.sampler import DrawPlan, has_choice, plan_draws
+from server.model.gpu.slices import Placed, TorchSlices
+
+Array = npt.NDArray[Any]
+
+STREAMED_BYTES = 128 << 20
+"""Memory of the logits that share one pass over a head in CPU memory."""
+
+__all__ = ["Cut", "HeadPlanner", "Slab", "kept_draws", "rows_of", "sharing", "slab_arrays"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """How a slab's draws see slices: of which table (-1: in the full head's logits), and of each
+    draw the row of the slab, the slot of its slice and its number of ids. width: the most ids,
+    rounded up; pool_width: dynamic rows of the product."""
+
+    table: int
+    rows: Int32
+    slots: Int32
+    nums: Int32
+    width: int
+    pool_width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """Rows (ascending, unique) that go through the head together, and what reads their logits.
+
+    start: where its rows begin among the step's head rows. cut: None for the whole vocabulary.
+    """
+
+    rows: Int32
+    start: int
+    draw_ids: Array
+    plan: DrawPlan
+    score_ids: Array
+    num_score_top: int
+    cut: Cut | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + int(self.rows.shape[0])
+
+
+class HeadPlanner:
+    """Cuts a step's head rows into slabs. vocab_size: of the head. head_bytes: memory that a slab
+    of logits and the work on it may take; more rows go through the head in several slabs."""
+
+    def __init__(self, slices: TorchSlices, vocab_size: int, head_bytes: int) -> None:
+        self._slices = slices
+        self._vocab_size = vocab_size
+        self.head_bytes = head_bytes
+
+    def plan(self, batch: Batch) -> tuple[list[Slab], list[Placed]]:
+        """(what goes through the head, in order; slices whose slots must be written first)."""
+        draws = np.arange(batch.num_draws)
+        if batch.draw_slice is None:
+            return self.full(batch, draws, 0), []
+        cached, new = self._slices.place(batch.slices)
+        places = {id(p.slice): p for p in cached}
+        by_table: dict[int, list[int]] = {}
+        full: list[int] = []
+        for d, nth in enumerate(batch.draw_slice.tolist()):
+            if nth >= 0 and has_choice(batch, d, batch.slices[nth].ids):
+                by_table.setdefault(batch.slices[nth].table, []).append(d)
+            else:
+                full.append(d)
+        slabs = self.full(batch, np.asarray(full, np.int64), 0)
+        for table, chosen in sorted(by_table.items()):
+            start = slabs[-1].end if slabs else 0
+            slabs += self._cut(batch, table, np.asarray(chosen), places, start)
+        return slabs, new
+
+    def full(self, batch: Batch, draws: Array, first: int) -> list[Slab]:
+        """Slabs of the draws from the full head and of all scores."""
+        all_rows = np.unique(np.concatenate([batch.draw_rows[draws], batch.score_rows]))
+        draw_at = np.searchsorted(all_rows, batch.draw_rows[draws])
+        score_at = np.searchsorted(all_rows, batch.score_rows)
+        vocab_size = self._vocab_size
+        at_once = max(1, self.head_bytes // (vocab_size * bytes_per_logit(batch)))
+        slabs = []
+        for start in range(0, all_rows.shape[0], at_once):
+            rows = all_rows[start : start + at_once].astype(np.int32)
+            end = start + rows.shape[0]
+            own = np.flatnonzero((draw_at >= start) & (draw_at < end))
+            scores = np.flatnonzero((score_at >= start) & (score_at < end))
+            plan = plan_draws(batch, draws[own], draw_at[own] - start, vocab_size)
+            num_top = int(batch.score_top[scores].max()) if scores.shape[0] else 0
+            slabs.append(Slab(rows, first + start, draws[own], plan, scores, num_top))
+        return slabs
+
+    def _cut(
+        self,
+        batch: Batch,
+        table: int,
+        draws: Array,
+        places: Mapping[int, Placed],
+        first: int,
+    ) -> list[Slab]:
+        """Slabs of draws from slices of one table, or of none (-1)."""
+        assert batch.draw_slice is not None
+        own = [places[id(batch.slices[int(batch.draw_slice[d])])] for d in draws]
+        most = max(p.num_ids for p in own)
+        width = -(-most // 16) * 16
+        pool_width = max(p.pool_width for p in own)
+        per_row = width * (bytes_per_logit(batch) + 24)
+        if table >= 0:
+            per_row += 4 * self._slices.num_columns(table, pool_width)
+        else:
+            per_row += 4 * self._vocab_size
+        at_once = max(1, self.head_bytes // per_row)
+        order = np.argsort(batch.draw_rows[draws], kind="stable")
+        none = np.empty(0, np.int64)
+        slabs: list[Slab] = []
+        for start in range(0, draws.shape[0], at_once):
+            part = order[start : start + at_once]
+            rows, at = np.unique(batch.draw_rows[draws[part]], return_inverse=True)
+            placed = [own[i] for i in part]
+            cut = Cut(
+                table,
+                at.astype(np.int32),
+                np.asarray([p.slot for p in placed], np.int32),
+                np.asarray([p.num_ids for p in placed], np.int32),
+                width,
+                pool_width,
+            )
+            plan = plan_draws(
+                batch, draws[part], np.arange(part.shape[0]), width, [p.slice.ids for p in placed]
+            )
+            begin = slabs[-1].end if slabs else first
+            slabs.append(Slab(rows.astype(np.int32), begin, draws[part], plan, none, 0, cut))
+        return slabs
+
+
+def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[str, Array]:
+    """What the slabs read, by slab. keep_ids: the next step may take the drawn ids."""
+    none = [np.empty(0, np.int32)]
+    arrays: dict[str, Array] = {"head_rows": np.concatenate(none + [s.rows for s in slabs])}
+    for i, slab in enumerate(slabs):
+        arrays.update({f"{i}.{name}": a for name, a in slab.plan.arrays.items()})
+        if keep_ids:
+            arrays[f"{i}.draw_ids"] = slab.draw_ids.astype(np.int32)
+        if slab.cut is not None:
+            arrays[f"{i}.cut_rows"] = slab.cut.rows
+            arrays[f"{i}.cut_slots"] = slab.cut.slots
+            arrays[f"{i}.cut_nums"] = slab.cut.nums
+        else:
+            rows = batch.score_rows[slab.score_ids]
+            arrays[f"{i}.score_rows"] = np.searchsorted(slab.rows, rows).astype(np.int32)
+            arrays[f"{i}.score_targets"] = batch.score_targets[slab.score_ids]
+    return arrays
+
+
+def rows_of(
+    hidden: torch.Tensor, slabs: Sequence[Slab], tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """The rows of `hidden` that consecutive slabs take, without a copy where they lie together."""
+    start, end = slabs[0].start, slabs[-1].end
+    first, last = int(slabs[0].rows[0]), int(slabs[-1].rows[-1])
+    if len(slabs) == 1 and last - first + 1 == end - start:
+        return hidden[first : last + 1]
+    return hidden.index_select(0, tensors["head_rows"][start:end])
+
+
+def sharing(slabs: Sequence[Slab], head: FullHead) -> list[Slab]:
+    """The first of these slabs, and those after it that go through the full head with it: others
+    only where a pass over the head costs more than the memory of their logits."""
+    shared = [slabs[0]]
+    if head.is_streamed:
+        for slab in slabs[1:]:
+            num_rows = slab.end - shared[0].start
+            is_cached = slab.cut is not None and slab.cut.table >= 0
+            if is_cached or 4 * num_rows * head.vocab_size > STREAMED_BYTES:
+                break
+            shared.append(slab)
+    return shared
+
+
+def kept_draws(batch: Batch) -> Array:
+    if batch.draw_keep is None:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(batch.draw_keep >= 0)
+
+
+def bytes_per_logit(batch: Batch) -> int:
+    """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken; float64
+    copies, sorted values with their indices and running sums where draws are processed; int64 order
+    keys for logprobs."""
+    params = (p.sampling for p in batch.params)
+    only_argmax = all(s.temperature == 0.0 and s.num_logprobs is None for s in params)
+    return 4 if only_argmax and batch.score_rows.shape[0] == 0 else 48

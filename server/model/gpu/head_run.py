@@ -1,0 +1,134 @@
+"""HeadRun: hidden states through the LM head or a slice of it, draws and scores from the logits."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from server.model.gpu.head_plan import Slab, rows_of, sharing
+from server.model.gpu.lm_head import FullHead
+from server.model.gpu.results import Segment, Step
+from server.model.gpu.sampler import Sampler, token_logprobs
+from server.model.gpu.slices import TorchSlices
+
+__all__ = ["HeadRun"]
+
+
+class HeadRun:
+    """keep_ids: called with (draws of the batch, drawn ids, which draws they are) for the ids that
+    the next step may take."""
+
+    def __init__(
+        self,
+        slices: TorchSlices,
+        keep_ids: Callable[[int, torch.Tensor, torch.Tensor], None],
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self._slices = slices
+        self._keep_ids = keep_ids
+        self._on_gpu = on_gpu
+
+    def run(
+        self,
+        step: Step,
+        slabs: Sequence[Slab],
+        hidden: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+        head: FullHead,
+        sampler: Sampler,
+    ) -> None:
+        """The head on every slab's rows of `hidden`, and its draws and scores."""
+        shared: list[Slab] = []
+        logits = hidden[:0]
+        for i, slab in enumerate(slabs):
+            prefix = f"{i}."
+            own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
+            if slab.cut is not None and slab.cut.table >= 0:
+                with self._timed(step):
+                    seen = self._slices.logits(
+                        rows_of(hidden, [slab], tensors), slab.cut.table, slab.cut.pool_width
+                    )
+            else:
+                if slab not in shared:
+                    shared = sharing(slabs[i:], head)
+                    with self._timed(step):
+                        logits = head.logits(rows_of(hidden, shared, tensors))
+                seen = logits[slab.start - shared[0].start : slab.end - shared[0].start]
+            ids = None
+            if slab.cut is not None:
+                seen, ids = self._slices.cut(
+                    seen, own["cut_rows"], own["cut_slots"], own["cut_nums"], slab.cut.width
+                )
+            self._finish(step, slab, seen, ids, own, sampler)
+
+    @contextlib.contextmanager
+    def _timed(self, step: Step) -> Iterator[None]:
+        """Around a product of the head."""
+        if self._on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            yield
+            end.record()
+            step.products.append((begin, end))
+        else:
+            began = time.perf_counter()
+            yield
+            step.products.append((began, time.perf_counter()))
+
+    def _finish(
+        self,
+        step: Step,
+        slab: Slab,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None,
+        tensors: Mapping[str, torch.Tensor],
+        sampler: Sampler,
+    ) -> None:
+        """Draw and score on a slab's logits; queue the results for the way back.
+
+        ids: int32 like the logits, the columns' vocabulary ids; None where a column is one.
+        """
+        if slab.draw_ids.shape[0]:
+            drawn = sampler.draw(logits, slab.plan, tensors, ids)
+            token_ids = drawn
+            if ids is not None:
+                named = ids.gather(1, drawn.clamp(min=0).long()[:, None]).squeeze(1)
+                token_ids = torch.where(drawn >= 0, named, drawn)
+            step.segments.append(Segment("draw", slab.draw_ids, (token_ids,)))
+            if "draw_ids" in tensors:
+                self._keep_ids(step.batch.num_draws, token_ids, tensors["draw_ids"])
+            wanted = slab.plan.arrays["logprob_at"]
+            if wanted.shape[0]:
+                found = token_logprobs(
+                    logits.index_select(0, tensors["logprob_rows"]),
+                    drawn.index_select(0, tensors["logprob_at"]),
+                    slab.plan.num_top,
+                )
+                top_ids = found.top_ids
+                if ids is not None:
+                    own = ids.index_select(0, tensors["logprob_rows"])
+                    top_ids = own.gather(1, top_ids.long())
+                step.segments.append(
+                    Segment(
+                        "logprob",
+                        slab.draw_ids[wanted],
+                        (found.logprob, found.rank, top_ids, found.top_logprobs),
+                    )
+                )
+        if slab.score_ids.shape[0]:
+            found = token_logprobs(
+                logits.index_select(0, tensors["score_rows"]),
+                tensors["score_targets"],
+                slab.num_score_top,
+            )
+            step.segments.append(
+                Segment(
+                    "score",
+                    slab.score_ids,
+                    (found.logprob, found.rank, found.top_ids, found.top_logprobs),
+                )
+            )

@@ -1,0 +1,128 @@
+"""Step: one launched step of TorchRunner, and how its results come back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn
+from server.model.gpu.sampler import NAN_LOGITS
+from server.model.gpu.slices import Placed
+
+Array = npt.NDArray[Any]
+
+__all__ = ["Segment", "Step", "read_back"]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Results of one kind, to be read back: device tensors of 4-byte items, in order."""
+
+    kind: Literal["draw", "logprob", "score"]
+    index: Array
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Step:
+    """A launched step until `wait` returns it.
+
+    products: begin and end of each product of the head, as events on a GPU, else in seconds.
+    placed: slices that it was the first to see.
+    """
+
+    batch: Batch
+    begin_s: float
+    products: list[tuple[Any, Any]] = field(default_factory=list)
+    placed: Sequence[Placed] = ()
+    segments: list[Segment] = field(default_factory=list)
+    results: torch.Tensor | None = None
+    begin: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
+    model_s: float = 0.0
+    head_s: float = 0.0
+    drawn: Drawn | DrawError | None = None
+    error: Exception | None = None
+
+    def finish(self) -> Drawn:
+        """Its results, once they are there. Raises DrawError."""
+        if self.drawn is None:
+            if self.done is not None and self.begin is not None:
+                self.done.synchronize()
+                self.model_s = self.begin.elapsed_time(self.done) / 1e3
+                self.head_s = sum(a.elapsed_time(b) for a, b in self.products) / 1e3
+            else:
+                self.head_s = sum(b - a for a, b in self.products)
+            try:
+                self.drawn = read_back(self)
+            except DrawError as error:
+                self.drawn = error
+        if isinstance(self.drawn, DrawError):
+            raise self.drawn
+        return self.drawn
+
+
+def read_back(step: Step) -> Drawn:
+    """Drawn from the downloaded results. Raises DrawError when a draw has no answer."""
+    batch = step.batch
+    token_ids = np.full(batch.num_draws, -1, np.int32)
+    logprobs = np.full(batch.num_draws, np.nan, np.float32)
+    ranks = np.zeros(batch.num_draws, np.int32)
+    top: list[tuple[tuple[int, float], ...]] = [()] * batch.num_draws
+    num_scores = int(batch.score_rows.shape[0])
+    score_logprobs = np.full(num_scores, np.nan, np.float32)
+    score_ranks = np.zeros(num_scores, np.int32)
+    score_top: list[tuple[tuple[int, float], ...]] = [()] * num_scores
+    flat = np.empty(0, np.int32) if step.results is None else step.results.numpy()
+    at = 0
+    for segment in step.segments:
+        parts = []
+        for tensor in segment.tensors:
+            size = tensor.numel()
+            part = flat[at : at + size].reshape(tuple(tensor.shape))
+            parts.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
+            at += size
+        index = segment.index
+        if segment.kind == "draw":
+            token_ids[index] = parts[0]
+            continue
+        if segment.kind == "logprob":
+            into = (logprobs, ranks, top)
+            num_top = [
+                batch.params[p].sampling.num_logprobs or 0
+                for p in batch.draw_params[index].tolist()
+            ]
+        else:
+            into = (score_logprobs, score_ranks, score_top)
+            num_top = batch.score_top[index].tolist()
+        into[0][index], into[1][index] = parts[0], parts[1]
+        for i, d in enumerate(index.tolist()):
+            count = num_top[i]
+            ids, values = parts[2][i, :count].tolist(), parts[3][i, :count].tolist()
+            into[2][d] = tuple(zip(ids, values, strict=True))
+    failed = tuple(
+        (
+            d,
+            "the model produced NaN logits" if token_ids[d] == NAN_LOGITS else NO_TOKEN_LEFT,
+        )
+        for d in np.flatnonzero(token_ids < 0).tolist()
+    )
+    drawn = Drawn(
+        np.maximum(token_ids, -1),
+        logprobs,
+        ranks,
+        top,
+        score_logprobs,
+        score_ranks,
+        score_top,
+        step.model_s,
+        step.head_s,
+    )
+    if failed:
+        raise DrawError(failed, drawn)
+    return drawn

@@ -1,0 +1,67 @@
+"""Batches that TorchRunner.warm_up runs, so that kernels are compiled before the first request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from server.engine.batch import Batch, DrawParams
+from server.model.gpu import attention as paged
+from server.model.gpu.graphs import row_bucket
+from server.types import SamplingParams
+
+__all__ = ["warm_up_batch", "warm_up_shapes"]
+
+
+def warm_up_shapes(
+    longest: int, shape: paged.TileShape, graph_rows: int
+) -> list[tuple[int, int, int]]:
+    """(sequences, rows of each, length): every kernel that serving needs, then every graph.
+
+    Rows of decode, of short and of long runs, each with its keys in one part and in several; the
+    short runs are of more rows than a small tile holds: trees over a long history.
+    """
+    in_parts = min(longest, 2 * shape.split_size)
+    tree = min(paged.MAX_SPLIT_RUN, paged.SMALL_M // shape.group_size + 1)
+    shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
+    shapes += [(1, tree, max(tree, 2)), (1, tree, in_parts), (1, tree, longest)]
+    shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
+    buckets = {row_bucket(n + 1, graph_rows) for n in range(graph_rows)}
+    # The largest first: smaller ones fit into the memory that it took.
+    for bucket in sorted((b for b in buckets if b is not None), reverse=True):
+        for nth in reversed(range(shape.max_splits.bit_length())):
+            shapes.append((bucket, 1, min(longest, shape.split_size << nth)))
+    return shapes
+
+
+def warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:
+    """`rows` last positions of num_seqs sequences of `length` that all read block 0, greedy."""
+    total = num_seqs * rows
+    nth = np.tile(np.arange(rows, dtype=np.int32), num_seqs)
+    positions = (length - rows + nth).astype(np.int32)
+    zeros, none = np.zeros(total, np.int32), np.empty(0, np.int32)
+    last = np.arange(rows - 1, total, rows, dtype=np.int32)
+    params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
+    return Batch(
+        token_ids=zeros,
+        token_from=np.full(total, -1, np.int32),
+        positions=positions,
+        seq_ids=np.repeat(np.arange(num_seqs, dtype=np.int32), rows),
+        slots=np.arange(total, dtype=np.int32),
+        prefix_len=positions + 1,
+        path_start=zeros,
+        path_len=zeros,
+        path_slots=none,
+        block_tables=np.zeros((num_seqs, max_blocks), np.int32),
+        draw_rows=last,
+        draw_params=np.zeros(num_seqs, np.int32),
+        draw_parent=np.full(num_seqs, -1, np.int32),
+        draw_positions=positions[last] + 1,
+        draw_mask=np.full(num_seqs, -1, np.int32),
+        masks=np.empty((0, 0), np.uint32),
+        params=(params,),
+        score_rows=none,
+        score_targets=none,
+        score_top=none,
+        num_prefill_rows=0,
+        num_draft_rows=0,
+    )
