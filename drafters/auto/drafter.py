@@ -24,7 +24,7 @@ from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.text_index import START, TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
-from drafters.auto.views import NO_HINTS, NO_MARKS, NO_TEXT, ContextFields
+from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_MARKS, NO_TEXT, ContextFields
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 
@@ -38,6 +38,8 @@ __all__ = ["AutoDrafter", "AutoSession"]
 RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
+COMPARE_ALL = 1500  # tokens that are all compared with what they were without the corpus
+COMPARE_EVERY = 4  # ... and then one in so many
 
 
 class AutoDrafter:
@@ -87,7 +89,7 @@ class AutoDrafter:
         if trust is None:
             trust = Trust()
             if corpus is not None and corpus.evidence.shape[1]:
-                trust.restore_arrays(corpus.evidence, corpus.outcomes)
+                trust.start_from(corpus.evidence, corpus.outcomes)
         self.trust = trust
         self.corpus_arrays = (self.automaton.states, self.automaton.edges, self.automaton.tops)
         self.min_survival = min_survival
@@ -98,12 +100,20 @@ class AutoDrafter:
             eos_token_ids = () if corpus is None else corpus.end_ids()
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
         self.learn = learn
+        self.has_corpus = self.automaton.num_states > 0 or bool(self.layers)
+        self.num_seen = 0
         self.workspace = Workspace()
         self.start_state = (0, 0)
         if self.automaton.num_states:
             self.start_state = automaton_step(
                 self.automaton.states, self.automaton.edges, 0, 0, START
             )
+
+    @property
+    def follows_corpus(self) -> bool:
+        """Whether it drafts from its corpus and layers: where the model does not answer as they
+        do, drafting as if there were none is better."""
+        return not self.has_corpus or self.trust.fit.helps
 
     def open(
         self,
@@ -187,6 +197,8 @@ class AutoSession:
         drafter = self._owner()
         if drafter.learn:
             drafter.trust.update_if_due()
+            if drafter.has_corpus:
+                drafter.trust.without.update_if_due()
 
     def _retrieve(self, drafter: AutoDrafter) -> None:
         self._settled = True
@@ -281,7 +293,11 @@ class AutoSession:
         if not self._settled:
             self._retrieve(drafter)
         limits = (budget, max_depth, drafter.min_survival)
-        return drafter.workspace.grow(limits, self._context(drafter), drafter.trust.fields)
+        if drafter.follows_corpus:
+            context, trust = self._context(drafter), drafter.trust
+        else:
+            context, trust = self._context_without(drafter), drafter.trust.without
+        return drafter.workspace.grow(limits, context, trust.fields)
 
     def _context(self, drafter: AutoDrafter) -> ContextFields:
         """What the next token is guessed from."""
@@ -297,17 +313,54 @@ class AutoSession:
             drafter.eos_token_ids,
         )
 
+    def _context_without(self, drafter: AutoDrafter) -> ContextFields:
+        """The same without the corpus, what it says of prompts, and its retrieved outputs.
+
+        Retrieved outputs stay where there is a prediction: they lie in one index.
+        """
+        index, docs = self._index, self._retrieved
+        return (
+            index.view(NO_MARKS),
+            index.size - self._num_prompt,
+            docs.view(self._marks) if self._prediction and docs is not None else NO_TEXT,
+            self._hints(),
+            NO_CORPUS,
+            drafter.eos_token_ids,
+        )
+
+    def _learn(self, drafter: AutoDrafter, token: int) -> None:
+        """Learn from a token that came, before it is appended, and whether the corpus helps."""
+        trust, scratch = drafter.trust, drafter.workspace.gathered
+        if not drafter.has_corpus:
+            evidence = (trust.evidence, trust.outcomes)
+            learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
+            return
+        # Both ways of drafting learn from every token at first; later the one that is not in use
+        # does from one in COMPARE_EVERY, so that it is there when the task changes.
+        fit, without = trust.fit, trust.without
+        drafter.num_seen += 1
+        is_compared = fit.num_tokens < COMPARE_ALL or drafter.num_seen % COMPARE_EVERY == 0
+        chance = chance_without = 0.0
+        if fit.helps or is_compared:
+            evidence = (trust.evidence, trust.outcomes)
+            chance = learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
+        if not fit.helps or is_compared:
+            evidence = (without.evidence, without.outcomes)
+            context = self._context_without(drafter)
+            chance_without = learn_token(token, context, without.weights, evidence, scratch)
+        # Ends are known from a corpus, and never drafted.
+        if is_compared and token not in drafter.eos_token_ids:
+            fit.compare(chance, chance_without)
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
         drafter = self._owner()
-        index, automaton, trust = self._index, drafter.automaton, drafter.trust
+        index, automaton = self._index, drafter.automaton
         # A token drawn again after a rollback is not evidence twice.
         seen = index.size - self._num_prompt
         for token in token_ids:
             if drafter.learn and self._settled and seen >= self._num_learned:
-                evidence = (trust.evidence, trust.outcomes)
-                scratch = drafter.workspace.gathered
-                learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
+                self._learn(drafter, token)
                 self._num_learned = seen + 1
             index.append((token,))
             seen += 1

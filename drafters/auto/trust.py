@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +42,9 @@ Float64 = npt.NDArray[np.float64]
 
 _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
-VERSION = 1
+VERSION = 2  # 1 held what a corpus says, too
 
-__all__ = ["DEFAULT_TRUST", "Trust", "write_default_trust"]
+__all__ = ["DEFAULT_TRUST", "CorpusFit", "Trust", "write_default_trust"]
 
 DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
 """What trust is before any evidence: package data, written by loadtest/fit_trust.py."""
@@ -73,6 +75,42 @@ def write_default_trust(
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
+@dataclass(slots=True)
+class CorpusFit:
+    """Whether a corpus (or what was learned) helps: chances with it beside chances without it.
+
+    Both are given to every token that came. num_tokens: how many were compared, decayed. gain: sum
+    of log(chance with + FLOOR) - log(chance without + FLOOR), decayed alike. One writer: the
+    sessions of the drafter that owns the trust.
+    """
+
+    FLOOR: ClassVar[float] = 0.05  # below it a token is not drafted either way
+    MIN_TOKENS: ClassVar[int] = 100
+    MEMORY: ClassVar[float] = 4000.0
+    MARGIN: ClassVar[float] = 0.002  # a token: differences below it are none
+
+    num_tokens: float = 0.0
+    gain: float = 0.0
+
+    def compare(self, with_it: float, without_it: float) -> None:
+        """Count a token by the chances it was given."""
+        self.num_tokens += 1.0
+        self.gain += math.log((with_it + self.FLOOR) / (without_it + self.FLOOR))
+        if self.num_tokens > self.MEMORY:
+            self.num_tokens *= 0.5
+            self.gain *= 0.5
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was compared."""
+        return self.num_tokens >= self.MIN_TOKENS
+
+    @property
+    def helps(self) -> bool:
+        """Whether to draft from the corpus; so it is until its tokens say otherwise."""
+        return not self.is_known or self.gain >= -self.MARGIN * self.num_tokens
+
+
 class Trust:
     """Weights and factors of the cells with their evidence. One writer: the drafter that owns it.
 
@@ -100,7 +138,7 @@ class Trust:
         if weights.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
             raise ValueError(f"trust needs {NUM_CELLS} weights and {NUM_FACTORS} factors")
         clipped = np.clip(weights, 1e-4, 0.9995)
-        self._prior_odds: Float64 = np.log(clipped / (1.0 - clipped)).reshape(_SHAPE)
+        self._prior_odds: Float64 = _odds(clipped)
         self._prior_factors: Float64 = factors.copy()
         self.weights: Float64 = clipped.copy()
         self.factors: Float64 = factors.copy()
@@ -110,11 +148,32 @@ class Trust:
         self.factor_strength = factor_strength
         self.memory = memory
         self._next_update = 0.0
+        self.fit = CorpusFit()
+        self._without: Trust | None = None
+
+    @property
+    def without(self) -> Trust:
+        """The trust of the same texts drafted without the corpus; its own, and never saved."""
+        if self._without is None:
+            self._without = Trust()
+        return self._without
 
     @property
     def fields(self) -> TrustsFields:
         """(weights, factors), as compiled code takes them."""
         return self.weights, self.factors
+
+    def start_from(self, evidence: Float64, outcomes: Float64) -> None:
+        """Take what a task's held-out examples said as the prior of what is seen from now on.
+
+        It says where to begin and counts for no more than any prior: held-out examples outnumber
+        what a task sees live by far, and where the model does not answer as they do, thousands of
+        their asks would drown every answer. Raises CalibrationError as restore_arrays does.
+        """
+        self.restore_arrays(evidence, outcomes)
+        self._prior_odds = _odds(self.weights)
+        self._prior_factors = self.factors.copy()
+        self.forget()
 
     def update_if_due(self, every: float = 256.0) -> None:
         """update(), unless evidence of less than `every` asks came since the last one."""
@@ -154,6 +213,8 @@ class Trust:
         self.evidence[:] = 0.0
         self.outcomes[:] = 0.0
         self._next_update = 0.0
+        self.fit = CorpusFit()
+        self._without = None
         self.update()
 
     def table(self) -> list[dict[str, Any]]:
@@ -226,6 +287,12 @@ class Trust:
         self.outcomes[:] = outcomes
         self._next_update = 0.0
         self.update()
+
+
+def _odds(weights: Float64) -> Float64:
+    """Log odds of weights between 0 and 1, by cell."""
+    odds: Float64 = np.log(weights / (1.0 - weights)).reshape(_SHAPE)
+    return odds
 
 
 def _shift(odds: Float64, asked: Float64, answered: Float64, axes: tuple[int, ...]) -> Float64:

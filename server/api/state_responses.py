@@ -9,7 +9,8 @@ from msgspec import UNSET, UnsetType
 from server.api.responses import Chance, Count, Shape
 
 __all__ = [
-    "AddedToken", "CalibrationRow", "CorpusAnswer", "CorpusDeleted", "CorpusSize", "Detokenized",
+    "AddedToken", "CalibrationRow", "CorpusAnswer", "CorpusDeleted", "CorpusFit", "CorpusSize",
+    "Detokenized",
     "EngineReport", "EngineState", "Health", "Learned", "Load", "ModelEntry", "ModelList",
     "Ready", "ReloadAnswer", "RenderedPrompt", "TaskAnswer", "TaskEntry", "TaskList",
     "TokenizerInfo", "Tokens", "Version",
@@ -149,6 +150,16 @@ class CalibrationRow(Shape, kw_only=True):
     chance: Chance
 
 
+class CorpusFit(Shape, kw_only=True):
+    """Whether outputs follow the task's corpus. tokens: compared. gain: the mean difference in the
+    log of a token's chance with the corpus and without."""
+
+    tokens: Count
+    gain: float
+    fits: bool
+    message: str
+
+
 class TaskAnswer(TaskEntry, kw_only=True):
     """sampling, limits, speculation, vocabulary: keys of the task's file."""
 
@@ -160,6 +171,7 @@ class TaskAnswer(TaskEntry, kw_only=True):
     learned: Learned
     expected_tokens_per_step: float | None
     measured_steps: Count
+    corpus_fit: CorpusFit | None
     engines: list[EngineReport]
     calibration: list[CalibrationRow]
 

@@ -35,6 +35,7 @@ from server.api.state_responses import (
     CalibrationRow,
     CorpusAnswer,
     CorpusDeleted,
+    CorpusFit,
     CorpusSize,
     EngineReport,
     Learned,
@@ -101,12 +102,18 @@ class TaskAdmin(Protocol):
     async def delete(self, task: str) -> Mapping[str, TaskConfig]: ...
 
 
+_MIN_COMPARED = 100  # tokens, before it is said whether a corpus fits
+_FITS = 0.02  # of log chance a token: what the best other tasks' corpora bring is below it
+
+
 @dataclass(slots=True)
 class _Report:
     """What the engines of a task's model know of it, summed."""
 
     num_steps: float = 0.0
     num_tokens: float = 0.0
+    corpus_tokens: float = 0.0
+    corpus_gain: float = 0.0
     learned: Learned = field(default_factory=lambda: Learned(tokens=0, outputs=0, scopes=0))
     engines: list[EngineReport] = field(default_factory=list)
     calibration: list[CalibrationRow] = field(default_factory=list)
@@ -115,9 +122,27 @@ class _Report:
         """One engine's answer."""
         self.num_steps += float(value.get("num_steps", 0.0))
         self.num_tokens += float(value.get("num_tokens", 0.0))
+        self.corpus_tokens += float(value.get("corpus_tokens", 0.0))
+        self.corpus_gain += float(value.get("corpus_gain", 0.0))
         self.learned.tokens += int(value.get("num_learned_tokens", 0))
         self.learned.outputs += int(value.get("num_learned_outputs", 0))
         self.learned.scopes += int(value.get("num_learned_scopes", 0))
+
+    def corpus_fit(self) -> CorpusFit | None:
+        """What is known of the corpus; None before enough tokens came."""
+        if self.corpus_tokens < _MIN_COMPARED:
+            return None
+        gain = self.corpus_gain / self.corpus_tokens
+        fits = gain >= _FITS
+        return CorpusFit(
+            tokens=round(self.corpus_tokens),
+            gain=round(gain, 4),
+            fits=fits,
+            message="outputs follow the corpus"
+            if fits
+            else "this corpus does not fit: the "
+            "model's outputs do not follow it, and drafts do not come from it where it costs steps",
+        )
 
 
 def _add_cells(
@@ -190,6 +215,7 @@ class TaskRoutes:
             learned=report.learned,
             expected_tokens_per_step=round(report.num_tokens / steps, 3) if steps else None,
             measured_steps=round(steps),
+            corpus_fit=None if task.speculation.corpus is None else report.corpus_fit(),
             engines=report.engines,
             calibration=report.calibration,
         )

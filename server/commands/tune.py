@@ -24,6 +24,7 @@ from server.commands.tune_choice import (
     Choice,
     best_of,
     bigram_coverage,
+    corpus_fit,
     prompt_coverage,
     replay_all,
     vocabulary,
@@ -93,7 +94,7 @@ def tune(
         best = best_of(choices)
         progress(f"replaying {MANY_STREAMS} streams", 0, None)
         many = _with_many_streams(best, material, drafter_of, cost, engine.info.vocab_size)
-        why = _why(best, material, drafter_of, corpora)
+        why = corpus_fit(choices) | _why(best, material, drafter_of, corpora)
     progress("vocabulary", 0, None)
     slices, profile = vocabulary(material, best, engine, tokens, cost, head, settings)
     label = best.corpus if best is not None else None
@@ -109,12 +110,12 @@ def _build_corpora(
     material: Material, scratch: Path, fingerprint: str, progress: Progress
 ) -> Corpora:
     """A corpus of each part of the data, without what is held back, in files of `scratch`."""
-    from drafters.corpus import build_corpus
+    from drafters.auto.held_out import build_calibrated
 
     corpora: Corpora = {}
     for i, (part, examples) in enumerate(material.parts.items()):
         progress("building corpora", i, len(material.parts))
-        built = build_corpus(examples, fingerprint=fingerprint)
+        built = build_calibrated(examples, fingerprint=fingerprint)
         file = scratch / f"{i}.corpus"
         built.save(file)
         corpora[part] = (file, built)
@@ -219,7 +220,7 @@ def _write(
     progress: Progress,
 ) -> None:
     """The task's files; what an earlier tuning wrote and this one does not name goes."""
-    from drafters.corpus import build_corpus
+    from drafters.auto.held_out import build_calibrated
 
     profile_file = settings.output.with_suffix(".vocab")
     corpus_file = settings.output.with_suffix(".corpus")
@@ -228,7 +229,7 @@ def _write(
     if label is not None:
         progress("building the corpus", 0, None)
         whole = material.whole[label]
-        save(corpus_file, lambda file: build_corpus(whole, fingerprint=fingerprint).save(file))
+        save(corpus_file, lambda file: build_calibrated(whole, fingerprint=fingerprint).save(file))
     replaced = is_ours(settings.output)
     save(settings.output, lambda file: write_checked(file, text, settings.name))
     if replaced:

@@ -26,6 +26,7 @@ __all__ = [
     "Choice",
     "best_of",
     "bigram_coverage",
+    "corpus_fit",
     "prompt_coverage",
     "replay_all",
     "vocabulary",
@@ -34,6 +35,7 @@ __all__ = [
 _TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
 WORTH = 1.01  # below this expected speedup a task drafts nothing
 BUSY = 0.5  # share of the machine that others use, from which on costs are not believed
+_FITS = 1.02  # times the tokens a step without it, below which a corpus does not fit
 _SLACK = 1.5  # the head may take so many times its share of the bytes
 _WORTH_WINDOWS = 1.05  # ... and a task's text does not come in windows
 
@@ -198,6 +200,21 @@ def bigram_coverage(corpus: Corpus, held: Sequence[Recording]) -> float:
     known = set(map(tuple, grams.tolist()))
     pairs = [pair for r in held for pair in zip(r.output_ids, r.output_ids[1:], strict=False)]
     return sum(pair in known for pair in pairs) / max(1, len(pairs))
+
+
+def corpus_fit(choices: Sequence[Choice]) -> dict[str, Any]:
+    """corpus_gain: tokens a step of `auto` with the best corpus over those without, at the budget
+    where that is most; corpus_fits. Nothing where no corpus was tried."""
+    tried = [c for c in choices if c.drafter == "auto"]
+    plain = {c.budget: c.forecast.tokens_per_step for c in tried if c.corpus is None}
+    gains = [
+        c.forecast.tokens_per_step / plain[c.budget]
+        for c in tried
+        if c.corpus is not None and plain.get(c.budget)
+    ]
+    if not gains:
+        return {}
+    return {"corpus_gain": round(max(gains), 3), "corpus_fits": max(gains) >= _FITS}
 
 
 def prompt_coverage(held: Sequence[Recording]) -> float:

@@ -135,6 +135,11 @@ def _why_lines(why: dict[str, Any]) -> list[str]:
         lines.append(
             f"Why: {why['prompt_bigram_coverage']:.0%} of the outputs' bigrams are in the prompts."
         )
+    if why.get("corpus_fits") is False:
+        lines.append(
+            "     This corpus does not fit: the held-back outputs do not follow it. `auto` makes "
+            f"{why['corpus_gain']:.2f} times the tokens a step that it makes without."
+        )
     if "accepted_by_source" in why:
         shares = ", ".join(
             f"{name} {share:.0%}" for name, share in why["accepted_by_source"].items()

@@ -124,6 +124,12 @@ class Calibrations:
         """
         return _summed(self._tables_like(table))
 
+    def corpus_fit(self, table: Table) -> tuple[float, float]:
+        """(tokens compared, sum of gains) of a table and those of all other scopes in memory: what
+        the corpus of drafters.auto.trust.CorpusFit brings; zeros for tables that do not compare."""
+        fits = [fit for known in self._tables_like(table) if (fit := getattr(known, "fit", None))]
+        return sum(fit.num_tokens for fit in fits), sum(fit.gain for fit in fits)
+
     def tally(self, task: str, drafter: str) -> tuple[float, float]:
         """Decayed (decode steps, emitted tokens) of finished requests of every scope."""
         tally = self._tally(task, drafter)

@@ -14,7 +14,7 @@ from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
 from server.commands.tune import TuneSettings, tune
-from server.commands.tune_choice import Choice, best_of
+from server.commands.tune_choice import Choice, best_of, corpus_fit
 from server.config import load_task, load_tasks
 from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine, EngineSettings
@@ -365,3 +365,15 @@ def test_a_server_that_is_not_there(run: Callable[..., Any], tmp_path: Path) -> 
     told = run(*words, "--url", "http://127.0.0.1:9", "--task", "t", status=1)
     assert "http://127.0.0.1:9/v1 cannot be reached" in told
     assert "--task needs --url" in run(*words, "--task", "t", status=1)
+
+
+def test_a_corpus_that_does_not_fit_is_said() -> None:
+    def tried(corpus: str | None, num_steps: int) -> Choice:
+        return Choice("auto", corpus, 4, Forecast(1, 100, num_steps, 8, 1.0, 1.5, 0.1))
+
+    assert corpus_fit([tried(None, 50)]) == {}
+    assert corpus_fit([tried(None, 50), tried("both", 40)])["corpus_fits"] is True
+    assert corpus_fit([tried(None, 40), tried("both", 50)]) == {
+        "corpus_gain": 0.8,
+        "corpus_fits": False,
+    }

@@ -161,7 +161,7 @@ def test_trust_is_kept_across_restarts(tmp_path: Path, corpus: Corpus) -> None:
     drafter.trust.update()
     path = tmp_path / "state" / "trust.json"
     drafter.trust.save(path)
-    restored = Trust()
+    restored = AutoDrafter(corpus=corpus).trust  # begins where this corpus says
     restored.restore(path)
     assert np.allclose(restored.weights, drafter.trust.weights, atol=1e-4)
     assert np.allclose(restored.factors, drafter.trust.factors, atol=1e-3)
@@ -240,3 +240,51 @@ def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> No
     one, other = session.propose(16, 8), fresh.propose(16, 8)
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert np.allclose(one.survival, other.survival)
+
+
+def _tokens_per_step(drafter: AutoDrafter, tests: list[Recording]) -> float:
+    return replay(drafter, tests, budget=8, in_prefill=True).tokens_per_step
+
+
+def _strays(num: int, seed: int) -> list[Recording]:
+    """Answers that copy what the corpus says is never copied: parts of the instruction."""
+    rng = random.Random(seed)
+    out = []
+    for prompt, _ in examples(num, seed):
+        places = [rng.randrange(8) for _ in range(3)]
+        answer = [token for place in places for token in prompt[place : place + 5]]
+        out.append(Recording(prompt, [*answer, EOS]))
+    return out
+
+
+def test_a_corpus_that_outputs_do_not_follow_costs_no_steps(corpus: Corpus) -> None:
+    first, later = _strays(50, 11), _strays(100, 12)
+    with_it, without = AutoDrafter(corpus=corpus), AutoDrafter(eos_token_ids=(EOS,))
+    _tokens_per_step(with_it, first)
+    _tokens_per_step(without, first)
+    assert _tokens_per_step(with_it, later) >= 0.99 * _tokens_per_step(without, later)
+    fit = with_it.trust.fit
+    assert fit.is_known and fit.gain < 0.05 * fit.num_tokens
+
+
+def test_a_corpus_that_fits_is_followed_again(corpus: Corpus) -> None:
+    drafter = AutoDrafter(corpus=corpus)
+    drafter.trust.fit.num_tokens, drafter.trust.fit.gain = 400.0, -80.0
+    assert not drafter.follows_corpus
+    session = drafter.open(examples(1, 2)[0][0])
+    session.settle()
+    assert len(session.propose(8, 8)) == 0, "nothing else knows how an output begins"
+    _tokens_per_step(drafter, recordings(200, 13))
+    assert drafter.follows_corpus and drafter.trust.fit.gain > 0.0
+
+
+def test_held_out_evidence_is_a_place_to_begin(corpus: Corpus) -> None:
+    """What was held out fixes the weights and counts no more than any prior."""
+    trust = AutoDrafter(corpus=corpus).trust
+    begun = trust.weights.copy()
+    assert trust.evidence.sum() == 0.0 and not np.allclose(begun, Trust().weights)
+    cell = int(np.argmax(corpus.evidence[0]))
+    assert corpus.evidence[0, cell] > 50.0
+    trust.evidence[0, cell] += 100.0  # asked, and never right
+    trust.update()
+    assert trust.weights[cell] < 0.3 * begun[cell]
