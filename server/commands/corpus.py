@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,7 +16,10 @@ from server.commands.progress import Bar, Stages
 from server.datasets import open_tokenizer, read_examples
 from server.errors import ConfigError
 
-__all__ = ["bigrams", "build", "build_file", "describe", "show"]
+if TYPE_CHECKING:
+    from drafters.corpus import Corpus
+
+__all__ = ["bigrams", "build", "corpus_of", "describe", "show"]
 
 _FIELDS, _MODEL = FieldOptions(), ModelOptions()
 
@@ -42,17 +45,16 @@ def build(
     from server.model.catalog import model_folder
 
     with Stages() as stages:
-        figures = build_file(
+        corpus = corpus_of(
             model_folder(model),
             list(data),
-            output,
             adapter=adapter,
             fields=fields,
             n_max=n_max,
             p_min=p_min,
             progress=lambda what, share: stages(f"{what} {share:.0%}"),
         )
-    print(json.dumps(figures))
+    print(json.dumps(_saved(corpus, output)))
     return 0
 
 
@@ -106,18 +108,17 @@ def _bos_of(tokenizer: Any) -> int | None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def build_file(
+def corpus_of(
     folder: Path,
     data: list[Path],
-    output: Path,
     *,
     adapter: str | None = None,
     fields: FieldOptions = _FIELDS,
     n_max: int = 5,
     p_min: int = 5,
     progress: Callable[[str, float], None] | None = None,
-) -> dict[str, Any]:
-    """Build a corpus and write it atomically to `output`; returns its figures.
+) -> Corpus:
+    """The corpus of these files.
 
     folder: the model's. adapter: prompts and outputs are written in its tokens, where it has some.
     Raises ConfigError for data that cannot be read and for no data at all, and ModelError.
@@ -138,14 +139,19 @@ def build_file(
         (spelled(prompt), spelled(ids)) for prompt, ids in itertools.chain([first], examples)
     )
     try:
-        corpus = build_calibrated(
+        return build_calibrated(
             spelled_out, fingerprint=fingerprint, n_max=n_max, p_min=p_min, progress=progress
         )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _saved(corpus: Corpus, output: Path) -> dict[str, Any]:
+    """Write a corpus atomically to `output`; its figures. Raises ConfigError."""
+    try:
         corpus.save(output)
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return {
         "file": str(output),
         "bytes": output.stat().st_size,

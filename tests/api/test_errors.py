@@ -352,7 +352,7 @@ def test_a_slow_body_times_out(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/models/none", 404, "model_not_found"),

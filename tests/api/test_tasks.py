@@ -592,9 +592,9 @@ def test_the_document_tells_the_upload_s_body_and_every_answer(live: LiveServer)
         assert {"401", "403"} <= set(responses)
 
 
-def test_the_readme_tells_every_route() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"^\| `([A-Z]+ /v1/tasks[^`]*)` \|", readme, re.M))
+def test_the_documents_tell_every_route() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `([A-Z]+ /v1/tasks[^`]*)` \|", page, re.M))
     with LiveServer([ScriptedEngine(saying([5, 6]))]) as live:
         paths = httpx.get(live.url + "/openapi.json").json()["paths"]
     there = {
@@ -604,10 +604,11 @@ def test_the_readme_tells_every_route() -> None:
         for method in methods
     }
     assert told == there
-    example = re.search(r"tasks/sql/corpus -H .*?-d '(.*?)'\n", readme, re.S)
+    example = re.search(r"tasks/sql/corpus -H .*?-d '(.*?)'\n", page, re.S)
     assert example is not None
     CorpusBody.model_validate(json.loads(example[1]))
-    body = re.search(r"```json\n(\{.*?\})\n```", readme, re.S)
+    page = (Path(__file__).parents[2] / "docs" / "drafting.md").read_text(encoding="utf-8")
+    body = re.search(r"```json\n(\{.*?\})\n```", page, re.S)
     assert body is not None
     CompletionBody.model_validate(json.loads(body[1]))
 
