@@ -1,10 +1,12 @@
-"""LiteLLM, LangChain's classes, instructor and OpenAI's Node client against a running server.
+"""Client libraries of others, and OpenAI's Node client, against a running server.
 
     python tests/conformance/client_libraries.py --base-url http://127.0.0.1:8000/v1
 
 Installs each library from the package index at run time, in an environment of its own, and runs
 its program of clients/ there: a completion, a stream, an async call, a list of prompts,
-usage, a bad field, and for chat the same and a JSON schema. A program prints one line per check.
+usage, a bad field, and for chat the same, a JSON schema, and conversations of two turns and more,
+in which the library sends its own messages, calls and results back. A program prints one line per
+check.
 `node` needs node and npm and is left out, with a word, where they are missing.
 Exits 1 when a check failed; the last line is JSON.
 """
@@ -24,9 +26,15 @@ from environment import add_options, environment, run, served_model, work_folder
 
 PROGRAMS = Path(__file__).parent / "clients"
 LIBRARIES = {
-    "litellm": ["litellm"],
+    "litellm": ["litellm", "mcp"],  # it wants mcp for tools
     "langchain": ["langchain-openai"],
     "instructor": ["instructor"],
+    "openai_agents": ["openai-agents"],
+    "pydantic_ai": ["pydantic-ai-slim[openai]"],
+    "llama_index": ["llama-index-llms-openai-like"],
+    "dspy": ["dspy"],
+    "haystack": ["haystack-ai"],
+    "llm": ["llm"],
 }
 """What each program needs from the package index."""
 NODE_PACKAGES = ["openai@7.57.0", "zod@4.6.7"]

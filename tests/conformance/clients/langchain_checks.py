@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from checks import BASE_URL, MODEL, check, finish
+from conversation import QUESTION, TOOL, weather
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -87,6 +89,25 @@ def _() -> None:
     assert 0 <= answers.predicates["complains"].probability <= 1
     assert answers.choices["about"].choice in ("delivery", "price")
     assert 0 <= answers.scores["anger"].score <= 2
+
+
+@check("langchain two turns with a tool", needs_chat=True)
+def _() -> None:
+    model = ChatOpenAI(max_tokens=40, temperature=0, **OPTIONS)
+    forced = model.bind_tools([TOOL], tool_choice="required")
+    messages: list[Any] = [HumanMessage(QUESTION)]
+    answer = forced.invoke(messages)
+    [call] = answer.tool_calls
+    messages += [answer, ToolMessage(weather(**call["args"]), tool_call_id=call["id"])]
+    second = model.bind_tools([TOOL]).invoke(messages)
+    assert model.invoke([*messages, second, HumanMessage("Thank you.")]).content is not None
+
+
+@check("langchain ChatOpenAI through responses", needs_chat=True)
+def _() -> None:
+    model = ChatOpenAI(max_tokens=8, use_responses_api=True, **OPTIONS)
+    first = model.invoke("Say hello.")
+    assert model.invoke([HumanMessage("Say hello."), first, HumanMessage("Again.")]).content
 
 
 finish()

@@ -6,6 +6,7 @@ from typing import Any
 
 import litellm
 from checks import BASE_URL, MODEL, check, finish
+from conversation import QUESTION, TOOL, is_weather, weather
 
 COMMON: dict[str, Any] = {"api_base": BASE_URL, "api_key": "none", "num_retries": 0}
 TEXT: dict[str, Any] = {"model": f"text-completion-openai/{MODEL}", **COMMON}
@@ -74,6 +75,28 @@ def _() -> None:
 async def _() -> None:
     answer = await litellm.acompletion(max_tokens=4, **CHAT)
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+@check("litellm two turns with a tool, its own messages sent back", needs_chat=True)
+def _() -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    options = {**CHAT, "max_tokens": 40, "temperature": 0, "tools": [TOOL]}
+    first = litellm.completion(**{**options, "messages": messages}, tool_choice="required")
+    said = first.choices[0].message
+    [call] = said.tool_calls
+    assert is_weather(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": weather("Rome")}
+    messages += [said.model_dump(), result]
+    second = litellm.completion(**{**options, "messages": messages})
+    messages += [second.choices[0].message, {"role": "user", "content": "Thank you."}]
+    assert litellm.completion(**{**options, "messages": messages}).choices
+
+
+@check("litellm responses", needs_chat=True)
+def _() -> None:
+    model = f"openai/{MODEL}"
+    answer = litellm.responses(model=model, input="Say hello.", max_output_tokens=8, **COMMON)
+    assert answer.output
 
 
 finish()

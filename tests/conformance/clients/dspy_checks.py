@@ -1,0 +1,37 @@
+"""DSPy: a chat of two turns through its LM, and a JSON schema."""
+
+from __future__ import annotations
+
+import json
+
+import dspy
+from checks import BASE_URL, MODEL, check, finish
+
+LM = dspy.LM(
+    f"openai/{MODEL}", api_base=BASE_URL, api_key="none", max_tokens=120, temperature=0.0,
+    cache=False, num_retries=0,
+)  # fmt: skip
+
+
+@check("dspy LM of two turns", needs_chat=True)
+def _() -> None:
+    messages = [{"role": "user", "content": "Say hello."}]
+    [first] = LM(messages=messages, max_tokens=8)
+    messages += [{"role": "assistant", "content": str(first)}, messages[0]]
+    assert LM(messages=messages, max_tokens=8)
+
+
+@check("dspy LM with a JSON schema", needs_chat=True)
+def _() -> None:
+    # What dspy.Predict makes of a small model's own words is not the server's to answer for.
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"type": "string", "maxLength": 40}},
+        "required": ["answer"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    [text] = LM("What is the capital of Italy?", response_format=form, max_tokens=60)
+    assert set(json.loads(str(text))) == {"answer"}
+
+
+finish()
