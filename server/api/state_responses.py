@@ -84,7 +84,6 @@ class EngineState(Shape, kw_only=True):
     model: str
     device: str
     state: Literal["loading", "ready", "stuck", "restarting", "failed", "stopped"]
-    heartbeat_age_s: float
     restarts: Count
     open_requests: Count
 

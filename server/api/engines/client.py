@@ -152,7 +152,6 @@ class EngineClient:
                 "model": slot.spec.model,
                 "device": slot.spec.device,
                 "state": "stuck" if slot.is_stuck else slot.state,
-                "heartbeat_age_s": round(slot.pulse.age_s, 1) if slot.state == "ready" else 0.0,
                 "restarts": slot.num_restarts,
                 "open_requests": len(slot.open),
             }
