@@ -2,14 +2,14 @@
 
     python loadtest/gpu_check.py [--shapes 135m,1b,8b] [--device cuda:0] [--dtype bfloat16]
 
-1. Runs tests/gpu (needs pytest).
-2. Prints the device's copy bandwidth, then, for Llama shapes with random weights, a table of step
+1. Prints the device's copy bandwidth, then, for Llama shapes with random weights, a table of step
    times beside the memory-bandwidth floor: decode of 1..64 sequences with a row each, trees of
    1..64 rows on one sequence, 8-row trees on several, sampled decode and prompt chunks, over
    histories of 256 to 8192 positions; decode once plainly and once with CUDA graphs.
-3. Measures and checks vocabulary slices on a Gemma 3 270M shape (loadtest/gpu_vocabulary.py): the
+2. Measures and checks vocabulary slices on a Gemma 3 270M shape (loadtest/gpu_vocabulary.py): the
    full head on the device, streamed from CPU memory and verified on the CPU; device memory of each.
-4. Ends in one line of JSON.
+3. Runs tests/gpu (needs pytest), for --tests-timeout seconds at most.
+4. Ends in one line of JSON. With --out each result is in a file as soon as it is there.
 
 The floor is the bytes a step must read - every weight but the embedding table once, and the keys
 and values of each sequence's history once - over the measured copy bandwidth (bytes read and
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -286,24 +287,57 @@ def time_shape(
                 "launch_ms": None,
             }
             if blocks_needed(case) <= room:
-                wall, launch = measure(runner, batch_of(case, shape.vocab_size), repeats)
-                row |= {"wall_ms": round(1e3 * wall, 4), "launch_ms": round(1e3 * launch, 4)}
+                try:
+                    wall, launch = measure(runner, batch_of(case, shape.vocab_size), repeats)
+                    row |= {"wall_ms": round(1e3 * wall, 4), "launch_ms": round(1e3 * launch, 4)}
+                except Exception as error:  # Triton's own errors derive from nothing else
+                    row["error"] = _named(error)
             yield row
         runner.close()
 
 
-def run_gpu_tests() -> dict[str, Any]:
-    """Outcome of tests/gpu in a process of its own."""
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+class Results:
+    """Results as they come: a line of JSON each, on the disk before the next part begins. What a
+    run that is cut off has found is then in the file. path: None keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a", encoding="utf-8")
+
+    def add(self, part: str, values: dict[str, Any]) -> None:
+        """Append one result. part: what it is of."""
+        if self._file is not None:
+            self._file.write(json.dumps({"part": part, **values}) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+
+def run_gpu_tests(timeout_s: float) -> dict[str, Any]:
+    """Outcome of tests/gpu in a process of its own, ended after timeout_s."""
     if importlib.util.find_spec("pytest") is None:
         return {"ran": False, "reason": "pytest is not installed"}
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-W", "default"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "tests/gpu"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    try:
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", "tests/gpu"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        told = error.stdout or b""
+        print(told if isinstance(told, str) else told.decode(errors="replace"), flush=True)
+        return {"ran": True, "exit_code": None, "summary": f"ended after {timeout_s:g} s"}
     print(done.stdout, flush=True)
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -323,6 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=None, choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
+    parser.add_argument("--out", type=Path, help="append each result to this file as it comes")
+    parser.add_argument("--tests-timeout", type=float, default=240.0, metavar="S")
     options = parser.parse_args(arguments)
     names = options.shapes.split(",")
     if unknown := [n for n in names if n not in SHAPES]:
@@ -332,35 +368,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if report is None:
         return 2
     ok = True
+    results = Results(options.out)
     if device.type == "cuda":
         report["name"] = torch.cuda.get_device_name(device)
-        if not options.no_tests:
-            report["tests"] = run_gpu_tests()
-            ok = report["tests"].get("exit_code") == 0
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     bytes_per_s = bandwidth(device)
     report |= {"dtype": str(dtype), "bandwidth_gb_s": round(bytes_per_s / 1e9, 1), "steps": []}
+    results.add("device", {k: v for k, v in report.items() if k != "steps"})
     print(f"{report.get('name', device)}: copies {bytes_per_s / 1e9:.0f} GB/s; {dtype}")
     print("shape  kind    graphs  seqs  rows  history  floor ms   wall ms  x floor  launch ms")
     for name in names:
         try:
             for row in time_shape(name, device, dtype, bytes_per_s, options.repeats):
                 report["steps"].append(row)
+                results.add("step", row)
+                ok = ok and "error" not in row
                 print(_line(row), flush=True)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             ok = False
-            report.setdefault("errors", []).append(f"{name}: {str(error)[:300]}")
-            print(f"{name}: {error}", flush=True)
+            results.add("error", {"of": name, "error": _named(error)})
+            report.setdefault("errors", []).append(f"{name}: {_named(error)}")
+            print(f"{name}: {_named(error)}", flush=True)
     small = all(name == "tiny" for name in names)
     try:
         report["vocabulary"], right = gpu_vocabulary.check(
             "tiny" if small else "gemma-3-270m", device, dtype, options.repeats
         )
-    except (RuntimeError, ValueError, MemoryError) as error:
+        results.add("vocabulary", {"rows": report["vocabulary"], "ok": right})
+    except Exception as error:
         right = False
-        report.setdefault("errors", []).append(f"vocabulary: {str(error)[:300]}")
-        print(f"vocabulary: {error}", flush=True)
+        results.add("error", {"of": "vocabulary", "error": _named(error)})
+        report.setdefault("errors", []).append(f"vocabulary: {_named(error)}")
+        print(f"vocabulary: {_named(error)}", flush=True)
     ok = ok and right
+    if device.type == "cuda" and not options.no_tests:  # last: compiling may take the time there is
+        report["tests"] = run_gpu_tests(options.tests_timeout)
+        results.add("tests", report["tests"])
+        ok = ok and report["tests"].get("exit_code") == 0
+    results.close()
     print(json.dumps(report | {"ok": ok}))
     return 0 if ok else 1
 
@@ -371,6 +416,8 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['num_seqs']:>5} {row['rows_per_seq']:>5} {row['history']:>8} "
         f"{row['floor_ms']:>9.3f} "
     )
+    if "error" in row:
+        return f"{start}  {row['error']}"
     if row["wall_ms"] is None:
         return start + "  does not fit"
     share = row["wall_ms"] / row["floor_ms"]

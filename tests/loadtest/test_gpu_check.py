@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,41 @@ def test_dry_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         timed = [line for line in mine if "wall_ms" in line]
         assert {line["what"] for line in timed} == {"full", "slice 1 %", "slice 10 %"}
         assert all(0 < line["head_ms"] < line["wall_ms"] for line in timed)
+
+
+def test_results_are_kept_as_they_come_whatever_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that fails is told with its error; those after it, and the other parts, are done."""
+
+    class OutOfResources(Exception):  # as Triton's: of no kind that is usual
+        pass
+
+    measure, out = gpu_check.measure, tmp_path / "results.jsonl"
+    left: list[int] = []
+
+    def fails_once(*arguments: Any) -> tuple[float, float]:
+        # What came before is on the disk by now.
+        left.append(len(out.read_text().splitlines()))
+        if len(left) == 2:
+            raise OutOfResources("shared memory")
+        return measure(*arguments)
+
+    def no_vocabulary(*_: Any) -> Any:
+        raise TypeError("no vocabulary")
+
+    monkeypatch.setattr(gpu_check, "measure", fails_once)
+    monkeypatch.setattr(gpu_check.gpu_vocabulary, "check", no_vocabulary)
+    words = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--out", str(out)]
+    assert gpu_check.main(words) == 1
+    assert left == [1, 2, 3, 4]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["part"] for line in lines] == ["device", *["step"] * 4, "error"]
+    steps = lines[1:5]
+    assert steps[1]["error"] == "OutOfResources: shared memory" and steps[1]["wall_ms"] is None
+    assert all(step["wall_ms"] > 0 for step in steps if "error" not in step)
+    assert lines[5]["error"] == "TypeError: no vocabulary"
+    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["ok"]
 
 
 def test_a_tree_s_paths_lie_within_its_own_rows() -> None:
