@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, panels_of
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, panels_of
 from server.model.cpu.integers.head import IntegerHead
 from server.model.cpu.integers.linear import IntegerLinear, integer_linear
 from server.model.cpu.integers.product import IntegerMatrix, aligned, pack
@@ -26,8 +26,10 @@ from server.model.shape import ModelShape
 __all__ = ["FORM_OF", "FileWeights", "IntegerWeights"]
 
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
-"""What `weights` may be called -> the form that floats are rounded to."""
+"""What `weights` may be called -> the form that floats are rounded to, but for the LM head."""
 
+_HEAD_FORM = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
+# A head of 4 bits loses a task whole (docs/benchmarks/servers.md), as llama.cpp's files know too.
 _KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
 _NOTHING = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
 _CHUNK = 128 * PANEL  # rows of the head that are taken apart at a time: it is larger then
@@ -60,6 +62,7 @@ class IntegerWeights:
     ) -> None:
         self._source = weights
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
+        self._head_form = None if form == "file" else BY_NAME[_HEAD_FORM[form]]
         self._max_rows = max_rows
         self._arenas: list[npt.NDArray[np.uint8]] = []
         self._buffers: dict[int, Activations] = {}
@@ -90,16 +93,17 @@ class IntegerWeights:
         if self._form is not None:
             floats: Float32 = rows.float().numpy()
             return floats
-        return dequantised(self._stored(Rows(self._embedding.name, rows)))
+        return dequantised(self._stored(Rows(self._embedding.name, rows), None))
 
-    def _stored(self, rows: Rows) -> Stored:
-        if self._form is None:
+    def _stored(self, rows: Rows, form: Form | None) -> Stored:
+        """Rows rounded to a form, or, with None, as their file has them."""
+        if form is None:
             source: Any = self._source
             return from_ggml(source.form(rows.name), rows.tensor.numpy())
-        return quantised(self._form, rows.tensor.float().numpy())
+        return quantised(form, rows.tensor.float().numpy())
 
     def _pack(self, parts: Sequence[Rows]) -> IntegerMatrix:
-        matrix, arenas = pack([self._stored(part) for part in parts])
+        matrix, arenas = pack([self._stored(part, self._form) for part in parts])
         self._arenas += arenas
         return matrix
 
@@ -118,10 +122,10 @@ class IntegerWeights:
 
     def _pack_head(self, table: Rows, num_rows: int, width: int) -> IntegerHead:
         """The first num_rows rows of the head; the rest pads a table and is never drawn."""
-        form, panels, inputs = self._form, np.empty((0, 0), np.uint8), 0
+        form, panels, inputs = self._head_form, np.empty((0, 0), np.uint8), 0
         for first in range(0, num_rows, _CHUNK):
             last = min(first + _CHUNK, num_rows)
-            part = self._stored(Rows(table.name, table.tensor[first:last]))
+            part = self._stored(Rows(table.name, table.tensor[first:last]), self._head_form)
             if first == 0:
                 form, inputs = part.form, part.numbers.shape[1]
                 size = form.panel_bytes(inputs)
