@@ -29,7 +29,7 @@ FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
 """What `weights` may be called -> the form that floats are rounded to, but for the LM head."""
 
 _HEAD_FORM = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
-# A head of 4 bits loses a task whole (docs/benchmarks/servers.md), as llama.cpp's files know too.
+# Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
 _KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
 _NOTHING = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
 _CHUNK = 128 * PANEL  # rows of the head that are taken apart at a time: it is larger then
