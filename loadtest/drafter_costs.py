@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -75,27 +74,33 @@ def write_examples(sets: Sequence[Sequence[Recording]], num_tokens: int, file: P
     return num
 
 
+_WATCH = """
+import json, resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps({"told": done.stderr[-500:], "status": done.returncode,
+                  "cpu_s": used.ru_utime + used.ru_stime, "peak_kib": used.ru_maxrss}))
+"""
+"""A small process between: the peak of a child is at least that of the process that forked it."""
+
+
 def build_in_child(data: Path, output: Path, model: str) -> dict[str, float]:
     """`tailor corpus build`: wall and CPU seconds, and its peak resident memory in GiB."""
     command = [sys.executable, "-m", "server.commands.cli", "corpus", "build", "--model", model]
     began = time.perf_counter()
-    child = subprocess.Popen(
-        [*command, "--data", str(data), "-o", str(output)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+    watched = subprocess.run(
+        [sys.executable, "-c", _WATCH, *command, "--data", str(data), "-o", str(output)],
+        stdout=subprocess.PIPE,
         text=True,
+        check=True,
     )
-    assert child.stderr is not None
-    with child.stderr as pipe:
-        told = pipe.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise RuntimeError(f"tailor corpus build failed: {told[-500:]}")
+    used = json.loads(watched.stdout)
+    if used["status"]:
+        raise RuntimeError(f"tailor corpus build failed: {used['told']}")
     return {
         "wall_s": round(time.perf_counter() - began, 1),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_gib": round(usage.ru_maxrss / (1 << 20), 2),
+        "cpu_s": round(used["cpu_s"], 1),
+        "peak_gib": round(used["peak_kib"] / (1 << 20), 2),
         "file_mib": round(output.stat().st_size / (1 << 20), 1),
     }
 

@@ -58,8 +58,13 @@ def task_text(
     lines += _vocabulary_lines(report["vocabulary"])
     lines += ["", "Expected tokens a step / speedup of a request, by most draft tokens a step:"]
     lines += _table(settings, choices, best)
-    comments = [f"# {line}".rstrip() for line in lines]
+    comments = [f"# {_printable(line)}".rstrip() for line in lines]
     return "\n".join([*comments, *_body(settings, material, best, report)]) + "\n"
+
+
+def _printable(line: str) -> str:
+    """The line as YAML may hold it: what a model wrote can have control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _origin_lines(

@@ -222,8 +222,6 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device = torch.device(spec.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
-    if device.type == "cuda":
-        _prepare_cuda(device)
     folder = open_model(spec.folder, adapter=spec.adapter)
     reason = family_of(folder.config).on_cuda
     if reason is not None:
@@ -231,6 +229,8 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
             f"{folder.config.model_type} does not run on {spec.device}: {reason}. Nearest that "
             "works: `devices: [cpu]` for this model"
         )
+    if device.type == "cuda":
+        _prepare_cuda(device)
     stored = getattr(folder.config, "dtype", None)
     if spec.dtype == "auto":
         dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16

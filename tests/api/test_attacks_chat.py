@@ -406,10 +406,16 @@ def test_arguments_of_a_template_are_values_and_no_names(server: LiveServer) -> 
         "messages", "tools", "bos_token", "raise_exception", "strftime_now", "__class__", "self",
         "loop", "range", "chat_template", "add_generation_prompt", "documents", "",
     ):  # fmt: skip
-        for value in ("{{ 7 * 7 }}", [], {"a": {}}, 1, None):
+        for value in ("{{ 7 * 7 }}", [], {"a": {}}, 1):
             answer = chat(server, chat_template_kwargs={name: value})
             assert answer.status_code == 400, name
             assert answer.json()["error"]["param"].startswith("chat_template_kwargs")
+        # Null is as good as absent: the template never sees it.
+        asked = {"cache_salt": "null", "temperature": 0, "include_speculation": True}
+        null = chat(server, chat_template_kwargs={name: None}, **asked).json()
+        plain = chat(server, **asked).json()
+        assert null["choices"] == plain["choices"]
+        assert null["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
     for value in ("{{ 7 * 7 }}", [[]], {"__class__": 1}, 10**400):
         answer = chat(server, chat_template_kwargs={"enable_thinking": value})
         assert answer.status_code in (200, 400)

@@ -377,3 +377,13 @@ def test_a_corpus_that_does_not_fit_is_said() -> None:
         "corpus_gain": 0.8,
         "corpus_fits": False,
     }
+
+
+def test_what_a_model_wrote_is_a_comment_that_yaml_can_hold() -> None:
+    from server.commands.tune_file import _printable
+    from server.config.yaml_file import parse_yaml
+
+    wrote = "".join(map(chr, [0, 7, 27, 127, 133, 0x2028, 0xFEFF, 0xD800, 65, 0x1F600]))
+    text = f"# {_printable(wrote)}\ndescription: x\n"
+    assert parse_yaml(text, "t").data == {"description": "x"}
+    assert "A" in text and chr(0x1F600) in text

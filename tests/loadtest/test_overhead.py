@@ -95,7 +95,7 @@ def test_a_poll_that_is_refused_ends_the_measurement(monkeypatch: pytest.MonkeyP
 
 def test_the_uncounted_server_books_nothing() -> None:
     script = (
-        "from server.metrics import Metrics\n"
+        "from server.metrics.series import Metrics\n"
         "from server.types import StepCounts\n"
         "from loadtest import uncounted\n"
         "def booked():\n"
