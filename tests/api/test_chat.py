@@ -390,7 +390,11 @@ def test_errors_before_and_in_a_stream(server: LiveServer, engine: ScriptedEngin
     engine.script = lambda r: [
         steps_of(r, REPLY_IDS[:3])[0], steps_of(r, [], finish_reason="error")[0],
     ]  # fmt: skip
-    *chunks, last = events(chat(server, stream=True))
+    engine.step_s = 0.2  # else the error may be there before anything was sent: a plain 500
+    try:
+        *chunks, last = events(chat(server, stream=True))
+    finally:
+        engine.step_s = 0.0
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert last["error"]["code"] == "internal_error" or last["error"]["code"] == "engine_error"
 
