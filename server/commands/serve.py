@@ -337,6 +337,7 @@ def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None
         "prompt": HELLO_PROMPT,
         "max_tokens": 24,
         "temperature": 0,
+        "stop": ["."],
     }
     try:
         answer = call(Endpoint(url, key), "POST", "/completions", body, timeout_s=120.0)
