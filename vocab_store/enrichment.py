@@ -21,12 +21,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vocab_store.atomic_file import replace_file
 from vocab_store.errors import EnrichmentFileError
 
 __all__ = ["Enrichment"]
@@ -143,7 +143,6 @@ class Enrichment:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically. Raises OSError."""
-        target = Path(path)
         body = {
             "kind": _KIND,
             "version": _VERSION,
@@ -154,17 +153,8 @@ class Enrichment:
             "ids": self.ids,
             "parts": self.parts,
         }
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                json.dump(body, out, separators=(",", ":"))
-                out.write("\n")
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        text = json.dumps(body, separators=(",", ":")) + "\n"
+        replace_file(path, text.encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, tokenizer: str | None = None) -> Enrichment:

@@ -23,16 +23,15 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from vocab_store.atomic_file import replace_file
 from vocab_store.errors import ProfileFileError, VocabStoreError
 from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
@@ -385,18 +384,7 @@ class VocabProfile:
         text = json.dumps(manifest, sort_keys=True).encode()
         head = _PREFIX.pack(_MAGIC, VERSION, len(text)) + text
         head += b"\0" * (-len(head) % _ALIGN)
-        target = Path(path)
-        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-        try:
-            with os.fdopen(fd, "wb") as file:
-                os.fchmod(fd, 0o644)  # mkstemp's 0600 would keep a server's own user out
-                file.write(head + payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(path, head + payload)
 
     @classmethod
     def load(
