@@ -14,15 +14,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.token_bytes import TokenBytes
 
 __all__ = [
     "Turn",
     "example_of",
     "ids_of",
     "json_lines",
+    "open_table",
     "open_tokenizer",
     "read_examples",
     "rows",
@@ -208,13 +212,19 @@ def ids_of(value: object, where: str, key: str) -> list[int]:
 
 def open_tokenizer(folder: Path) -> tuple[Any, str, int]:
     """(tokenizer, its fingerprint as engines check it, an EOS id) of a model's folder."""
+    tokenizer, table, eos = open_table(folder)
+    return tokenizer, table.fingerprint.hex(), eos
+
+
+def open_table(folder: Path) -> tuple[Any, TokenBytes, int]:
+    """(tokenizer, its id -> bytes table, an EOS id) of a model's folder."""
     from tokenizers import Tokenizer
 
     from server import token_bytes
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    fingerprint = token_bytes.build(tokenizer, int(config["vocab_size"])).fingerprint.hex()
+    table = token_bytes.build(tokenizer, int(config["vocab_size"]))
     generation = folder / "generation_config.json"
     eos = config.get("eos_token_id")
     if generation.is_file():
@@ -223,4 +233,4 @@ def open_tokenizer(folder: Path) -> tuple[Any, str, int]:
         eos = eos[0] if eos else None
     if not isinstance(eos, int):
         raise ConfigError(f"{folder}: the model names no EOS id")
-    return tokenizer, fingerprint, eos
+    return tokenizer, table, eos

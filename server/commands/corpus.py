@@ -167,6 +167,8 @@ def _spelling(
     from server import token_bytes
     from server.wiring.model import enrichment_of
 
+    if adapter is None:  # the table is not needed, and takes a second for a large vocabulary
+        return fingerprint, list
     table = token_bytes.build(tokenizer)
     enrichment = enrichment_of(adapter, table)
     if enrichment is None:

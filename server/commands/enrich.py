@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from server.commands.options import DEFAULT_MODEL, FieldOptions, OutputFile
 from server.commands.progress import Bar
-from server.datasets import open_tokenizer, read_examples
+from server.datasets import open_table, read_examples
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ def read_task_data(
     folder: the model's. Raises ConfigError for files that cannot be read and for fewer than 20
     examples.
     """
-    from server import token_bytes
-
-    tokenizer, fingerprint, eos = open_tokenizer(folder)
+    tokenizer, table, eos = open_table(folder)
     examples = [
         example
         for file in files
@@ -70,13 +68,12 @@ def read_task_data(
     random.Random(_SEED).shuffle(examples)
     num = min(max_held_out, len(examples) // 10)
     vocab_size = int(json.loads((folder / "config.json").read_text())["vocab_size"])
-    table = token_bytes.build(tokenizer, vocab_size)
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     return TaskData(
         train=examples[num:],
         held_out=examples[:num],
         table=table,
-        fingerprint=fingerprint,
+        fingerprint=table.fingerprint.hex(),
         barriers=frozenset({eos, *(int(i) for i in table.special_ids)}),
         vocab_size=vocab_size,
         reserved_ids=tuple(i for i in range(vocab_size) if i not in known),
