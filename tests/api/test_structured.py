@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from server import channel
+from server.api import structured
 from server.api.protocol import CompletionBody, validate
 from server.api.structured import WHITESPACE, GrammarChecker, check_with_sampling, grammar_of
 from server.errors import (
@@ -20,6 +22,7 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
+from server.grammar_text import grammar_problem
 from server.types import NO_SCOPE, GrammarSpec, Request, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
@@ -292,16 +295,25 @@ def test_what_was_found_is_remembered_within_bounds() -> None:
     assert asyncio.run(run()) == 8
 
 
-def test_a_grammar_takes_too_long() -> None:
+def test_a_grammar_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def hang(spec: GrammarSpec) -> str:
+        if spec.kind == "json_schema":
+            released.wait(60.0)
+        return grammar_problem(spec)
+
     async def run() -> None:
-        checker = GrammarChecker(timeout_s=0.005)
-        await checker.check(GrammarSpec("regex", "a"), "regex")  # the library is loaded now
+        checker = GrammarChecker(timeout_s=1.0)  # a thread has this long to begin
         try:
-            with pytest.raises(LimitExceededError, match="seconds"):
-                await checker.check(GrammarSpec("json_schema", json.dumps(_product(6))), "json")
+            await checker.check(GrammarSpec("regex", "a"), "regex")
+            with pytest.raises(LimitExceededError, match="json: takes longer than 1 seconds"):
+                await checker.check(GrammarSpec("json_schema", "{}"), "json")
         finally:
+            released.set()
             checker.close()
 
+    monkeypatch.setattr(structured, "grammar_problem", hang)
     asyncio.run(run())
 
 
