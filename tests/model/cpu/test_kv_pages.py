@@ -25,7 +25,7 @@ def num_faults() -> int:
 
 
 def untouched_planes() -> np.ndarray:
-    """Zeros that no one has written, float32: np.zeros may give pages that the heap has used before."""
+    """float32 zeros that no one has written: np.zeros may give pages that the heap has used."""
     shape = (2, 3, NUM_BLOCKS, 64, 16)
     return np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), np.float32).reshape(shape)
 
