@@ -28,7 +28,6 @@ from server.types import ModelInfo, SamplingParams
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
-UInt64 = npt.NDArray[np.uint64]
 Float32 = npt.NDArray[np.float32]
 
 
@@ -53,6 +52,21 @@ class DrawParams:
     count_prompt: Int32
     num_generated: int
 
+    def takes_argmax(self, mask_id: int, num_path: int = 0) -> bool:
+        """Whether a draw is the argmax of the raw logits: greedy, nothing excluded, no penalty.
+
+        mask_id: its Batch.draw_mask. num_path: drafted tokens before it.
+        """
+        s = self.sampling
+        return (
+            s.temperature == 0.0
+            and mask_id < 0
+            and not s.logit_bias
+            and s.allowed_token_ids is None
+            and not s.has_penalties
+            and self.num_generated + num_path >= s.min_tokens
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSlice:
@@ -68,6 +82,14 @@ class HeadSlice:
     columns: Int32
     table: int
     num_static: int
+
+
+def places_of(ids: Int32, wanted: npt.NDArray[np.integer]) -> tuple[Int64, npt.NDArray[np.bool_]]:
+    """(where in ascending `ids` the wanted ones are that it has, which of them those are)."""
+    at = np.searchsorted(ids, wanted)
+    found = at < ids.shape[0]
+    found[found] = ids[at[found]] == wanted[found]
+    return at[found].astype(np.int64, copy=False), found
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +160,19 @@ class Batch:
     @property
     def num_draws(self) -> int:
         return int(self.draw_rows.shape[0])
+
+    def is_kept(self, draw: int) -> bool:
+        """Whether a draw's hidden state waits for `verify`: such a draw gives no logprobs."""
+        return self.draw_keep is not None and bool(self.draw_keep[draw] >= 0)
+
+    def path_tokens(self, draw: int) -> list[int]:
+        """Drafted tokens between the root and the row of a draw, root's child first."""
+        tokens: list[int] = []
+        while (parent := int(self.draw_parent[draw])) >= 0:
+            tokens.append(int(self.token_ids[self.draw_rows[draw]]))
+            draw = parent
+        tokens.reverse()
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ def test_draws_are_the_reference_s_on_the_device_s_own_logits() -> None:
             logits[batch.draw_rows[d]],
             batch.params[batch.draw_params[d]],
             int(batch.draw_positions[d]),
-            sampler.path_tokens(batch, d),
+            batch.path_tokens(d),
             batch.masks[mask_id] if mask_id >= 0 else None,
         )
         assert drawn.token_ids[d] == want

@@ -18,6 +18,7 @@ from server.engine.batch import (
     Drawn,
     DrawParams,
     Int32,
+    places_of,
 )
 from server.engine.reference_sampler import noise_key
 from server.model.cpu import sampler
@@ -131,9 +132,7 @@ class Draws:
         keeps: whether draws that Batch.draw_keep names go without logprobs.
         """
         params = [batch.params[p] for p in batch.draw_params[list(draws)].tolist()]
-        plain = [
-            _is_plain_greedy(p, batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)
-        ]
+        plain = [p.takes_argmax(batch.draw_mask[d]) for p, d in zip(params, draws, strict=True)]
         if all(plain):
             ids = np.empty(len(rows), np.int32)
             sampler.greedy(np.array(rows, np.int64), full.logits, full.states, ids)
@@ -148,7 +147,7 @@ class Draws:
             token = int(result.token_ids[d])
             if token == sampler.FAILED:
                 result.failed.append((d, _reason(full.states[row])))
-            elif own.sampling.num_logprobs is not None and not (keeps and _is_kept(batch, d)):
+            elif own.sampling.num_logprobs is not None and not (keeps and batch.is_kept(d)):
                 result.logprobs[d], result.ranks[d], result.top[d] = self._logprob(
                     full.logits[row], self._vocab_size, token, own.sampling.num_logprobs
                 )
@@ -188,7 +187,7 @@ class Draws:
         num = slice_.ids.shape[0]
         state = hidden[int(batch.draw_rows[d])]
         own = batch.params[batch.draw_params[d]]
-        plain = _is_plain_greedy(own, batch.draw_mask[d])
+        plain = own.takes_argmax(batch.draw_mask[d])
         column = self._draw_one(batch, d, logits, num, slice_.ids, state, plain)
         if column == sampler.FAILED:
             if sampler.is_finite_row(state):
@@ -197,7 +196,7 @@ class Draws:
             result.failed.append((d, _reason(state)))
             return True
         result.token_ids[d] = slice_.ids[column]
-        if own.sampling.num_logprobs is not None and not _is_kept(batch, d):
+        if own.sampling.num_logprobs is not None and not batch.is_kept(d):
             value, rank, top = self._logprob(logits, num, column, own.sampling.num_logprobs)
             ids = slice_.ids
             result.logprobs[d], result.ranks[d] = value, rank
@@ -222,10 +221,10 @@ class Draws:
         params = batch.params[batch.draw_params[d]]
         mask_id = int(batch.draw_mask[d])
         mask = batch.masks[mask_id] if mask_id >= 0 else _EMPTY_MASK
-        if not ids.shape[0] and _is_plain_greedy(params, -1):  # but for its grammar
+        if not ids.shape[0] and params.takes_argmax(-1):  # but for its grammar
             return int(sampler.masked_argmax(logits, mask, num))
         s = params.sampling
-        path = _path_tokens(batch, d)
+        path = batch.path_tokens(d)
         counts = _counts(params, path) if s.has_penalties else _NO_COUNTS
         constraints = _constraints(params, len(path), mask)
         if ids.shape[0]:
@@ -268,42 +267,6 @@ def full_rows(batch: Batch) -> Int32:
     return rows
 
 
-def _is_kept(batch: Batch, d: int) -> bool:
-    return batch.draw_keep is not None and bool(batch.draw_keep[d] >= 0)
-
-
-def _columns(
-    ids: Int32, wanted: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """(columns of the wanted ids that a slice has, which ones those are)."""
-    at = np.searchsorted(ids, wanted)
-    found = at < ids.shape[0]
-    found[found] = ids[at[found]] == wanted[found]
-    return at[found].astype(np.int64), found
-
-
-def _is_plain_greedy(params: DrawParams, mask_id: int) -> bool:
-    """Whether the draw is the argmax of the raw logits."""
-    s = params.sampling
-    return (
-        s.temperature == 0.0
-        and mask_id < 0
-        and not s.logit_bias
-        and s.allowed_token_ids is None
-        and not s.has_penalties
-        and s.min_tokens == 0
-    )
-
-
-def _path_tokens(batch: Batch, d: int) -> list[int]:
-    """Drafted tokens between the root and the row of draw d."""
-    tokens = []
-    while batch.draw_parent[d] >= 0:
-        tokens.append(int(batch.token_ids[batch.draw_rows[d]]))
-        d = int(batch.draw_parent[d])
-    return tokens
-
-
 def draw_settings(s: SamplingParams) -> DrawSettings:
     """A request's numbers as the sampler takes them."""
     return DrawSettings(
@@ -335,14 +298,14 @@ def _constraints(params: DrawParams, num_path: int, mask: npt.NDArray[np.uint32]
 
 def _to_columns(ids: Int32, constraints: Constraints, counts: Counts) -> tuple[Constraints, Counts]:
     """From ids to the columns of a slice; what is not in the slice cannot be drawn anyway."""
-    bias_ids, found = _columns(ids, constraints.bias_ids)
+    bias_ids, found = places_of(ids, constraints.bias_ids)
     constraints = constraints._replace(
         bias_ids=bias_ids,
         biases=constraints.biases[found],
-        allowed_ids=_columns(ids, constraints.allowed_ids)[0],
-        banned_ids=_columns(ids, constraints.banned_ids)[0],
+        allowed_ids=places_of(ids, constraints.allowed_ids)[0],
+        banned_ids=places_of(ids, constraints.banned_ids)[0],
     )
-    counted, found = _columns(ids, counts.ids)
+    counted, found = places_of(ids, counts.ids)
     return constraints, Counts(counted, counts.out[found], counts.prompt[found])
 
 

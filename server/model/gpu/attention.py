@@ -133,7 +133,7 @@ def run_starts(seq_ids: Int32) -> npt.NDArray[np.int64]:
 
 
 def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
-    """Cut a Batch's rows into tiles.
+    """Divide a Batch's rows into tiles.
 
     Runs of one row (decode) get small tiles, short runs (trees, chunk ends) large ones, both with
     their keys split over programs, because few rows over a long history would leave the device
@@ -163,7 +163,7 @@ def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
         if not chosen.any():
             continue
         rows_per_tile = block_m // shape.group_size
-        tiles = _cut(batch, starts[chosen], lengths[chosen], rows_per_tile)
+        tiles = _divide(batch, starts[chosen], lengths[chosen], rows_per_tile)
         if splits > 1:
             rows = tiles[:, TILE_NUM_ROWS]
             tiles[:, TILE_PART_START] = num_parts + np.cumsum(rows) - rows
@@ -178,7 +178,7 @@ def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
     )
 
 
-def _cut(
+def _divide(
     batch: Batch,
     starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],

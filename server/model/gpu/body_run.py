@@ -44,7 +44,7 @@ class BodyPlan:
 class BodyRun:
     """The body of one runner.
 
-    shape: how attention is cut. attention: "triton" or "torch". embedding: see TorchRunner.
+    shape: how attention is divided. attention: "triton" or "torch". embedding: see TorchRunner.
     max_draws: ids that the next step may take. graph_rows: rows of the largest graph, 0 for none.
     partial results of split attention belong to it. Everything runs on the current stream.
     """

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from server.engine.batch import Batch, Int32
+from server.model.gpu.draw_plan import DrawPlan, has_choice, plan_draws
 from server.model.gpu.lm_head import FullHead
-from server.model.gpu.sampler import DrawPlan, has_choice, plan_draws
 from server.model.gpu.slices import Placed, TorchSlices
 
 Array = npt.NDArray[Any]
@@ -23,11 +23,11 @@ Array = npt.NDArray[Any]
 STREAMED_BYTES = 128 << 20
 """Memory of the logits that share one pass over a head in CPU memory."""
 
-__all__ = ["Cut", "HeadPlanner", "Slab", "kept_draws", "rows_of", "sharing", "slab_arrays"]
+__all__ = ["HeadPlanner", "Slab", "SliceView", "kept_draws", "rows_of", "sharing", "slab_arrays"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class SliceView:
     """How a slab's draws see slices: of which table (-1: in the full head's logits), and of each
     draw the row of the slab, the slot of its slice and its number of ids. width: the most ids,
     rounded up; pool_width: dynamic rows of the product."""
@@ -44,7 +44,7 @@ class Cut:
 class Slab:
     """Rows (ascending, unique) that go through the head together, and what reads their logits.
 
-    start: where its rows begin among the step's head rows. cut: None for the whole vocabulary.
+    start: where its rows begin among the step's head rows. view: None for the whole vocabulary.
     """
 
     rows: Int32
@@ -53,7 +53,7 @@ class Slab:
     plan: DrawPlan
     score_ids: Array
     num_score_top: int
-    cut: Cut | None = None
+    view: SliceView | None = None
 
     @property
     def end(self) -> int:
@@ -61,8 +61,11 @@ class Slab:
 
 
 class HeadPlanner:
-    """Cuts a step's head rows into slabs. vocab_size: of the head. head_bytes: memory that a slab
-    of logits and the work on it may take; more rows go through the head in several slabs."""
+    """Divides a step's head rows into slabs.
+
+    vocab_size: of the head. head_bytes: memory that a slab of logits and the work on it may take;
+    more rows go through the head in several slabs.
+    """
 
     def __init__(self, slices: TorchSlices, vocab_size: int, head_bytes: int) -> None:
         self._slices = slices
@@ -86,7 +89,7 @@ class HeadPlanner:
         slabs = self.full(batch, np.asarray(full, np.int64), 0)
         for table, chosen in sorted(by_table.items()):
             start = slabs[-1].end if slabs else 0
-            slabs += self._cut(batch, table, np.asarray(chosen), places, start)
+            slabs += self._sliced(batch, table, np.asarray(chosen), places, start)
         return slabs, new
 
     def full(self, batch: Batch, draws: Array, first: int) -> list[Slab]:
@@ -107,7 +110,7 @@ class HeadPlanner:
             slabs.append(Slab(rows, first + start, draws[own], plan, scores, num_top))
         return slabs
 
-    def _cut(
+    def _sliced(
         self,
         batch: Batch,
         table: int,
@@ -134,7 +137,7 @@ class HeadPlanner:
             part = order[start : start + at_once]
             rows, at = np.unique(batch.draw_rows[draws[part]], return_inverse=True)
             placed = [own[i] for i in part]
-            cut = Cut(
+            view = SliceView(
                 table,
                 at.astype(np.int32),
                 np.asarray([p.slot for p in placed], np.int32),
@@ -146,7 +149,7 @@ class HeadPlanner:
                 batch, draws[part], np.arange(part.shape[0]), width, [p.slice.ids for p in placed]
             )
             begin = slabs[-1].end if slabs else first
-            slabs.append(Slab(rows.astype(np.int32), begin, draws[part], plan, none, 0, cut))
+            slabs.append(Slab(rows.astype(np.int32), begin, draws[part], plan, none, 0, view))
         return slabs
 
 
@@ -158,10 +161,10 @@ def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[
         arrays.update({f"{i}.{name}": a for name, a in slab.plan.arrays.items()})
         if keep_ids:
             arrays[f"{i}.draw_ids"] = slab.draw_ids.astype(np.int32)
-        if slab.cut is not None:
-            arrays[f"{i}.cut_rows"] = slab.cut.rows
-            arrays[f"{i}.cut_slots"] = slab.cut.slots
-            arrays[f"{i}.cut_nums"] = slab.cut.nums
+        if slab.view is not None:
+            arrays[f"{i}.slice_rows"] = slab.view.rows
+            arrays[f"{i}.slice_slots"] = slab.view.slots
+            arrays[f"{i}.slice_nums"] = slab.view.nums
         else:
             rows = batch.score_rows[slab.score_ids]
             arrays[f"{i}.score_rows"] = np.searchsorted(slab.rows, rows).astype(np.int32)
@@ -187,7 +190,7 @@ def sharing(slabs: Sequence[Slab], head: FullHead) -> list[Slab]:
     if head.is_streamed:
         for slab in slabs[1:]:
             num_rows = slab.end - shared[0].start
-            is_cached = slab.cut is not None and slab.cut.table >= 0
+            is_cached = slab.view is not None and slab.view.table >= 0
             if is_cached or 4 * num_rows * head.vocab_size > STREAMED_BYTES:
                 break
             shared.append(slab)

@@ -47,10 +47,10 @@ class HeadRun:
         for i, slab in enumerate(slabs):
             prefix = f"{i}."
             own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
-            if slab.cut is not None and slab.cut.table >= 0:
+            if slab.view is not None and slab.view.table >= 0:
                 with self._timed(step):
                     seen = self._slices.logits(
-                        rows_of(hidden, [slab], tensors), slab.cut.table, slab.cut.pool_width
+                        rows_of(hidden, [slab], tensors), slab.view.table, slab.view.pool_width
                     )
             else:
                 if slab not in shared:
@@ -59,9 +59,9 @@ class HeadRun:
                         logits = head.logits(rows_of(hidden, shared, tensors))
                 seen = logits[slab.start - shared[0].start : slab.end - shared[0].start]
             ids = None
-            if slab.cut is not None:
-                seen, ids = self._slices.cut(
-                    seen, own["cut_rows"], own["cut_slots"], own["cut_nums"], slab.cut.width
+            if slab.view is not None:
+                seen, ids = self._slices.pick(
+                    seen, own["slice_rows"], own["slice_slots"], own["slice_nums"], slab.view.width
                 )
             self._finish(step, slab, seen, ids, own, sampler)
 

@@ -1,7 +1,7 @@
 """The coupling sampler on a device: many draws at once, the reference sampler's integers.
 
-A DrawPlan is made on the host from a Batch (numpy only); `Sampler.draw` runs it on float32 logits
-with torch operations that never sync. Draws that only take the argmax of raw logits go a fast way
+`Sampler.draw` runs a DrawPlan (draw_plan.py) on float32 logits with torch operations that never
+sync. Draws that only take the argmax of raw logits go a fast way
 that reads the logits once; the others are processed in float64 in the fixed order (bias, allowed
 ids and grammar, min_tokens, penalties, temperature, top-k, top-p, min-p) and drawn by Gumbel-max
 with the shared counter hash.
@@ -13,279 +13,20 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from server.engine.batch import Batch, DrawParams
-from server.engine.reference_sampler import noise_key, penalty_counts
+from server.model.gpu.draw_plan import DrawPlan
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1
 NOTHING_LEFT = -2
 
-Array = npt.NDArray[Any]
-
 _TOPK_LIMIT = 1024  # above it a full sort of the row is as fast as a selection
 _MASK32 = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class DrawPlan:
-    """Host side of one slab of draws: arrays to copy to the device, and what work there is.
-
-    arrays (n = draws of the slab, m = processed draws among them; rows are indices into the slab's
-    logits):
-      plain_rows, plain_at: int32: logits row and index in the slab of the argmax-only draws.
-      rows, at: int32 [m]: the same for processed draws.
-      bias_row, bias_id int32, bias float64; allow_rows int32 (processed rows restricted to ids),
-      allow_row, allow_id int32; mask_rows int32, masks int32 [., words]; ban_row, ban_id int32;
-      penalty_row, penalty_id int32, repetition, subtract float64; `*_row` index processed draws.
-      temperature float64 [m] (1 for greedy); top_k int64 [m] (the logits' width when off); top_p
-      float64 [m]; log_min_p float64 [m] (-inf when off); keys int32 [m, 3]: the noise key's words,
-      and 1 where noise is added.
-      logprob_rows, logprob_at int32: draws whose logprobs are wanted.
-    Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
-    num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
-    num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
-    order_limit: 0 = no row needs an order; else the most ids a row may keep by top-k, or V.
-    """
-
-    arrays: Mapping[str, Array]
-    num_draws: int
-    plain_is_all: bool
-    num_top: int
-    order_limit: int
-    noisy: bool
-
-
-def path_tokens(batch: Batch, draw_id: int) -> list[int]:
-    """Drafted tokens between the root and this draw's row, root's child first."""
-    tokens: list[int] = []
-    parent = int(batch.draw_parent[draw_id])
-    while parent >= 0:
-        tokens.append(int(batch.token_ids[batch.draw_rows[draw_id]]))
-        draw_id, parent = parent, int(batch.draw_parent[parent])
-    tokens.reverse()
-    return tokens
-
-
-def _path_len(batch: Batch, draw_id: int) -> int:
-    num = 0
-    while batch.draw_parent[draw_id] >= 0:
-        num += 1
-        draw_id = int(batch.draw_parent[draw_id])
-    return num
-
-
-def _is_plain(params: DrawParams, num_on_path: int, mask_id: int) -> bool:
-    s = params.sampling
-    return (
-        s.temperature == 0.0
-        and mask_id < 0
-        and not s.logit_bias
-        and s.allowed_token_ids is None
-        and not s.has_penalties
-        and params.num_generated + num_on_path >= s.min_tokens
-    )
-
-
-def is_kept(batch: Batch, draw_id: int) -> bool:
-    """Whether a draw's hidden state waits for `verify`: such a draw gives no logprobs."""
-    return batch.draw_keep is not None and bool(batch.draw_keep[draw_id] >= 0)
-
-
-def has_choice(batch: Batch, draw_id: int, ids: Array) -> bool:
-    """Whether a draw's constraints leave any of these ids (ascending, of a slice).
-
-    Where they leave none the full head draws. The host can tell, because nothing but ids decides.
-    """
-    params = batch.params[batch.draw_params[draw_id]]
-    s = params.sampling
-    excluded = [t for t, b in s.logit_bias if b <= -100.0]
-    banned: Array = np.empty(0, np.int32)
-    if params.num_generated + _path_len(batch, draw_id) < s.min_tokens:
-        banned = params.banned_until
-    mask_id = int(batch.draw_mask[draw_id])
-    is_free = mask_id < 0 and s.allowed_token_ids is None
-    if is_free and len(excluded) + banned.shape[0] < ids.shape[0]:
-        return True
-    left = np.ones(ids.shape[0], bool)
-    for gone in (excluded, banned):
-        left[columns_of(ids, np.asarray(gone, np.int64))[0]] = False
-    if mask_id >= 0:
-        left &= (batch.masks[mask_id][ids >> 5] >> (ids & 31).astype(np.uint32)) & 1 != 0
-    if s.allowed_token_ids is not None:
-        allowed = np.zeros(ids.shape[0], bool)
-        allowed[columns_of(ids, np.asarray(s.allowed_token_ids, np.int64))[0]] = True
-        left &= allowed
-    return bool(left.any())
-
-
-def columns_of(ids: Array, wanted: Array) -> tuple[Array, Array]:
-    """(places in `ids`, ascending, of the wanted ids that are there; which ones those are)."""
-    at = np.searchsorted(ids, wanted)
-    found = at < ids.shape[0]
-    found[found] = ids[at[found]] == wanted[found]
-    return at[found], found
-
-
-def plan_draws(
-    batch: Batch,
-    draw_ids: Array,
-    logits_rows: Array,
-    width: int,
-    slice_ids: Sequence[Array] | None = None,
-) -> DrawPlan:
-    """Plan the draws `draw_ids` of a Batch; draw i of the slab reads row logits_rows[i].
-
-    width: columns of the logits. slice_ids: None where a column is a vocabulary id, else for each
-    draw the ids of its first columns, ascending; the others are -inf.
-    """
-    plain_rows: list[int] = []
-    plain_at: list[int] = []
-    processed: list[tuple[int, int, int, int]] = []  # (index in slab, logits row, draw, on path)
-    logprob_rows: list[int] = []
-    logprob_at: list[int] = []
-    num_top = -1
-    for at, (draw_id, row) in enumerate(zip(draw_ids.tolist(), logits_rows.tolist(), strict=True)):
-        params = batch.params[batch.draw_params[draw_id]]
-        wanted = params.sampling.num_logprobs
-        if wanted is not None and not is_kept(batch, draw_id):
-            logprob_rows.append(row)
-            logprob_at.append(at)
-            num_top = max(num_top, wanted)
-        on_path = _path_len(batch, draw_id) if params.sampling.min_tokens else 0
-        if _is_plain(params, on_path, int(batch.draw_mask[draw_id])):
-            plain_rows.append(row)
-            plain_at.append(at)
-        else:
-            processed.append((at, row, draw_id, on_path))
-    arrays: dict[str, Array] = {
-        "plain_rows": np.asarray(plain_rows, np.int32),
-        "plain_at": np.asarray(plain_at, np.int32),
-        "logprob_rows": np.asarray(logprob_rows, np.int32),
-        "logprob_at": np.asarray(logprob_at, np.int32),
-    }
-    order_limit, noisy = 0, False
-    if processed:
-        order_limit, noisy = _plan_processed(batch, processed, width, slice_ids, arrays)
-    num_draws = int(draw_ids.shape[0])
-    return DrawPlan(
-        arrays,
-        num_draws,
-        not processed and plain_rows == list(range(num_draws)),
-        num_top,
-        order_limit,
-        noisy,
-    )
-
-
-def _plan_processed(
-    batch: Batch,
-    processed: list[tuple[int, int, int, int]],
-    width: int,
-    slice_ids: Sequence[Array] | None,
-    arrays: dict[str, Array],
-) -> tuple[int, bool]:
-    """Fill `arrays` for the processed draws; (order_limit, whether any draw has noise)."""
-    bias: list[tuple[int, int, float]] = []
-    allow_rows: list[int] = []
-    allow: list[tuple[Array, Array]] = []
-    mask_rows: list[int] = []
-    mask_ids: list[int] = []
-    bans: list[tuple[Array, Array]] = []
-    penalties: list[tuple[Array, Array, Array, Array]] = []
-    count = len(processed)
-    temperature = np.ones(count, np.float64)
-    top_k = np.full(count, width, np.int64)
-    top_p = np.ones(count, np.float64)
-    log_min_p = np.full(count, -np.inf)
-    keys = np.zeros((count, 3), np.uint32)
-    order_limit = 0
-    for i, (at, _, draw_id, on_path) in enumerate(processed):
-        params = batch.params[batch.draw_params[draw_id]]
-        s = params.sampling
-        own = None if slice_ids is None else slice_ids[at]
-        for t, b in s.logit_bias:
-            [column] = [t] if own is None else columns_of(own, np.asarray([t]))[0].tolist() or [-1]
-            if column >= 0:
-                bias.append((i, column, -np.inf if b <= -100.0 else b))
-        if s.allowed_token_ids is not None:
-            ids = np.asarray(s.allowed_token_ids, np.int32)
-            if own is not None:
-                ids = columns_of(own, ids)[0]
-            allow_rows.append(i)
-            allow.append((np.full(ids.shape[0], i, np.int32), ids))
-        if batch.draw_mask[draw_id] >= 0:
-            mask_rows.append(i)
-            mask_ids.append(int(batch.draw_mask[draw_id]))
-        if params.num_generated + on_path < s.min_tokens:
-            banned: Array = params.banned_until
-            if own is not None:
-                banned = columns_of(own, banned)[0]
-            bans.append((np.full(banned.shape[0], i, np.int32), banned))
-        if s.has_penalties:
-            ids64, out, prompt = penalty_counts(params, path_tokens(batch, draw_id))
-            if own is not None:
-                ids64, found = columns_of(own, ids64)
-                out, prompt = out[found], prompt[found]
-            seen = (out > 0) | (prompt > 0)
-            penalties.append(
-                (
-                    np.full(ids64.shape[0], i, np.int32),
-                    ids64.astype(np.int32),
-                    np.where(seen, s.repetition_penalty, 1.0),
-                    s.frequency_penalty * out + s.presence_penalty * (out > 0),
-                )
-            )
-        if s.temperature == 0.0:
-            continue
-        temperature[i] = s.temperature
-        key = noise_key(s.seed, params.choice_id, int(batch.draw_positions[draw_id]))
-        keys[i] = (*key, 1)
-        if 0 < s.top_k < width:
-            top_k[i] = s.top_k
-        top_p[i] = s.top_p
-        if s.top_p < 1.0 or top_k[i] < width:
-            order_limit = max(order_limit, int(top_k[i]))
-        if s.min_p > 0.0:
-            log_min_p[i] = np.log(s.min_p)
-
-    def columns(parts: list[tuple[Array, ...]], dtypes: tuple[Any, ...]) -> list[Array]:
-        if not parts:
-            return [np.empty(0, d) for d in dtypes]
-        return [
-            np.concatenate(c).astype(d)
-            for c, d in zip(zip(*parts, strict=True), dtypes, strict=True)
-        ]
-
-    arrays["at"] = np.asarray([p[0] for p in processed], np.int32)
-    arrays["rows"] = np.asarray([p[1] for p in processed], np.int32)
-    arrays["bias_row"] = np.asarray([b[0] for b in bias], np.int32)
-    arrays["bias_id"] = np.asarray([b[1] for b in bias], np.int32)
-    arrays["bias"] = np.asarray([b[2] for b in bias], np.float64)
-    arrays["allow_rows"] = np.asarray(allow_rows, np.int32)
-    arrays["allow_row"], arrays["allow_id"] = columns(list(allow), (np.int32, np.int32))
-    arrays["mask_rows"] = np.asarray(mask_rows, np.int32)
-    arrays["masks"] = batch.masks[mask_ids].view(np.int32)
-    arrays["ban_row"], arrays["ban_id"] = columns(list(bans), (np.int32, np.int32))
-    (
-        arrays["penalty_row"],
-        arrays["penalty_id"],
-        arrays["repetition"],
-        arrays["subtract"],
-    ) = columns(list(penalties), (np.int32, np.int32, np.float64, np.float64))
-    arrays["temperature"] = temperature
-    arrays["top_k"] = top_k
-    arrays["top_p"] = top_p
-    arrays["log_min_p"] = log_min_p
-    arrays["keys"] = keys.view(np.int32)
-    return order_limit, bool(keys[:, 2].any())
 
 
 def noise_hash(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -410,14 +151,14 @@ def process_logits(
         return x
     x /= arrays["temperature"][:, None]
     if plan.order_limit:
-        x = _cut_nucleus(x, plan, arrays)
+        x = _keep_nucleus(x, plan, arrays)
     if np.isfinite(host["log_min_p"]).any():
         floor = x.amax(dim=1) + arrays["log_min_p"]
         x.masked_fill_(x < floor[:, None], minus_infinity)
     return x
 
 
-def _cut_nucleus(
+def _keep_nucleus(
     x: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """top-k, then top-p, of x float64 [m, V].

@@ -3,7 +3,7 @@
     load_table, load_rows   head rows copied on a side stream, beside the prompt's forward pass
     logits                  [a table's rows | dynamic rows] times hidden states: two products for
                             all sequences of a table, whatever the number of their slices
-    place, cut              a slice's ids and columns, kept on the device while its sequence runs;
+    place, pick             a slice's ids and columns, kept on the device while its sequence runs;
                             the logits of each draw's own slice in id order, -inf past its ids
 
 What not: which rows a slice has, who holds them, and when they are forgotten (vocab_store's
@@ -271,7 +271,7 @@ class TorchSlices:
         return self._tables[table].num + pool_width
 
     def logits(self, hidden: torch.Tensor, table: int, pool_width: int) -> torch.Tensor:
-        """float32 [n, ...] over [the table's rows | pool_width dynamic rows], for `cut`.
+        """float32 [n, ...] over [the table's rows | pool_width dynamic rows], for `pick`.
 
         hidden: [n, hidden_size] in the weight's dtype. The device waits for their copies first.
         """
@@ -281,7 +281,7 @@ class TorchSlices:
             parts.append(_part(hidden, self._pool, pool_width))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def cut(
+    def pick(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,

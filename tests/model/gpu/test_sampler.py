@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import sampler
-from server.model.gpu.sampler import Sampler, plan_draws, token_logprobs
+from server.model.gpu.draw_plan import DrawPlan, plan_draws
+from server.model.gpu.sampler import Sampler, token_logprobs
 from server.types import SamplingParams
 from tests.model.batches import BatchBuilder, Pages, draw_params
 
@@ -23,7 +24,7 @@ V = 130  # not a multiple of 32: the last mask word is partly used
 Logits = npt.NDArray[np.float32]
 
 
-def tensors(plan: sampler.DrawPlan) -> dict[str, torch.Tensor]:
+def tensors(plan: DrawPlan) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(a.copy()) for name, a in plan.arrays.items()}
 
 
@@ -44,7 +45,7 @@ def reference(batch: Batch, logits: Logits) -> list[int]:
                     logits[batch.draw_rows[d]],
                     batch.params[batch.draw_params[d]],
                     int(batch.draw_positions[d]),
-                    sampler.path_tokens(batch, d),
+                    batch.path_tokens(d),
                     batch.masks[mask_id] if mask_id >= 0 else None,
                 )
             )

@@ -27,7 +27,6 @@ from server.engine.stops import StopTable
 from server.model.build import RunnerSpec, _build_torch_runner
 from server.model.gpu.lm_head import LmHead, StreamedHead, product
 from server.model.gpu.runner import TorchRunner
-from server.model.gpu.sampler import path_tokens
 from server.model.gpu.slices import TorchSlices
 from server.model.gpu.transfers import Fence, HostTable, SideStream
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
@@ -173,7 +172,7 @@ def test_a_slice_is_the_full_head_restricted(
         logits[ids] = hf_logits(module, batch, int(batch.draw_rows[d]))[ids]
         params = batch.params[int(batch.draw_params[d])]
         position = int(batch.draw_positions[d])
-        assert token == sampling.draw(logits, params, position, path_tokens(batch, d))
+        assert token == sampling.draw(logits, params, position, batch.path_tokens(d))
         if params.sampling.num_logprobs is not None:
             want = sampling.token_logprob(logits, token, params.sampling.num_logprobs)
             np.testing.assert_allclose(got.logprobs[d], want.logprob, atol=2e-4)
@@ -414,7 +413,7 @@ def test_pads_never_win_when_every_logit_is_negative(
     source = sliced.logits(states, 0, placed.pool_width)
     rows = torch.tensor([1, 0], dtype=torch.int32)
     slot, count = rows * 0 + placed.slot, rows * 0 + num
-    logits, named = sliced.cut(source, rows, slot, count, num + 24)
+    logits, named = sliced.pick(source, rows, slot, count, num + 24)
     want = (states.float() @ weight.float().t() + bias)[[1, 0]][:, ids.tolist()]
     torch.testing.assert_close(logits[:, :num], want)
     assert (logits[:, :num] < 0).all() and (logits[:, num:] == -torch.inf).all()
