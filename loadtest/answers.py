@@ -84,9 +84,10 @@ def make_engine(
     at_once: int = 16,
     threads: int | None = None,
     adapts_windows: bool = True,
-    kv_bytes: int = 1 << 30,
+    weights: str = "auto",
 ) -> Engine:
-    """An Engine on the CPU. profiles: looked up when a request arrives, so it may still grow."""
+    """An Engine on the CPU. profiles: looked up when a request arrives, so it may still grow.
+    weights: as engine.weights."""
     from drafters import make_drafter
     from server.engine.engine import Engine, EngineSettings
     from server.engine.stops import StopTable
@@ -96,9 +97,10 @@ def make_engine(
         RunnerSpec(
             name=files.folder.name,
             folder=str(files.folder),
-            sizes=EngineSizes(kv_bytes=kv_bytes, max_num_seqs=at_once),
+            sizes=EngineSizes(kv_bytes=1 << 30, max_num_seqs=at_once),
             adapter=None if files.adapter is None else str(files.adapter),
             threads=threads,
+            weights=weights,
             max_model_len=4096,
         )
     )

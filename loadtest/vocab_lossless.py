@@ -211,6 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--max-prompt-chars", type=int, default=1500)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--weights", default="auto", help="as engine.weights: int8, int4, ...")
     parser.add_argument("--may-fall-back", action="store_true")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
     return parser
@@ -221,8 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings, drafters = options.settings.split(","), options.drafters.split(",")
     try:
-        unknown = set(settings) - set(SETTINGS)
-        if unknown:
+        if unknown := set(settings) - set(SETTINGS):
             raise ValueError(f"no setting {unknown}; there are {', '.join(SETTINGS)}")
         if min(options.limit, options.at_once, options.tokens, options.train, options.skip + 1) < 1:
             raise ValueError("--limit, --at-once, --tokens and --train want at least 1, --skip 0")
@@ -254,6 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at_once=options.at_once,
         threads=options.threads,
         adapts_windows=options.may_fall_back,
+        weights=options.weights,
     )
     try:
         prompts = [e.ids for e in files.tokenizer.encode_batch_fast([e.prompt for e in examples])]
@@ -267,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tool": "vocab_lossless",
         "machine": about,
         "model": options.model,
+        "weights": options.weights,
         "skip": options.skip,
         "at_once": options.at_once,
         "train_examples": options.train,

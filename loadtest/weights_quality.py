@@ -7,7 +7,8 @@ the end token, in one teacher-forced step. Reported a form: perplexity of the co
 the share of completions that greedy decoding would give whole (each of their tokens and the end is
 the argmax after the gold tokens before it, which is the same thing); `tokens_agree`, the share of
 positions whose argmax is float32's; `texts_agree`, of texts where all are; mean |difference| of the
-gold tokens' log-probabilities. All in this server; float32 of a built-in model is its GGUF
+gold tokens' log-probabilities. A form may say what K and V are kept as: int8:float16. All in this
+server; float32 of a built-in model is its GGUF
 dequantised. Ends in one JSON line.
 """
 
@@ -140,7 +141,11 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="JSON lines: prompt, completion")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--adapter", default=None)
-    parser.add_argument("--weights", default=",".join(FORMS), help="forms, float32 is added")
+    parser.add_argument(
+        "--weights",
+        default=",".join(FORMS),
+        help="forms, float32 is added; form:DTYPE says what K and V are kept as",
+    )
     parser.add_argument("--num", type=int, default=160, help="texts")
     parser.add_argument("--longest", type=int, default=512, help="longest text, in tokens")
     parser.add_argument("--threads", type=int, default=None)
@@ -161,7 +166,7 @@ def main() -> int:
         runner.close()
         base = base or scores
         found[form] = compare(scores, base)
-        print(f"{form:12s} {found[form]}", flush=True)
+        print(f"{form:18s} {found[form]}", flush=True)
     summary: dict[str, Any] = {
         "model": args.model,
         "adapted": args.adapter is not None,

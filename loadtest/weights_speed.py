@@ -60,7 +60,11 @@ def main() -> int:
         epilog="example: python -m loadtest.weights_speed --weights int8,int4 --rows 1,16",
     )
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--weights", default=",".join(FORMS), help="forms, float32 is added")
+    parser.add_argument(
+        "--weights",
+        default=",".join(FORMS),
+        help="forms, float32 is added; form:DTYPE says what K and V are kept as",
+    )
     parser.add_argument("--rows", default="1,4,16,32,256")
     parser.add_argument("--keys", type=int, default=128, help="positions before the step")
     parser.add_argument("--rounds", type=int, default=9)

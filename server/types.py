@@ -364,7 +364,8 @@ class EngineSizes:
 class ModelInfo:
     """What an engine tells the API when it is ready: the sizes that it runs with.
 
-    dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them.
+    dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them. kv_dtype:
+    what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = not told.
     """
 
     name: str
@@ -379,3 +380,5 @@ class ModelInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     kernel: str = "torch"
+    kv_dtype: str = "float32"
+    kv_block_bytes: int = 0

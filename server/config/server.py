@@ -283,6 +283,11 @@ class EngineConfig(Section):
     prefix_cache: bool = Field(
         _SIZES.prefix_cache, description="whether prompts share KV blocks by content"
     )
+    kv_cache_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
+        "auto",
+        description="what a cpu keeps keys and values as; int8 has a scale a head and position; "
+        "auto: float32 beside float32 weights, else float16",
+    )
     structured_outputs: bool = Field(
         True,
         description="whether requests may bring a grammar; reading the tokenizer for it takes 0.3 "

@@ -220,6 +220,10 @@ class EngineFamilies:
             "model_weights", "1; how the weights are kept, what multiplies them",
             (*_ENGINE, "form", "kernel"),
         )  # fmt: skip
+        self.kv_bytes = to.gauge(
+            "kv_cache_bytes", "Most that keys and values may take, and what they are kept as",
+            (*_ENGINE, "dtype"),
+        )  # fmt: skip
         self.up = to.gauge("engine_up", "1 while the engine serves", _ENGINE)
         self.heartbeat_age = to.gauge(
             "engine_heartbeat_age_seconds", "Seconds since the engine last made progress", _ENGINE

@@ -303,6 +303,9 @@ class Metrics:
         series.up.set(1)
         self._engine_families.vocab_size.labels(engine, model).set(info.vocab_size)
         self._engine_families.weights.labels(engine, model, info.dtype, info.kernel).set(1)
+        if info.kv_block_bytes:
+            room = info.num_blocks * info.kv_block_bytes
+            self._engine_families.kv_bytes.labels(engine, model, info.kv_dtype).set(room)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
         """An engine died or was stopped; it holds nothing any more."""

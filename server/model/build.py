@@ -34,7 +34,8 @@ class RunnerSpec:
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
     "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file". max_model_len: None =
     the model's own limit, or what the KV memory holds if that is less. threads:
-    CPU threads, None = the cores this process may run on. full_head: where the full LM head lies on
+    CPU threads, None = the cores this process may run on. kv_dtype: what a CPU keeps K and V as:
+    "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and windows of `exact` are verified on the CPU. A CPU has it in place. cuda_graphs:
     whether steps without drafts replay captured graphs on CUDA.
@@ -47,6 +48,7 @@ class RunnerSpec:
     device: str = "cpu"
     dtype: str = "auto"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     max_model_len: int | None = None
     threads: int | None = None
     full_head: Literal["device", "stream", "cpu"] = "device"
@@ -64,6 +66,10 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
     if spec.weights != "auto":
         raise UnsupportedModelError(
             f"weights: {spec.weights} is for cpu; on {spec.device} `dtype` says what they are"
+        )
+    if spec.kv_dtype != "auto":
+        raise UnsupportedModelError(
+            f"kv_cache_dtype: {spec.kv_dtype} is for cpu; on {spec.device} K and V have `dtype`"
         )
     return _build_torch_runner(spec)
 
@@ -103,15 +109,39 @@ def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
     return spec.weights
 
 
-def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
+def _kv_dtype(spec: RunnerSpec, form: str) -> str:
+    """What K and V are kept as on a CPU: "auto" is float32 beside float32 weights, so that such a
+    model stays what it is to the last bit, and float16 beside rounded ones, whose error is larger
+    by two orders (docs/benchmarks, "A smaller KV cache")."""
+    if spec.kv_dtype != "auto":
+        return spec.kv_dtype
+    return "float32" if form == "float32" else "float16"
+
+
+def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
+    """KV blocks in the memory that is for them; more than every sequence at full length can never
+    be used."""
     import torch
 
+    from server.model.gpu.kv_cache import num_blocks_for
+
+    sizes = spec.sizes
+    num_blocks = num_blocks_for(
+        block_bytes,
+        torch.device("cpu"),
+        num_bytes=sizes.kv_bytes,
+        fraction=sizes.kv_fraction,
+    )
+    longest = -(-(spec.max_model_len or max_positions) // sizes.block_size)
+    return min(num_blocks, sizes.max_num_seqs * (longest + 1))
+
+
+def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.cpu.integers.instructions import KERNEL
     from server.model.cpu.integers.packed import FORM_OF, IntegerWeights
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner, kv_bytes_per_block
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
-    from server.model.gpu.kv_cache import num_blocks_for
     from server.model.loader import open_model
     from server.model.shape import rope_tables, shape_of
 
@@ -131,18 +161,13 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     else:
         weights = PackedWeights(shape, folder.weights, dtype=form, progress=progress)
     kernel = "float32" if isinstance(weights, PackedWeights) else KERNEL
-    _log.info("weights: %s, %d MB, kernel: %s", form, weights.num_bytes >> 20, kernel)
-    most = shape.max_position_embeddings
-    if spec.max_model_len is not None:
-        most = spec.max_model_len
-    num_blocks = num_blocks_for(
-        kv_bytes_per_block(shape),
-        torch.device("cpu"),
-        num_bytes=spec.sizes.kv_bytes,
-        fraction=spec.sizes.kv_fraction,
-    )
-    # More than every sequence at full length can never be used.
-    num_blocks = min(num_blocks, spec.sizes.max_num_seqs * (-(-most // BLOCK_SIZE) + 1))
+    kv_dtype = _kv_dtype(spec, form)
+    _log.info(
+        "weights: %s, %d MB, kernel: %s, KV cache: %s",
+        form, weights.num_bytes >> 20, kernel, kv_dtype,
+    )  # fmt: skip
+    block_bytes = kv_bytes_per_block(shape, kv_dtype)
+    num_blocks = _cpu_blocks(spec, block_bytes, shape.max_position_embeddings)
     max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
     info = ModelInfo(
         name=spec.name,
@@ -153,10 +178,12 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         block_size=BLOCK_SIZE,
         device="cpu",
         dtype=form,
-        fingerprint=f"{folder.fingerprint}:{form}",
+        fingerprint=f"{folder.fingerprint}:{form}" + f":kv-{kv_dtype}" * (kv_dtype != "float32"),
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
         kernel=kernel,
+        kv_dtype=kv_dtype,
+        kv_block_bytes=block_bytes,
     )
     return CpuRunner(
         shape,
@@ -265,5 +292,8 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         cuda_graphs=spec.cuda_graphs and device.type == "cuda",
     )
     runner.warm_up()
-    runner.info = replace(runner.info, fingerprint=f"{folder.fingerprint}:{runner.info.dtype}")
+    dtype_name = runner.info.dtype
+    runner.info = replace(
+        runner.info, fingerprint=f"{folder.fingerprint}:{dtype_name}", kv_dtype=dtype_name
+    )
     return runner

@@ -81,6 +81,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         device=order.device,
         dtype=order.dtype,
         weights=order.weights,
+        kv_dtype=engine.kv_cache_dtype,
         max_model_len=order.max_model_len,
         sizes=order.sizes,
         threads=engine.threads,

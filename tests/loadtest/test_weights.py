@@ -33,7 +33,9 @@ def test_every_form_is_scored_and_integers_stay_near_float32(folder: Path) -> No
     for form in forms_of("int8,int8-blocks,int4"):
         runner, _ = runner_of(str(folder), form, adapter=None, threads=2, max_rows=64)
         assert runner.info.dtype == form
-        assert runner.info.fingerprint.endswith(f":{form}")
+        kv_dtype = "float32" if form == "float32" else "float16"
+        assert runner.info.kv_dtype == kv_dtype
+        assert runner.info.fingerprint.endswith(f":{form}" + ":kv-float16" * (form != "float32"))
         scores = score(runner, texts)
         runner.close()
         base = base or scores
@@ -44,6 +46,25 @@ def test_every_form_is_scored_and_integers_stay_near_float32(folder: Path) -> No
     assert len(base.ranks) == 6 * 20
     assert errors["float32"] == 0.0 < errors["int8-blocks"] < errors["int4"]
     assert errors["int8"] < 0.1
+
+
+def test_a_smaller_cache_takes_its_share_of_the_memory_and_stays_near(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = [Text(tuple(rng.integers(3, 100, 60).tolist()), 10) for _ in range(4)]
+    errors, sizes = {}, {}
+    base = None
+    for form in ("float32:float32", "float32:float16", "float32:int8"):
+        runner, _ = runner_of(str(folder), form, adapter=None, threads=1, max_rows=64)
+        sizes[form] = runner.info.kv_block_bytes
+        scores = score(runner, texts)
+        runner.close()
+        base = base or scores
+        errors[form] = compare(scores, base)["logprob_error"]
+    whole, half, quarter = sizes.values()
+    # Heads of 8 take 24 numbers a slot: values are padded to 16; int8 has two float32 scales.
+    assert (half * 2, quarter * 24 * 4) == (whole, whole * (24 + 8))
+    assert errors["float32:float32"] == 0.0 < errors["float32:int8"] < 0.1
+    assert errors["float32:float16"] < errors["float32:int8"]
 
 
 def test_figures_of_known_scores() -> None:
@@ -92,6 +113,7 @@ def test_texts_are_read_with_their_end_and_cut_to_those_that_fit(
     [
         ({"weights": "int8", "dtype": "bfloat16"}, ValueError, "give one of them"),
         ({"weights": "int8", "device": "cuda"}, UnsupportedModelError, "is for cpu"),
+        ({"kv_dtype": "int8", "device": "cuda"}, UnsupportedModelError, "kv_cache_dtype"),
     ],
 )
 def test_what_cannot_be_kept_so_is_refused(

@@ -45,6 +45,7 @@ def cpu_runner(
     max_rows: int = 256,
     num_threads: int = 2,
     dtype: str = "float32",
+    kv_dtype: str = "float32",
 ) -> CpuRunner:
     """A CpuRunner that computes what `module` does."""
     config: Any = module.config
@@ -61,6 +62,7 @@ def cpu_runner(
         fingerprint="test",
         max_num_seqs=8,
         max_num_batched_tokens=max_rows,
+        kv_dtype=kv_dtype,
     )
     return CpuRunner(
         shape,

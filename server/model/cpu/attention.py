@@ -13,14 +13,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from server.model.cpu.kernels import (
+from server.model.cpu.attention_kernels import (
+    Plane,
     add_weighted,
     block_scores,
-    exp_shifted,
-    fetch_add,
-    max_of,
-    rms_norm,
+    store_key,
+    store_value,
 )
+from server.model.cpu.kernels import exp_shifted, fetch_add, max_of, rms_norm
 from server.model.cpu.records import RowKeys
 from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.vector_ir import LANES
@@ -73,16 +73,11 @@ def _place_rows(first, step, rows, qkv, layer, shape):
         if layer.query_scales.shape[0] > 0:
             for i in range(num_heads * d):
                 row[i] *= layer.query_scales[rows.positions[r]]
-        block = rows.slots[r] // LANES
-        lane = rows.slots[r] % LANES
         for h in range(num_kv_heads):
             key = row[(num_heads + h) * d : (num_heads + h + 1) * d]
             value = row[(num_heads + num_kv_heads + h) * d : (num_heads + num_kv_heads + h + 1) * d]
-            k_block = layer.keys[h, block]
-            v_row = layer.values[h, block, lane]
-            for i in range(d):
-                k_block[i, lane] = key[i]
-                v_row[i] = value[i]
+            store_key(Plane(layer.keys[h], layer.key_scales[h]), rows.slots[r], key)
+            store_value(Plane(layer.values[h], layer.value_scales[h]), rows.slots[r], value)
 
 
 @_parallel
@@ -104,7 +99,7 @@ def place(rows, qkv, layer, shape, threads):
 def _score_row(q, group, keys, shape, scores, acc):
     """Softmax numerators of one row's keys into scores, 1 / their sum into acc[:, width]."""
     d = shape.head_dim
-    width = keys.values.shape[2]
+    width = keys.values.numbers.shape[2]
     room = scores.shape[1]
     prefix_len = keys.prefix_len
     num_path = keys.path.shape[0]
@@ -114,16 +109,14 @@ def _score_row(q, group, keys, shape, scores, acc):
     padded = (num_keys - base + LANES - 1) // LANES * LANES
     s = scores.ctypes.data
     for b in range(base // LANES, end_block):
-        block_scores(
-            q, d, group, keys.keys[keys.table[b]].ctypes.data, d, s + (b * LANES - base) * 4, room
-        )
+        block_scores(q, d, group, keys.keys, keys.table[b], s + (b * LANES - base) * 4, room)
     last = -1
     for j in range(num_path):
         slot = keys.path[j]
         if slot // LANES != last:
             last = slot // LANES
             block_scores(
-                q, d, group, keys.keys[last].ctypes.data, d, acc.ctypes.data + width * 4,
+                q, d, group, keys.keys, last, acc.ctypes.data + width * 4,
                 acc.shape[1],
             )  # fmt: skip
         for g in range(group):
@@ -152,7 +145,7 @@ def _attend_row(q, group, keys, shape, scores, acc, out):
     the scores of one block of path keys. out: float32 [group * head_dim].
     """
     d = shape.head_dim
-    width = keys.values.shape[2]
+    width = keys.values.numbers.shape[2]
     room = scores.shape[1]
     start, prefix_len = keys.start, keys.prefix_len
     base = start // LANES * LANES
@@ -166,16 +159,14 @@ def _attend_row(q, group, keys, shape, scores, acc, out):
         high = min(prefix_len, (b + 1) * LANES)
         if high > low:
             add_weighted(
-                s + (low - base) * 4, room, group,
-                keys.values[keys.table[b], low - b * LANES].ctypes.data, width, high - low, width,
-                acc.ctypes.data, acc.shape[1],
+                s + (low - base) * 4, room, group, keys.values,
+                keys.table[b] * LANES + low - b * LANES, high - low, acc.ctypes.data, acc.shape[1],
             )  # fmt: skip
     for j in range(keys.path.shape[0]):
         if prefix_len + j >= start:
             add_weighted(
-                s + (prefix_len + j - base) * 4, room, group,
-                keys.values[keys.path[j] // LANES, keys.path[j] % LANES].ctypes.data, width, 1,
-                width, acc.ctypes.data, acc.shape[1],
+                s + (prefix_len + j - base) * 4, room, group, keys.values, keys.path[j], 1,
+                acc.ctypes.data, acc.shape[1],
             )  # fmt: skip
     for g in range(group):
         for i in range(d):
@@ -199,7 +190,8 @@ def _attend_share(rows, qkv, layer, shape, scores, acc, out, counter):
             start = rows.positions[r] - layer.window + 1
         keys = RowKeys(
             start, np.int64(rows.prefix_len[r]), rows.path_slots[begin : begin + rows.path_len[r]],
-            rows.tables[rows.seq_ids[r]], layer.keys[h], layer.values[h],
+            rows.tables[rows.seq_ids[r]], Plane(layer.keys[h], layer.key_scales[h]),
+            Plane(layer.values[h], layer.value_scales[h]),
         )  # fmt: skip
         _attend_row(
             qkv[r].ctypes.data + h * group * d * 4, group, keys, shape, scores, acc,

@@ -117,7 +117,8 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
             layer = AttentionLayer(
                 layers.qkv_bias[i], layers.q_norms[i], layers.k_norms[i], positions.cos[table],
                 positions.sin[table], positions.query_scales, positions.windows[i],
-                cache.keys[which], cache.values[which],
+                cache.keys[which], cache.values[which], cache.key_scales[which],
+                cache.value_scales[which],
             )  # fmt: skip
             linear(normed, num, layers.qkv, i, scratch.qkv, work)
             place(rows, scratch.qkv, layer, shape, threads)
@@ -141,38 +142,33 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
 
 
 @_serial
+def _move_rows(src, dst, rows):
+    """rows[slot] of slots src[i] to dst[i], rows [blocks, 16, n] of any strides: gathered first, so
+    that overlaps are safe."""
+    buffer = np.empty((src.shape[0], rows.shape[2]), rows.dtype)
+    for i in range(src.shape[0]):
+        row = rows[src[i] // LANES, src[i] % LANES]
+        for j in range(rows.shape[2]):
+            buffer[i, j] = row[j]
+    for i in range(src.shape[0]):
+        row = rows[dst[i] // LANES, dst[i] % LANES]
+        for j in range(rows.shape[2]):
+            row[j] = buffer[i, j]
+
+
+@_serial
 def move_slots(src, dst, cache):
-    """KV of slots src[i] to dst[i], all layers: gathered first, so that overlaps are safe."""
-    num = src.shape[0]
-    layers, heads, _, d, _ = cache.keys.shape
-    width = cache.values.shape[4]
-    key_buffer = np.empty((num, d), np.float32)
-    value_buffer = np.empty((num, width), np.float32)
-    for layer in range(layers):
-        for h in range(heads):
-            k = cache.keys[layer, h]
-            v = cache.values[layer, h]
-            for i in range(num):
-                b = src[i] // LANES
-                lane = src[i] % LANES
-                for j in range(d):
-                    key_buffer[i, j] = k[b, j, lane]
-                for j in range(width):
-                    value_buffer[i, j] = v[b, lane, j]
-            for i in range(num):
-                b = dst[i] // LANES
-                lane = dst[i] % LANES
-                for j in range(d):
-                    k[b, j, lane] = key_buffer[i, j]
-                for j in range(width):
-                    v[b, lane, j] = value_buffer[i, j]
-    inputs = cache.inputs
-    buffer = np.empty((num, inputs.shape[3]), np.float32)
-    for layer in range(inputs.shape[0]):
-        for i in range(num):
-            buffer[i] = inputs[layer, src[i] // LANES, src[i] % LANES]
-        for i in range(num):
-            inputs[layer, dst[i] // LANES, dst[i] % LANES] = buffer[i]
+    """KV of slots src[i] to dst[i], all layers."""
+    scaled = cache.key_scales.shape[4] > 0
+    for layer in range(cache.keys.shape[0]):
+        for h in range(cache.keys.shape[1]):
+            _move_rows(src, dst, cache.keys[layer, h].transpose(0, 2, 1))
+            _move_rows(src, dst, cache.values[layer, h])
+            if scaled:
+                _move_rows(src, dst, cache.key_scales[layer, h].transpose(0, 2, 1))
+                _move_rows(src, dst, cache.value_scales[layer, h].transpose(0, 2, 1))
+    for layer in range(cache.inputs.shape[0]):
+        _move_rows(src, dst, cache.inputs[layer])
 
 
 @_serial
@@ -183,6 +179,8 @@ def copy_blocks(src, dst, cache):
             for i in range(src.shape[0]):
                 cache.keys[layer, h, dst[i]] = cache.keys[layer, h, src[i]]
                 cache.values[layer, h, dst[i]] = cache.values[layer, h, src[i]]
+                cache.key_scales[layer, h, dst[i]] = cache.key_scales[layer, h, src[i]]
+                cache.value_scales[layer, h, dst[i]] = cache.value_scales[layer, h, src[i]]
     for layer in range(cache.inputs.shape[0]):
         for i in range(src.shape[0]):
             cache.inputs[layer, dst[i]] = cache.inputs[layer, src[i]]

@@ -17,6 +17,7 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
+Numbers = npt.NDArray[Any]
 
 # --- the forward pass -----------------------------------------------------------------------------
 
@@ -103,13 +104,17 @@ class Positions(NamedTuple):
 class Cache(NamedTuple):
     """What is kept of each position, in blocks of 16 slots.
 
-    keys: float32 [attention layers, kv_heads, blocks, head_dim, 16]. values: float32 [attention
-    layers, kv_heads, blocks, 16, head_dim rounded up to 16]. inputs: float32 [convolutions, blocks,
-    16, H], what a short convolution reads of a position.
+    keys [attention layers, kv_heads, blocks, head_dim, 16], values [attention layers, kv_heads,
+    blocks, 16, head_dim rounded up to 16]: of a type of attention_kernels.KV_TYPES. key_scales,
+    value_scales: float32 [attention layers, kv_heads, blocks, 1, 16], what int8 is multiplied by;
+    else [..., 0]. inputs: float32 [convolutions, blocks, 16, H], what a short convolution reads of
+    a position.
     """
 
-    keys: Float32
-    values: Float32
+    keys: Numbers
+    values: Numbers
+    key_scales: Float32
+    value_scales: Float32
     inputs: Float32
 
 
@@ -155,21 +160,22 @@ class AttentionLayer(NamedTuple):
     sin: Float32
     query_scales: Float32
     window: int
-    keys: Float32
-    values: Float32
+    keys: Numbers
+    values: Numbers
+    key_scales: Float32
+    value_scales: Float32
 
 
 class RowKeys(NamedTuple):
     """The keys of one row and one KV head: positions [start, prefix_len) through `table`, then the
-    slots of `path`. start, prefix_len: int64. keys [blocks, head_dim, 16], values [blocks, 16,
-    width]."""
+    slots of `path`. start, prefix_len: int64. keys, values: attention_kernels.Plane."""
 
     start: Any
     prefix_len: Any
     path: Int32
     table: Int32
-    keys: Float32
-    values: Float32
+    keys: Any
+    values: Any
 
 
 class Residual(NamedTuple):

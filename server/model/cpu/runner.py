@@ -17,6 +17,7 @@ import numpy as np
 
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.cpu import forward as cpu_forward
+from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows
 from server.model.cpu.head import FullHead
 from server.model.cpu.kernels import PANEL
@@ -46,21 +47,26 @@ def _value_width(shape: ModelShape) -> int:
     return -(-shape.head_dim // LANES) * LANES
 
 
-def kv_bytes_per_block(shape: ModelShape) -> int:
-    """Bytes that one block of 16 slots takes in all layers, float32: K and V, or the inputs of
-    short convolutions."""
+def kv_bytes_per_block(shape: ModelShape, kv_dtype: str = "float32") -> int:
+    """Bytes that one block of 16 slots takes in all layers: K and V, with their scales, or the
+    inputs of short convolutions, which are float32. kv_dtype: a key of KV_TYPES."""
     convolutions = sum(shape.convolutions)
     attention = shape.num_layers - convolutions
-    per_slot = shape.num_kv_heads * (shape.head_dim + _value_width(shape))
-    return 4 * BLOCK_SIZE * (attention * per_slot + convolutions * shape.hidden_size)
+    size = np.dtype(KV_TYPES[kv_dtype]).itemsize
+    per_slot = size * (shape.head_dim + _value_width(shape)) + 8 * (kv_dtype == "int8")
+    inputs = 4 * convolutions * shape.hidden_size
+    return BLOCK_SIZE * (attention * shape.num_kv_heads * per_slot + inputs)
 
 
-def _cache(shape: ModelShape, num_blocks: int) -> Cache:
+def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
     convolutions = sum(shape.convolutions)
     planes = (shape.num_layers - convolutions, shape.num_kv_heads, num_blocks)
+    kind, scales = KV_TYPES[kv_dtype], (1, BLOCK_SIZE if kv_dtype == "int8" else 0)
     return Cache(
-        np.zeros((*planes, shape.head_dim, BLOCK_SIZE), np.float32),
-        np.zeros((*planes, BLOCK_SIZE, _value_width(shape)), np.float32),
+        np.zeros((*planes, shape.head_dim, BLOCK_SIZE), kind),
+        np.zeros((*planes, BLOCK_SIZE, _value_width(shape)), kind),
+        np.zeros((*planes, *scales), np.float32),
+        np.zeros((*planes, *scales), np.float32),
         np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.hidden_size), np.float32),
     )
 
@@ -112,7 +118,8 @@ def _record_shape(shape: ModelShape) -> Shape:
 class CpuRunner:
     """Runner on a CPU. One step in flight, on a worker thread of its own.
 
-    ropes: (cos, sin) of shape.rope_tables. num_blocks: blocks of 16 KV slots. max_rows: most rows
+    ropes: (cos, sin) of shape.rope_tables. info: its kv_dtype is what K and V are kept as.
+    num_blocks: blocks of 16 KV slots. max_rows: most rows
     a Batch may have. max_model_len: most positions a sequence may reach. Raises ValueError for
     sizes that do not fit together.
     """
@@ -142,7 +149,7 @@ class CpuRunner:
         windows = np.asarray(shape.windows, np.int64)
         scales = query_scales(shape, max_model_len)
         self._positions = Positions(cos, sin, rope_ids, windows, scales)
-        self._cache = _cache(shape, num_blocks)
+        self._cache = _cache(shape, num_blocks, info.kv_dtype)
         self._pages = KvPages([array for array in self._cache if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._record_shape = _record_shape(shape)

@@ -25,12 +25,16 @@ Logprobs = npt.NDArray[np.float32]
 
 
 _INTEGERS = ["int8 gemma3", "int8-blocks llama", "int4 qwen2"]
+_SMALL_CACHES = ["float32:float16 qwen3", "float32:int8 gemma3", "int8-blocks:int8 llama"]
 
 
-@pytest.fixture(scope="module", params=[*families.FAMILIES, *_INTEGERS])
+@pytest.fixture(scope="module", params=[*families.FAMILIES, *_INTEGERS, *_SMALL_CACHES])
 def runner(request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
-    dtype, _, family = str(request.param).rpartition(" ")
-    made = cpu_runner(families.build(family), dtype=dtype or "float32")
+    form, _, family = str(request.param).rpartition(" ")
+    dtype, _, kv_dtype = form.partition(":")
+    made = cpu_runner(
+        families.build(family), dtype=dtype or "float32", kv_dtype=kv_dtype or "float32"
+    )
     yield made
     made.close()
 
@@ -68,6 +72,21 @@ def test_chunks_of_any_size(runner: CpuRunner, chunk: int) -> None:
             step(runner, builder, builder.add_rows(table, ids[start : start + chunk], start))
         )
     assert np.array_equal(np.concatenate(got), want)
+
+
+def test_copied_blocks_are_read_as_the_first_ones(runner: CpuRunner) -> None:
+    """A fork's tail block, and a shared prefix."""
+    ids = tokens(40, 6)
+    want = one_by_one(runner, ids, 3)
+    pages = Pages(64, seed=5)
+    table, fork = pages.sequence(40), pages.sequence(40)
+    builder = BatchBuilder()
+    builder.add_rows(table, ids[:35], 0)
+    step(runner, builder, [])
+    blocks = [np.asarray([t.slot(p) // 16 for p in (0, 16, 32)], np.int32) for t in (table, fork)]
+    runner.copy_blocks(*blocks)
+    builder = BatchBuilder()
+    assert np.array_equal(step(runner, builder, builder.add_rows(fork, ids[35:], 35)), want[35:])
 
 
 def test_neighbours_change_nothing(runner: CpuRunner) -> None:

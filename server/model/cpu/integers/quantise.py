@@ -25,7 +25,7 @@ from server.model.cpu.integers.emit import F32, I8, I32, I64, Loop, at, call, i6
 from server.model.cpu.kernels import inline
 from server.model.cpu.vector_ir import LANES, intrinsic
 
-__all__ = ["Activations", "activations", "quantise_rows"]
+__all__ = ["Activations", "activations", "factor_of", "quantise_rows"]
 
 _BLOCK = 32
 _LEAST = np.float32(1e-30)
@@ -99,7 +99,7 @@ def _round_block(typingctx: Any, x: Any, factor: Any, out: Any) -> Any:
 
 
 @inline
-def _factor_of(top):
+def factor_of(top):
     """(scale, 127 / top) of a block with this largest magnitude."""
     if not (top < np.float32(np.inf)):
         return np.float32(np.nan), np.float32(0.0)
@@ -143,14 +143,14 @@ def quantise_rows(first, step, num_rows, x, num_inputs, per_row, rows):
                 other = _top_of(pad.ctypes.data, 1)
                 if top == top and not (other <= top):  # one that is NaN stays
                     top = other
-            scale, factor = _factor_of(top)
+            scale, factor = factor_of(top)
         total = np.int32(0)
         for k in range(blocks + (1 if tail > 0 else 0)):
             source = row + k * 128
             if k == blocks:
                 source = pad.ctypes.data
             if not per_row:
-                scale, factor = _factor_of(_top_of(source, 1))
+                scale, factor = factor_of(_top_of(source, 1))
             halves = np.int64(0)
             if factor == np.float32(0.0):
                 q[r, 32 * k : 32 * k + 32] = 0

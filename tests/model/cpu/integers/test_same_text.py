@@ -1,0 +1,73 @@
+"""The same text on another CPU: a whole model's logprobs from AVX2 and from the widest kernel.
+
+Integer products are exact; attention, norms and softmax add in one order with fused multiply-adds,
+which AVX2 machines have. So ids *and* logprobs are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from server.model.cpu.integers.instructions import KERNEL
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.cpu.integers.test_kernels import PATHS
+from tests.model.cpu_models import cpu_runner
+
+_PROMPT, _NEW = 21, 12
+
+
+def greedy() -> str:
+    """Ids of a greedy text, and a digest of every logprob on its way."""
+    runner = cpu_runner(
+        families.build("llama"), dtype="int8-blocks", kv_dtype="float16", num_threads=2
+    )
+    table = Pages(64, seed=1).sequence(_PROMPT + _NEW)
+    ids = np.random.default_rng(4).integers(3, families.VOCAB_SIZE, _PROMPT).tolist()
+    text: list[int] = []
+    digest = hashlib.sha256()
+    fed = 0
+    for _ in range(_NEW):
+        builder = BatchBuilder()
+        rows = builder.add_rows(table, (ids + text)[fed:], fed)
+        for row in rows:
+            builder.score(row, 0, families.VOCAB_SIZE)
+        runner.launch(builder.build())
+        logprobs = all_logprobs(runner.wait(), families.VOCAB_SIZE)
+        digest.update(logprobs.tobytes())
+        fed = len(ids) + len(text)
+        text.append(int(logprobs[-1].argmax()))
+    runner.close()
+    return f"{text} {digest.hexdigest()}"
+
+
+@pytest.mark.slow
+def test_avx2_gives_the_text_of_the_widest_kernel(tmp_path: Path) -> None:
+    cpu, features, needed = PATHS["avx2"]
+    host = llvm.get_host_cpu_features()
+    if not all(host.get(name, False) for name in (*needed, "fma", "f16c")):
+        pytest.skip("this CPU has no AVX2")
+    env = {
+        **os.environ,
+        "NUMBA_CPU_NAME": cpu,
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[4]),
+    }
+    code = (
+        "from tests.model.cpu.integers.test_same_text import KERNEL, greedy; "
+        "assert KERNEL == 'avx2'; print(greedy())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == greedy(), f"AVX2 and {KERNEL} differ"
