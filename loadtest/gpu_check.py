@@ -5,7 +5,7 @@
 1. Prints the device's copy bandwidth, then, for Llama shapes with random weights, a table of step
    times beside the memory-bandwidth floor: decode of 1..64 sequences with a row each, trees of
    1..64 rows on one sequence, 8-row trees on several, sampled decode and prompt chunks, over
-   histories of 256 to 8192 positions; decode once plainly and once with CUDA graphs.
+   histories of 256 to 8192 positions; all but chunks once plainly and once with CUDA graphs.
 2. Measures and checks vocabulary slices on a Gemma 3 270M shape (loadtest/gpu_vocabulary.py): the
    full head on the device, streamed from CPU memory and verified on the CPU; device memory of each.
 3. Runs tests/gpu (needs pytest), for --tests-timeout seconds at most.
@@ -260,7 +260,7 @@ def time_shape(
     room = free_blocks(shape, device, dtype)
     key_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     for graphs in (False, True) if device.type == "cuda" else (False,):
-        wanted = [c for c in cases(name) if not graphs or c.kind == "decode"]
+        wanted = [c for c in cases(name) if not graphs or c.kind != "chunk"]
         fitting = [blocks_needed(c) for c in wanted if blocks_needed(c) <= room]
         runner = TorchRunner(
             module,

@@ -306,7 +306,8 @@ class EngineConfig(Section):
     )
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="whether steps without drafts replay captured graphs on cuda; auto: yes there",
+        description="whether steps of few rows, trees included, replay captured graphs on cuda; "
+        "auto: yes there",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"

@@ -38,7 +38,7 @@ class RunnerSpec:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and windows of `exact` are verified on the CPU. A CPU has it in place. cuda_graphs:
-    whether steps without drafts replay captured graphs on CUDA.
+    whether steps of few rows replay captured graphs on CUDA.
     """
 
     name: str

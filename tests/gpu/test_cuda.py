@@ -23,6 +23,7 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
 from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of
@@ -321,6 +322,22 @@ def test_graphs_draw_what_the_plain_path_draws(family: str) -> None:
         streams.append(drawn)
         runner.close()
     assert streams[0] == streams[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_trees_in_graphs_have_the_plain_path_s_logits(family: str) -> None:
+    """Two steps of one bucket with trees of other shapes: the second is a replay."""
+    found = []
+    for cuda_graphs in (False, True):
+        runner = make(family, CUDA, cuda_graphs=cuda_graphs)
+        drawn = [run(runner, batch) for batch in tree_steps(Pages(NUM_BLOCKS, seed=3))]
+        found.append((drawn[-1].token_ids, all_logprobs(drawn[-1], V)))
+        if cuda_graphs:
+            graphs = runner._body.graphs
+            assert graphs is not None and len(graphs._graphs) == 2
+        runner.close()
+    np.testing.assert_array_equal(found[1][0], found[0][0])
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=0, atol=5e-4)
 
 
 def test_memory_goes_back() -> None:

@@ -93,10 +93,10 @@ def problem(batch: Batch, shape: Shape, dtype: torch.dtype, device: torch.device
         x = torch.randn((1, num_heads, batch.num_rows, shape.head_dim), generator=generator)
         return (1.5 * x).to(device=device, dtype=dtype)[0].transpose(0, 1)
 
-    names = attention.StepTensors.__slots__
-    step = attention.StepTensors(
-        **{n: torch.from_numpy(getattr(batch, n).copy()).to(device) for n in names}
-    )
+    names = [n for n in attention.StepTensors.__slots__ if n != "ancestors"]
+    arrays = {n: getattr(batch, n).copy() for n in names}
+    arrays["ancestors"] = attention.ancestor_bits(batch)
+    step = attention.StepTensors(**{n: torch.from_numpy(a).to(device) for n, a in arrays.items()})
     return Problem(
         batch,
         shape,

@@ -42,14 +42,17 @@ TILE_NUM_ROWS = 1
 TILE_SEQ_ID = 2
 TILE_MAX_PREFIX = 3  # largest prefix_len of its rows
 TILE_MIN_POSITION = 4  # smallest position of its rows: no window begins earlier
-TILE_MAX_PATH = 5  # largest path_len of its rows
+TILE_TREE_START = 5  # first row of the tree that its rows are nodes of
 TILE_PART_START = 6  # index of its first row among the rows whose keys are split
-TILE_FIELDS = 8  # one unused: a tile is 32 bytes
+TILE_NUM_TREE = 7  # rows from there on that its rows may see; 0 without nodes
+TILE_FIELDS = 8
 
-SMALL_M = 16  # query vectors of a tile that holds a decode row: the least a tensor core takes
-LARGE_M = 64  # of a tile that holds several rows of a tree or a prompt chunk
+SMALL_M = 16  # query vectors of a tile of decode rows and trees: the least a tensor core takes
+LARGE_M = 64  # of a tile of a prompt chunk
+MAX_TREE_RUN = 64  # a longer run of rows has large tiles: its keys would be read too often
 SPLIT_SIZE = 256  # keys of one split
 MAX_SPLIT_RUN = 128  # a longer run of rows fills the device without splitting its keys
+WORD = 32  # tree rows of one word of `ancestor_bits`
 _REFERENCE_ROWS = 64  # rows the reference scores at once: bounds its memory
 
 
@@ -122,6 +125,11 @@ class TileShape:
         large_m = SMALL_M if is_wide else LARGE_M
         return TileShape(group_size, SPLIT_SIZE, max_splits, num_bytes // per_partial, large_m)
 
+    @property
+    def small_m(self) -> int:
+        """Query vectors of a tile of decode rows and trees: at least those of a row."""
+        return SMALL_M if self.group_size <= SMALL_M else LARGE_M
+
 
 def _next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
@@ -135,14 +143,15 @@ def run_starts(seq_ids: Int32) -> npt.NDArray[np.int64]:
 def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
     """Divide a Batch's rows into tiles.
 
-    Runs of one row (decode) get small tiles, short runs (trees, chunk ends) large ones, both with
+    Short runs (decode, trees) get small tiles, longer ones (chunk ends) large tiles, both with
     their keys split over programs, because few rows over a long history would leave the device
-    idle; long runs (prompt chunks) get large tiles over all their keys. When the partial buffer
+    idle; long runs (prompt chunks) get large tiles over all their keys. A decoded row and a drafted
+    one are of one kind, so that a tree changes nothing for its neighbours. When the partial buffer
     cannot hold all split rows, the runs that come last are not split.
     """
     starts = run_starts(batch.seq_ids)
     lengths = np.diff(np.append(starts, batch.num_rows))
-    small = lengths * shape.group_size <= SMALL_M
+    small = lengths <= MAX_TREE_RUN
     splittable = lengths <= MAX_SPLIT_RUN
     num_splits = 1
     if splittable.any():
@@ -152,7 +161,7 @@ def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
         room = shape.max_partials // num_splits
         splittable &= np.cumsum(np.where(splittable, lengths, 0)) <= room
     kinds = (
-        (small & splittable, SMALL_M, num_splits),
+        (small & splittable, shape.small_m, num_splits),
         (~small & splittable, shape.large_m, num_splits),
         (~splittable, shape.large_m, 1),
     )
@@ -202,22 +211,68 @@ def _divide(
     tiles[:, TILE_SEQ_ID] = batch.seq_ids[first]
     tiles[:, TILE_MAX_PREFIX] = reduced(np.maximum, batch.prefix_len)
     tiles[:, TILE_MIN_POSITION] = reduced(np.minimum, batch.positions)
-    tiles[:, TILE_MAX_PATH] = reduced(np.maximum, batch.path_len)
+    if batch.path_slots.shape[0]:
+        tree_start = tree_starts(batch)
+        reach = np.where(tree_start >= 0, np.arange(batch.num_rows) - tree_start + 1, 0)
+        tiles[:, TILE_TREE_START] = np.maximum(0, reduced(np.maximum, tree_start))
+        tiles[:, TILE_NUM_TREE] = reduced(np.maximum, reach.astype(np.int32))
     return tiles
+
+
+def tree_starts(batch: Batch) -> Int32:
+    """int32 [R]: first row of the tree that a row is a node of; -1 for rows that are none.
+
+    The nodes of a sequence's tree are consecutive rows, a parent before its children.
+    """
+    starts = np.full(batch.num_rows, -1, np.int32)
+    nodes = np.flatnonzero(batch.path_len > 0)
+    if nodes.shape[0]:
+        firsts = run_starts(batch.seq_ids[nodes])
+        counts = np.diff(np.append(firsts, nodes.shape[0]))
+        starts[nodes] = np.repeat(nodes[firsts], counts)
+    return starts
+
+
+def ancestor_bits(batch: Batch) -> Int32:
+    """int32 [R, W]: bit j of a row's words (bit j % 32 of word j // 32) is set when the j-th row of
+    its tree is the row itself or an ancestor; W >= 1. It is Batch's path_slots, read as keys of a
+    matrix product instead of one by one (tree attention: SpecInfer, arXiv 2305.09781, section 4.2).
+
+    Raises ValueError when a path names a slot that no earlier node of the row's tree writes.
+    """
+    nodes = np.flatnonzero(batch.path_len > 0)
+    if not nodes.shape[0]:
+        return np.zeros((batch.num_rows, 1), np.int32)
+    lengths = batch.path_len[nodes]
+    row = np.repeat(nodes, lengths)
+    nth = np.arange(row.shape[0]) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    slots = batch.path_slots[batch.path_start[row] + nth]
+    order = np.argsort(batch.slots[nodes])
+    found = np.searchsorted(batch.slots[nodes], slots, sorter=order)
+    key_row = nodes[order[np.minimum(found, nodes.shape[0] - 1)]]
+    bit = key_row - tree_starts(batch)[row]
+    if (batch.slots[key_row] != slots).any() or (bit < 0).any() or (key_row > row).any():
+        raise ValueError("a path's slot is not that of an earlier node of its tree")
+    num_words = int(bit.max()) // WORD + 1
+    dense = np.zeros((batch.num_rows, num_words * WORD), np.bool_)
+    dense[row, bit] = True
+    return np.packbits(dense, axis=1, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A Batch's row arrays on the device: int32, names and shapes as in Batch."""
+    """A Batch's row arrays on the device: int32, names and shapes as in Batch. ancestors: int32
+    [R, W], of ancestor_bits; the kernels read it, the reference reads the path arrays."""
 
     positions: torch.Tensor
     seq_ids: torch.Tensor
     slots: torch.Tensor
     prefix_len: torch.Tensor
-    path_start: torch.Tensor
-    path_len: torch.Tensor
-    path_slots: torch.Tensor
     block_tables: torch.Tensor
+    path_start: torch.Tensor | None = None
+    path_len: torch.Tensor | None = None
+    path_slots: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
 
 
 class Attention(Protocol):
@@ -335,6 +390,8 @@ class TorchAttention:
     ) -> None:
         rows, seq_id, max_prefix, min_position, max_path = run
         step, device = self._step, query.device
+        assert step.path_start is not None
+        assert step.path_len is not None and step.path_slots is not None
         num_kv_heads, head_dim = keys.shape[1:]
         q = query[rows].float().reshape(query[rows].shape[0], num_kv_heads, -1, head_dim)
         position = step.positions[rows, None]

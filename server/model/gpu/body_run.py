@@ -1,7 +1,7 @@
 """BodyRun: the rows of a step through transformers' layers, plainly or by replaying a CUDA graph.
 
 What a graph reads lies in an upload of its own, at addresses that its bucket fixes, and nothing
-else is ever put there: steps with drafts, grammars and long tables have another one, which may grow
+else is ever put there: grammars, draws and steps without a graph have another one, which may grow
 and move. So no kind of step makes the graphs be captured again.
 """
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from server.engine.batch import Batch, Int32
 from server.model.gpu import attention as paged
-from server.model.gpu.graphs import DecodeGraphs, pad_to_bucket, row_bucket
+from server.model.gpu.graphs import BodyGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.slices import gathered
 from server.model.gpu.transfers import Upload
@@ -45,8 +45,9 @@ class BodyRun:
     """The body of one runner.
 
     shape: how attention is divided. attention: "triton" or "torch". embedding: see TorchRunner.
-    max_draws: ids that the next step may take. graph_rows: rows of the largest graph, 0 for none.
-    partial results of split attention belong to it. Everything runs on the current stream.
+    tables_shape: most sequences and blocks of a step's block tables. max_draws: ids that the next
+    step may take. graph_rows: rows of the largest graph, 0 for none. The partial results of split
+    attention belong to it. Everything runs on the current stream.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class BodyRun:
         *,
         attention: paged.AttentionName,
         embedding: torch.Tensor | None,
-        max_blocks: int,
+        tables_shape: tuple[int, int],
         max_draws: int,
         graph_rows: int,
     ) -> None:
@@ -66,13 +67,13 @@ class BodyRun:
         self.body = module.base_model
         self.embedding = embedding
         self.shape = shape
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: BodyGraphs | None = None
         # Gemma's scale, rounded as transformers' own embedding does.
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=cache.memory.dtype)
         self._attention = attention
         self._cache = cache
-        self._max_blocks = max_blocks
+        self._max_seqs, self._max_blocks = tables_shape
         self.previous_ids = torch.zeros(max(1, max_draws), dtype=torch.int32, device=device)
         self._partials: Any = None
         if attention == "triton":
@@ -82,10 +83,11 @@ class BodyRun:
             head_dim = int(cache.memory.shape[-1])
             self._partials = Partials(shape, config.num_attention_heads, head_dim, device)
         width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
-        per_row = 4 * (12 + paged.TILE_FIELDS + max_blocks) + width
-        self.inputs = Upload(device, graph_rows * per_row + (1 << 12))
+        per_row = 4 * (12 + paged.TILE_FIELDS + graph_rows // paged.WORD) + width
+        tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
+        self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         if graph_rows:
-            self.graphs = DecodeGraphs(device, graph_rows)
+            self.graphs = BodyGraphs(device, graph_rows)
 
     def plan(self, batch: Batch, drawn_ids: Int32 | None) -> BodyPlan:
         """What a step's body reads. drawn_ids: what the step before has drawn, for rows that take
@@ -97,9 +99,6 @@ class BodyRun:
             "seq_ids": batch.seq_ids,
             "slots": batch.slots,
             "prefix_len": batch.prefix_len,
-            "path_start": batch.path_start,
-            "path_len": batch.path_len,
-            "path_slots": batch.path_slots,
             "block_tables": batch.block_tables,
         }
         if self.embedding is not None:
@@ -109,29 +108,37 @@ class BodyRun:
                 token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
             arrays["embeds"] = gathered(self.embedding, token_ids)
         if self._attention == "torch":
+            arrays |= {
+                "path_start": batch.path_start,
+                "path_len": batch.path_len,
+                "path_slots": batch.path_slots,
+            }
             return BodyPlan(arrays, None, None)
+        arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
         key = self._graph_key(batch, tiles)
         if key is not None:
-            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, self._max_blocks)
+            # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
+            num_blocks = key[1] * self.shape.split_size // self._cache.block_size
+            shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
+            tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
         return BodyPlan(arrays, key, tiles)
 
     def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> tuple[int, int] | None:
-        """(rows, splits) of the graph for a decode-shaped batch, or None to run it plainly."""
+        """(rows, splits) of the graph for a step of short runs, or None to run it plainly."""
         if self.graphs is None or len(plan.groups) != 1:
             return None
         group = plan.groups[0]
-        if group.block_m != paged.SMALL_M or group.tiles.shape[0] != batch.num_rows:
+        if group.block_m != self.shape.small_m or batch.block_tables.shape[0] > self._max_seqs:
             return None
-        if int(batch.path_len.max()) > 0 or batch.block_tables.shape[1] > self._max_blocks:
-            return None
+        num_splits = split_level(group.num_splits, self.shape.max_splits)
+        longest = int(batch.prefix_len.max())
         num_rows = row_bucket(batch.num_rows, self.graphs.largest)
-        if num_rows is None or batch.block_tables.shape[0] > num_rows:
+        if num_rows is None or longest > num_splits * self.shape.split_size:
             return None
-        num_splits = 1 << max(0, group.num_splits - 1).bit_length()
         if num_splits > 1 and num_rows * num_splits > self.shape.max_partials:
             return None
         return num_rows, num_splits
@@ -145,10 +152,11 @@ class BodyRun:
             tensors["seq_ids"],
             tensors["slots"],
             tensors["prefix_len"],
-            tensors["path_start"],
-            tensors["path_len"],
-            tensors["path_slots"],
             tensors["block_tables"],
+            tensors.get("path_start"),
+            tensors.get("path_len"),
+            tensors.get("path_slots"),
+            tensors.get("ancestors"),
         )
         attention: paged.Attention
         if plan.tiles is None:

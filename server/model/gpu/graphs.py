@@ -1,8 +1,9 @@
-"""DecodeGraphs: CUDA graphs of the model's body for decode-shaped steps.
+"""BodyGraphs: CUDA graphs of the model's body, for decode steps and for trees alike.
 
-A decode-shaped step has one row per sequence and no tree. Its row count is padded to a bucket, its
-split count to a power of two; for every such pair the body is captured once, at first use, and
-replayed afterwards. Padded rows read nothing and write to the cache's trash slot.
+A step whose sequences have few rows each (last tokens, trees, ends of prompts) has its number of
+rows padded to a bucket and its number of splits to a level; for every such pair the body is
+captured once, at first use, and replayed afterwards. Padded rows read nothing and write to the
+cache's trash slot. So a drafted step costs what a decode step of as many rows costs.
 
 What makes this possible lives elsewhere and must stay: all inputs of the body are views into one
 device buffer at offsets that a bucket fixes (server.model.gpu.body_run), launches have grids
@@ -11,8 +12,9 @@ known on the host, and nothing between the upload and the last hidden state sync
 Vocabulary slices work beside it: the LM head, the slices' products and the draws are outside the
 graph. Embeddings that are gathered in CPU memory are inputs like the others.
 
-The bucket arithmetic is tested on a CPU. Capture and replay have not run on a GPU: tests/gpu
-compares them with the plain path.
+The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
+the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
+plain path.
 """
 
 from __future__ import annotations
@@ -29,20 +31,25 @@ from server.model.gpu import attention as paged
 Array = npt.NDArray[Any]
 
 WARM_UP_RUNS = 2
+MAX_GRAPH_ROWS = 256
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_GRAPH_ROWS)
 
 
 def row_bucket(num_rows: int, largest: int) -> int | None:
-    """The padded row count: 1, 2, 4, 8, then multiples of 8 up to 64 and of 32 above; None when
-    that is more than `largest`."""
-    if num_rows <= 8:
-        bucket = 1 << max(0, num_rows - 1).bit_length()
-    else:
-        step = 8 if num_rows <= 64 else 32
-        bucket = -(-num_rows // step) * step
-    return bucket if bucket <= largest else None
+    """The padded row count, of ROW_BUCKETS; None when that is more than `largest`."""
+    return next((b for b in ROW_BUCKETS if num_rows <= b <= largest), None)
 
 
-class DecodeGraphs:
+def split_level(num_splits: int, max_splits: int) -> int:
+    """The padded number of splits: a power of four, at most max_splits. Splits without keys end at
+    once, so that few levels, and few graphs, serve every length."""
+    level = 1
+    while level < num_splits:
+        level *= 4
+    return min(level, max_splits)
+
+
+class BodyGraphs:
     """Captured graphs by (rows, splits). One memory pool; used from one thread and stream."""
 
     def __init__(self, device: torch.device, largest: int) -> None:
@@ -83,41 +90,37 @@ def pad_to_bucket(
     plan: paged.TilePlan,
     key: tuple[int, int],
     trash_slot: int,
-    max_blocks: int,
+    tables_shape: tuple[int, int],
 ) -> paged.TilePlan:
-    """Pad a decode-shaped step's arrays in place to the bucket's shapes; the padded plan.
+    """Pad a step's arrays in place to the bucket's shapes; the padded plan.
 
-    Padded rows have no keys, no tile and the trash slot; every shape depends on the key alone.
+    plan: of one group. tables_shape: of the bucket's block tables; entries of the step's own beyond
+    it are not read. Padded rows have no keys, no tile and the trash slot; every shape depends on
+    the key alone.
     """
     num_rows, num_splits = key
-    for name in (
-        "token_ids",
-        "token_from",
-        "positions",
-        "seq_ids",
-        "slots",
-        "prefix_len",
-        "path_start",
-        "path_len",
-    ):
+    for name in ("token_ids", "token_from", "positions", "seq_ids", "slots", "prefix_len"):
         fill = {"slots": trash_slot, "token_from": -1}.get(name, 0)
         padded = np.full(num_rows, fill, np.int32)
         padded[: arrays[name].shape[0]] = arrays[name]
         arrays[name] = padded
+    num_words = -(-num_rows // paged.WORD)
+    arrays["ancestors"] = _corner(arrays["ancestors"], (num_rows, num_words))
     if "embeds" in arrays:
-        embeds = np.zeros((num_rows, arrays["embeds"].shape[1]), arrays["embeds"].dtype)
-        embeds[: arrays["embeds"].shape[0]] = arrays["embeds"]
-        arrays["embeds"] = embeds
-    arrays["path_slots"] = np.zeros(1, np.int32)
-    tables = np.zeros((num_rows, max_blocks), np.int32)
-    given = arrays["block_tables"]
-    tables[: given.shape[0], : given.shape[1]] = given
-    arrays["block_tables"] = tables
-    tiles = np.zeros((num_rows, paged.TILE_FIELDS), np.int32)
+        arrays["embeds"] = _corner(arrays["embeds"], (num_rows, arrays["embeds"].shape[1]))
+    arrays["block_tables"] = _corner(arrays["block_tables"], tables_shape)
     group = plan.groups[0]
-    tiles[: group.tiles.shape[0]] = group.tiles
+    tiles = _corner(group.tiles, (num_rows, paged.TILE_FIELDS))
     split_rows = np.full(num_rows if num_splits > 1 else 0, -1, np.int32)
     split_rows[: plan.split_rows.shape[0]] = plan.split_rows
     return paged.TilePlan(
         (paged.TileGroup(tiles, group.block_m, num_splits),), split_rows, num_splits
     )
+
+
+def _corner(array: Array, shape: tuple[int, int]) -> Array:
+    """Zeros of a shape, with what fits of the array in their first rows and columns."""
+    padded = np.zeros(shape, array.dtype)
+    part = array[: shape[0], : shape[1]]
+    padded[: part.shape[0], : part.shape[1]] = part
+    return padded

@@ -37,6 +37,7 @@ from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.batch_check import check_batch
 from server.model.gpu.body_run import BodyRun
+from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
 from server.model.gpu.head_run import HeadRun
 from server.model.gpu.kv_cache import KvCache
@@ -60,9 +61,9 @@ class TorchRunner:
 
     module: a causal LM of transformers, in eval mode, on `device`; the runner takes it over and
     switches its attention. attention: "triton" (the default on CUDA) or "torch". cuda_graphs:
-    replay captured graphs for decode-shaped steps. head_bytes: memory that a slab of logits and the
-    work on it may take; more rows go through the head in several slabs. partial_bytes: memory for
-    split attention.
+    replay captured graphs for steps of few rows, trees included. head_bytes: memory that a slab of
+    logits and the work on it may take; more rows go through the head in several slabs.
+    partial_bytes: memory for split attention.
 
     embedding: [rows, hidden_size] in CPU memory, from which the step's rows are gathered into its
     upload; None: the module's own, on the device. head: [rows, hidden_size] in CPU memory, where
@@ -152,10 +153,10 @@ class TorchRunner:
             ),
             attention=self._attention,
             embedding=embedding,
-            max_blocks=self._max_blocks,
+            tables_shape=(max_num_seqs, self._max_blocks),
             # Every row may draw, and the choices of a prompt draw from one row.
             max_draws=max_num_batched_tokens + max_num_seqs,
-            graph_rows=max_num_seqs if cuda_graphs else 0,
+            graph_rows=min(MAX_GRAPH_ROWS, max_num_batched_tokens) if cuda_graphs else 0,
         )
         self._planner = HeadPlanner(self._slices, self._head.vocab_size, head_bytes)
         self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
@@ -331,8 +332,9 @@ class TorchRunner:
         graphs = self._body.graphs
         shapes = warm_up_shapes(longest, self._body.shape, 0 if graphs is None else graphs.largest)
         num_steps = 0
+        most = min(self._cache.num_slots, self.info.max_num_batched_tokens)
         for num_seqs, rows, length in shapes:
-            fits = num_seqs * rows <= min(self._cache.num_slots, self.info.max_num_batched_tokens)
+            fits = num_seqs * rows <= most and num_seqs <= self.info.max_num_seqs
             if fits and rows <= length <= longest:
                 self.launch(warm_up_batch(num_seqs, rows, length, self._max_blocks))
                 self.wait()

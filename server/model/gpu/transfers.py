@@ -39,8 +39,9 @@ class Upload:
     """Many small host arrays to the device by one copy on the current stream.
 
     Arrays are packed in order, each aligned to 16 bytes, so equal shapes get equal addresses from
-    call to call: what CUDA graphs read. `generation` changes when the device buffer moved, after
-    which earlier addresses are invalid. Use one Upload on one stream.
+    call to call: what CUDA graphs read. Without CUDA there is one buffer. `generation` changes when
+    the device buffer moved, after which earlier addresses are invalid. Use one Upload on one
+    stream.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -48,12 +49,14 @@ class Upload:
         self.generation = 0
         self._on_gpu = device.type == "cuda"
         self._next = 0
-        self._events: list[torch.cuda.Event | None] = [None] * TURNS
+        self._turns = TURNS if self._on_gpu else 1
+        self._events: list[torch.cuda.Event | None] = [None] * self._turns
         self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
         self._host = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(TURNS)
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+            for _ in range(self._turns)
         ]
         self._memory = (
             torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
@@ -75,9 +78,9 @@ class Upload:
                 # Freed memory is reused in stream order, so steps in flight keep their inputs; the
                 # pinned side must be read before it goes.
                 torch.cuda.current_stream(self._device).synchronize()
-            self._events = [None] * TURNS
+            self._events = [None] * self._turns
             self._allocate(2 * end)
-        turn, self._next = self._next, (self._next + 1) % TURNS
+        turn, self._next = self._next, (self._next + 1) % self._turns
         event = self._events[turn]
         if event is not None:
             event.synchronize()  # TURNS copies ago: over long since

@@ -1,7 +1,7 @@
 """Triton kernels of the CUDA path: paged attention, its reduction, KV writes, Gumbel-max.
 
 Every kernel reads its work from device memory that the runner fills with one copy a step, has a
-grid known on the host and syncs nothing, so a decode-shaped step can be captured in a CUDA graph.
+grid known on the host and syncs nothing, so a step can be captured in a CUDA graph.
 All sums are float32 in an order that depends on the row alone, never on its neighbours in the
 batch: keys are walked in blocks aligned to absolute positions, splits begin at multiples of
 split_size, masked keys add exactly 0, and partial results are combined over a fixed number of
@@ -28,6 +28,7 @@ import triton.language as tl
 
 from server.model.gpu.attention import (
     TILE_FIELDS,
+    WORD,
     StepTensors,
     TileShape,
 )
@@ -64,7 +65,7 @@ def _write_kv(
     tl.store(values + slot * (NUM_KV_HEADS * HEAD_DIM) + i, v, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+@triton.jit(do_not_specialize=["num_splits", "stride_table", "num_words"])
 def _attend_tiles(
     query,
     keys,
@@ -77,14 +78,14 @@ def _attend_tiles(
     block_tables,
     prefix_len,
     positions,
-    path_start,
-    path_len,
-    path_slots,
+    slots,
+    ancestors,
     scaling,
     window,
     stride_query_row,
     stride_query_head,
     stride_table,
+    num_words,
     num_splits,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -92,6 +93,7 @@ def _attend_tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WORD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
@@ -99,7 +101,8 @@ def _attend_tiles(
     SPLIT: tl.constexpr,
 ):
     """Program (tile, KV head, split): the tile's query vectors over one split of the prefix, and
-    over the rows' paths in split 0. Writes `out`, or with SPLIT the unnormalised partials."""
+    over the rows' ancestors in their tree in split 0. Writes `out`, or with SPLIT the unnormalised
+    partials."""
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -108,8 +111,9 @@ def _attend_tiles(
     seq_id = tl.load(tile + 2)
     max_prefix = tl.load(tile + 3)
     min_position = tl.load(tile + 4)
-    max_path = tl.load(tile + 5)
+    tree_start = tl.load(tile + 5)
     part_start = tl.load(tile + 6)
+    num_tree = tl.load(tile + 7)
 
     begin = 0
     end = max_prefix
@@ -170,31 +174,35 @@ def _attend_tiles(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         highest = higher
 
-    num_path = max_path
+    # The tree's rows are keys like the prefix's, in blocks of a word or half of one: a bit says
+    # who is an ancestor.
+    tree_end = num_tree
     if SPLIT:
-        num_path = tl.where(split == 0, max_path, 0)
-    if num_path > 0:
-        q32 = q.to(tl.float32)
-        begin_of_path = tl.load(path_start + row, mask=active, other=0)
-        length = tl.load(path_len + row, mask=active, other=0)
-        # A node's keys are few and differ from row to row: one key of each row at a time.
-        for i in range(0, num_path):
-            has = active & (i < length)
-            if HAS_WINDOW:
-                has = has & (length - 1 - i < window)
-            slot = tl.load(path_slots + begin_of_path + i, mask=has, other=0).to(tl.int64)
-            at = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
-            kv_mask = has[:, None] & in_dim[None, :]
-            k = tl.load(keys + at, mask=kv_mask, other=0.0).to(tl.float32)
-            score = tl.where(has, tl.sum(q32 * k, axis=1) * scaling, float("-inf"))
-            higher = tl.maximum(highest, score)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp(score - base)
-            shrink = tl.exp(highest - base)
-            total = total * shrink + p
-            v = tl.load(values + at, mask=kv_mask, other=0.0).to(tl.float32)
-            acc = acc * shrink[:, None] + p[:, None] * v
-            highest = higher
+        tree_end = tl.where(split == 0, num_tree, 0)
+    TREE_N: tl.constexpr = BLOCK_N if BLOCK_N < WORD else WORD
+    for first in range(0, tree_end, TREE_N):
+        nth_key = first + tl.arange(0, TREE_N)
+        in_tree = nth_key < tree_end
+        key_row = tree_start + nth_key
+        slot = tl.load(slots + key_row, mask=in_tree, other=0).to(tl.int64)
+        at = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
+        kv_mask = in_tree[:, None] & in_dim[None, :]
+        k = tl.load(keys + at, mask=kv_mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        word = tl.load(ancestors + row * num_words + first // WORD, mask=active, other=0)
+        visible = in_tree[None, :] & (((word[:, None] >> (nth_key % WORD)[None, :]) & 1) != 0)
+        if HAS_WINDOW:
+            key_position = tl.load(positions + key_row, mask=in_tree, other=0)
+            visible = visible & (position[:, None] - key_position[None, :] < window)
+        score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp(score - base[:, None])
+        shrink = tl.exp(highest - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        v = tl.load(values + at, mask=kv_mask, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        highest = higher
 
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     if SPLIT:
@@ -238,7 +246,7 @@ def _combine_splits(
     if HAS_WINDOW:
         position = tl.load(positions + row)
         written = written & ((s + 1) * SPLIT_SIZE > position - window + 1)
-    # Split 0 always writes: it carries the path.
+    # Split 0 always writes: it carries the tree.
     written = (written | (s == 0)) & (s < num_splits)
     part = (part_row.to(tl.int64) * NUM_HEADS + head) * num_splits + s
     highest = tl.load(part_max + part, mask=written, other=float("-inf"))
@@ -422,6 +430,7 @@ class TritonAttention:
         num_kv_heads = keys.shape[1]
         out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
         step, partials = self._step, self._partials
+        assert step.ancestors is not None
         common: dict[str, Any] = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d_of(head_dim),
@@ -442,17 +451,18 @@ class TritonAttention:
                 step.block_tables,
                 step.prefix_len,
                 step.positions,
-                step.path_start,
-                step.path_len,
-                step.path_slots,
+                step.slots,
+                step.ancestors,
                 scaling,
                 window or 0,
                 query.stride(0),
                 query.stride(1),
                 step.block_tables.stride(0),
+                step.ancestors.stride(0),
                 num_splits,
                 NUM_KV_HEADS=num_kv_heads,
                 GROUP_SIZE=num_heads // num_kv_heads,
+                WORD=WORD,
                 BLOCK_SIZE=self._block_size,
                 TILE_FIELDS=TILE_FIELDS,
                 SPLIT=num_splits > 1,

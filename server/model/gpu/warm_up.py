@@ -6,7 +6,7 @@ import numpy as np
 
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu import attention as paged
-from server.model.gpu.graphs import row_bucket
+from server.model.gpu.graphs import ROW_BUCKETS, split_level
 from server.types import SamplingParams
 
 __all__ = ["warm_up_batch", "warm_up_shapes"]
@@ -17,19 +17,21 @@ def warm_up_shapes(
 ) -> list[tuple[int, int, int]]:
     """(sequences, rows of each, length): every kernel that serving needs, then every graph.
 
-    Rows of decode, of short and of long runs, each with its keys in one part and in several; the
-    short runs are of more rows than a small tile holds: trees over a long history.
+    Rows of decode and of trees, of ends of prompts and of long runs, each with its keys in one part
+    and in several.
     """
     in_parts = min(longest, 2 * shape.split_size)
-    tree = min(paged.MAX_SPLIT_RUN, paged.SMALL_M // shape.group_size + 1)
+    tree = min(paged.MAX_SPLIT_RUN, paged.MAX_TREE_RUN + 1)
     shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
     shapes += [(1, tree, max(tree, 2)), (1, tree, in_parts), (1, tree, longest)]
     shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
-    buckets = {row_bucket(n + 1, graph_rows) for n in range(graph_rows)}
+    levels = {split_level(n + 1, shape.max_splits) for n in range(shape.max_splits)}
     # The largest first: smaller ones fit into the memory that it took.
-    for bucket in sorted((b for b in buckets if b is not None), reverse=True):
-        for nth in reversed(range(shape.max_splits.bit_length())):
-            shapes.append((bucket, 1, min(longest, shape.split_size << nth)))
+    for bucket in reversed([b for b in ROW_BUCKETS if b <= graph_rows]):
+        num_seqs = -(-bucket // paged.MAX_TREE_RUN)
+        rows = bucket // num_seqs
+        for level in sorted(levels, reverse=True):
+            shapes.append((num_seqs, rows, max(rows, min(longest, shape.split_size * level))))
     return shapes
 
 

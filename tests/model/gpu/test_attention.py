@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from server.engine import reference_sampler as sampling
+from server.engine.batch import Batch
 from server.model.gpu import sampler
 from server.model.gpu.runner import TorchRunner
+from server.model.gpu.transfers import Upload
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
@@ -106,27 +108,60 @@ def test_triton_gumbel_max_is_the_torch_one() -> None:
     torch.testing.assert_close(value, want_value, rtol=1e-14, atol=0)
 
 
-class CapturedAtOnce:
-    """DecodeGraphs without a GPU: every replay is a call."""
+class FirstCalls:
+    """BodyGraphs without a GPU: a replay is the call that was captured, on the addresses that it
+    read then, whatever the step of now has made."""
 
     def __init__(self, largest: int) -> None:
         self.largest = largest
         self.keys: list[tuple[int, int]] = []
+        self._captured: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
 
     def run(self, key: tuple[int, int], forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.keys.append(key)
-        return forward()
+        return self._captured.setdefault(key, forward)()
 
     def forget(self) -> None:
         raise AssertionError("the inputs moved")
 
 
+def tree_steps(pages: Pages) -> list[Batch]:
+    """A prompt chunk with a tree and other prompts, decode rows that take what was drawn, then two
+    steps of trees and decode rows with as many rows, of other shapes and lengths."""
+    tables = [pages.sequence(120) for _ in range(3)]
+    first = BatchBuilder()
+    for i, (table, length) in enumerate(zip(tables, (70, 5, 20), strict=True)):
+        row = first.add_rows(table, [3 + i + j for j in range(length)], 0)[-1]
+        first.draw(row, first.add_params(draw_params()))
+    for node in first.add_tree(tables[2], 19, [8, 9, 7], [-1, 0, -1]):
+        first.score(node, 0, families.VOCAB_SIZE)
+    second = BatchBuilder()
+    for i, position in enumerate((70, 5, 20)):
+        row = second.add_rows(tables[i], [0], position, token_from=[i])[0]
+        second.draw(row, second.add_params(draw_params()))
+        second.score(row, 0, families.VOCAB_SIZE)
+    batches = [first.build(), second.build()]
+    trees = ([[-1, 0, 1, -1, 3], [], [-1]], [[-1], [-1, 0, 0, 2], [-1]])
+    for nth, shapes in enumerate(trees):
+        builder = BatchBuilder()
+        for i, (start, parents) in enumerate(zip((71, 6, 21), shapes, strict=True)):
+            rows = builder.add_rows(tables[i], [5 + nth], start + nth)
+            ids = [11 + i + j for j in range(len(parents))]
+            rows += builder.add_tree(tables[i], start + nth, ids, parents)
+            for row in rows:
+                builder.draw(row, builder.add_params(draw_params()))
+                builder.score(row, 0, families.VOCAB_SIZE)
+        batches.append(builder.build())
+    return batches
+
+
 @needs_interpreter
 @pytest.mark.parametrize(("family", "bucketed"), [("llama", True), ("gemma3", False)])
 def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
-    """Prompt chunk, tree and decode rows with split keys; decode steps padded to graph buckets."""
+    """Prompt chunk, trees and decode rows with split keys; those of few rows replayed from what
+    their bucket captured first, a decode step and two of trees."""
     results = []
-    graphs = CapturedAtOnce(8)
+    graphs = FirstCalls(16)
     for attention in ("torch", "triton"):
         runner = TorchRunner(
             families.build(family),
@@ -138,33 +173,30 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
             max_num_batched_tokens=256,
             attention=attention,
         )
-        runner._body.shape = dataclasses.replace(runner._body.shape, split_size=64, max_splits=4)
+        body = runner._body
+        body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:
-            runner._body.graphs = graphs
-        pages = Pages(64, seed=3)
-        tables = [pages.sequence(120) for _ in range(3)]
-        first = BatchBuilder()
-        for i, (table, length) in enumerate(zip(tables, (70, 5, 20), strict=True)):
-            row = first.add_rows(table, [3 + i + j for j in range(length)], 0)[-1]
-            first.draw(row, first.add_params(draw_params()))
-        nodes = first.add_tree(tables[2], 19, [8, 9, 7], [-1, 0, -1])
-        for node in nodes:
-            first.score(node, 0, families.VOCAB_SIZE)
-        second = BatchBuilder()
-        for i, position in enumerate((70, 5, 20)):
-            row = second.add_rows(tables[i], [0], position, token_from=[i])[0]
-            second.draw(row, second.add_params(draw_params()))
-            second.score(row, 0, families.VOCAB_SIZE)
-        runner.launch(first.build())
-        runner.launch(second.build())
-        drawn = [runner.wait(), runner.wait()]
-        ids = np.concatenate([d.token_ids for d in drawn])
-        logprobs = np.concatenate([all_logprobs(d, families.VOCAB_SIZE) for d in drawn])
-        results.append((ids, logprobs))
+            body.graphs = graphs
+            body.inputs = Upload(CPU, 1 << 16)
+        batches = tree_steps(Pages(64, seed=3))
+        runner.launch(batches[0])
+        drawn = []
+        for batch in batches[1:]:  # each is launched before the one before has come back
+            runner.launch(batch)
+            drawn.append(runner.wait())
+        drawn.append(runner.wait())
+        if bucketed:
+            assert body.inputs.generation == 1, "what graphs read has moved"
+        results.append(
+            (
+                np.concatenate([d.token_ids for d in drawn]),
+                np.concatenate([all_logprobs(d, families.VOCAB_SIZE) for d in drawn]),
+            )
+        )
         runner.close()
     np.testing.assert_array_equal(results[1][0], results[0][0])
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
-    assert graphs.keys == ([(4, 2)] if bucketed else [])
+    assert graphs.keys == ([(4, 4), (16, 4), (16, 4)] if bucketed else [])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the process this one is")
@@ -184,11 +216,11 @@ def test_triton_in_the_interpreter() -> None:
 
 # Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch.
 COMPILED = {
-    "decode, bf16": ("_attend_tiles", torch.bfloat16, 64, 16, True, True),
-    "tree, bf16": ("_attend_tiles", torch.bfloat16, 128, 64, True, False),
+    "decode and trees, bf16": ("_attend_tiles", torch.bfloat16, 64, 16, True, True),
+    "end of a prompt, bf16": ("_attend_tiles", torch.bfloat16, 128, 64, True, False),
     "chunk, bf16, Gemma's head": ("_attend_tiles", torch.bfloat16, 256, 64, False, True),
     "chunk, fp32, Gemma's head": ("_attend_tiles", torch.float32, 256, 64, False, True),
-    "tree, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False),
+    "end of a prompt, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False),
     "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True),
     "write": ("_write_kv", torch.bfloat16, 64, 16, False, False),
     "gumbel": ("_gumbel_max", torch.float64, 16, 16, False, False),
@@ -201,7 +233,9 @@ SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
 @needs_triton
 @pytest.mark.parametrize(
     ("case", "capability"),
-    [(case, 80) for case in COMPILED] + [(case, 90) for case in COMPILED if "bf16" in case],
+    [(case, 80) for case in COMPILED]
+    + [(case, 90) for case in COMPILED if "bf16" in case]
+    + [("decode and trees, bf16", capability) for capability in (89, 100)],
 )
 def test_triton_kernels_compile_for_a_gpu(
     case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +259,7 @@ def test_triton_kernels_compile_for_a_gpu(
         "SPLIT_SIZE": 256,
         "MAX_SPLITS": 32,
         "TILE_FIELDS": 8,
+        "WORD": 32,
         "HAS_WINDOW": window,
         "SPLIT": split,
         "PART": 8192,
@@ -238,7 +273,7 @@ def test_triton_kernels_compile_for_a_gpu(
     floats = {"query", "key", "value", "keys", "values", "out", "logits"}
     partials = {"part_out", "part_max", "part_sum"}
     arrays = {"slots", "tiles", "block_tables", "prefix_len", "positions", "split_rows"}
-    arrays |= {"path_start", "path_len", "path_slots", "best_id"}
+    arrays |= {"ancestors", "best_id"}
     if name == "_gumbel_max":
         floats, arrays = {"logits", "best_value"}, {"keys", "best_id"}
     kinds = (

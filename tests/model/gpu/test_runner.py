@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -272,7 +273,7 @@ def test_warming_up_leaves_a_runner_that_draws_the_same() -> None:
     made = make()
     shapes = warm_up_shapes(families.MAX_LEN, made._body.shape, 0)
     fitting = [s for s in shapes if s[0] * s[1] <= 64 and s[1] <= s[2]]
-    assert len(shapes) > len(fitting) > 4  # 129 rows at once do not fit 64 batched tokens
+    assert len(shapes) > len(fitting) == 4  # 65 rows at once do not fit 64 batched tokens
     assert made.warm_up() == len(fitting)
     made.launch(builder.build())
     with pytest.raises(RuntimeError, match="in flight"):
@@ -396,7 +397,7 @@ def test_uploads_of_equal_shapes_keep_their_places() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "bucket"),
-    [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (17, 24), (64, 64), (65, 96), (97, None)],
+    [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (17, 32), (64, 64), (65, 96), (97, None)],
 )
 def test_row_buckets(num_rows: int, bucket: int | None) -> None:
     assert graphs.row_bucket(num_rows, 96) == bucket
@@ -434,7 +435,12 @@ def test_tiles_cover_every_row_once(max_partials: int) -> None:
             assert (batch.seq_ids[rows] == tile[attention.TILE_SEQ_ID]).all()
             assert tile[attention.TILE_MAX_PREFIX] == batch.prefix_len[rows].max()
             assert tile[attention.TILE_MIN_POSITION] == batch.positions[rows].min()
-            assert tile[attention.TILE_MAX_PATH] == batch.path_len[rows].max()
+            nodes = rows[batch.path_len[rows] > 0]
+            if nodes.shape[0]:  # the tree's first node is row 3
+                assert tile[attention.TILE_TREE_START] == 3
+                assert tile[attention.TILE_NUM_TREE] == nodes[-1] - 3 + 1
+            else:
+                assert tile[attention.TILE_NUM_TREE] == 0
             assert group.num_splits * 256 >= tile[attention.TILE_MAX_PREFIX] or (
                 group.num_splits == 1
             )
@@ -448,29 +454,64 @@ def test_tiles_cover_every_row_once(max_partials: int) -> None:
         assert plan.num_splits == 3 and len(parts) == 11  # 700 keys; all but the prompt chunk
 
 
-def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
-    """What a CUDA graph needs; and what is padded does no harm."""
+def test_ancestors_are_the_paths() -> None:
+    """Bit by bit, for trees of more than one word, beside chunks and other trees."""
+    rng = np.random.default_rng(7)
+    pages = Pages(300)
+    builder = BatchBuilder()
+    builder.add_rows(pages.sequence(40), [1] * 30, 0)
+    for num_nodes in (1, 5, 40, 70):
+        table = pages.sequence(200)
+        builder.add_rows(table, [1] * 3, 9)
+        parents = [int(rng.integers(-1, i)) if i else -1 for i in range(num_nodes)]
+        builder.add_tree(table, 11, [1] * num_nodes, parents)
+    batch = builder.build()
+    bits, starts = attention.ancestor_bits(batch), attention.tree_starts(batch)
+    assert bits.shape == (batch.num_rows, 3) and bits.dtype == np.int32
+    for row in range(batch.num_rows):
+        begin = batch.path_start[row]
+        path = batch.path_slots[begin : begin + batch.path_len[row]].tolist()
+        seen = [j for j in range(96) if bits[row, j // 32] >> (j % 32) & 1]
+        assert [int(batch.slots[starts[row] + j]) for j in seen] == path
+    # A path to a later row, or to a row of another sequence's tree, is no path.
+    for slot in (batch.slots[-1], batch.slots[34]):
+        wrong = replace(batch, path_slots=np.full_like(batch.path_slots, slot))
+        with pytest.raises(ValueError, match="earlier node of its tree"):
+            attention.ancestor_bits(wrong)
 
-    def padded(num_rows: int) -> tuple[dict[str, npt.NDArray[np.int32]], attention.TilePlan]:
+
+def test_levels_of_splits() -> None:
+    assert [graphs.split_level(n, 64) for n in (1, 2, 4, 5, 17, 64)] == [1, 4, 4, 16, 64, 64]
+    assert graphs.split_level(5, 8) == 8
+
+
+def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
+    """What a CUDA graph needs, with and without trees; and what is padded does no harm."""
+
+    def padded(
+        num_seqs: int, num_nodes: int
+    ) -> tuple[dict[str, npt.NDArray[np.int32]], attention.TilePlan]:
         pages = Pages(300)
         builder = BatchBuilder()
-        for i in range(num_rows):
-            builder.add_rows(pages.sequence(700), [1], 600 + i)
+        for i in range(num_seqs):
+            table = pages.sequence(700)
+            builder.add_rows(table, [1], 600 + i)
+        builder.add_tree(table, 600 + i, [1] * num_nodes, range(-1, num_nodes - 1))
         batch = builder.build()
-        names = (
-            "token_ids token_from positions seq_ids slots prefix_len path_start path_len "
-            "path_slots block_tables"
-        ).split()
+        names = "token_ids token_from positions seq_ids slots prefix_len block_tables".split()
         arrays = {name: getattr(batch, name) for name in names}
+        arrays["ancestors"] = attention.ancestor_bits(batch)
         plan = attention.plan_tiles(batch, tile_shape())
-        return arrays, pad_to_bucket(arrays, plan, (8, 4), trash_slot=4800, max_blocks=64)
+        return arrays, pad_to_bucket(arrays, plan, (8, 4), 4800, (4, 64))
 
-    five, plan_of_five = padded(5)
-    six, plan_of_six = padded(6)
-    assert {k: a.shape for k, a in five.items()} == {k: a.shape for k, a in six.items()}
-    assert plan_of_five.groups[0].tiles.shape == plan_of_six.groups[0].tiles.shape
-    assert plan_of_five.num_splits == plan_of_six.num_splits == 4
-    assert five["slots"][5:].tolist() == [4800] * 3
-    assert five["prefix_len"][5:].tolist() == [0] * 3
-    assert plan_of_five.groups[0].tiles[5:].any() == np.False_
-    assert plan_of_five.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    two, plan_of_two = padded(2, 3)
+    four, plan_of_four = padded(4, 0)
+    assert {k: a.shape for k, a in two.items()} == {k: a.shape for k, a in four.items()}
+    assert plan_of_two.groups[0].tiles.shape == plan_of_four.groups[0].tiles.shape
+    assert plan_of_two.num_splits == plan_of_four.num_splits == 4
+    assert two["slots"][5:].tolist() == [4800] * 3
+    assert two["prefix_len"][5:].tolist() == [0] * 3
+    assert two["ancestors"][:, 0].tolist() == [0, 0, 1, 3, 7, 0, 0, 0]
+    # A group of three: five rows a tile, the second sequence's root and its tree in one.
+    assert not plan_of_two.groups[0].tiles[2:].any()
+    assert plan_of_two.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
