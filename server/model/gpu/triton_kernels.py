@@ -35,6 +35,8 @@ from server.model.gpu.attention import (
 
 # Said aloud because Triton is changing its default.
 _FUSE = {"enable_fp_fusion": True}
+_FIELDS = tl.constexpr(TILE_FIELDS)
+_WORD = tl.constexpr(WORD)
 
 
 @triton.jit
@@ -65,6 +67,19 @@ def _write_kv(
     tl.store(values + slot * (NUM_KV_HEADS * HEAD_DIM) + i, v, mask=inside)
 
 
+@triton.jit
+def _add_keys(score, v, highest, total, acc):
+    """One block of keys of the online softmax: (highest score, sum, weighted values) so far."""
+    higher = tl.maximum(highest, tl.max(score, axis=1))
+    # While a row has seen no key its maximum is -inf; exp(-inf - 0) = 0 keeps it empty.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp(score - base[:, None])
+    shrink = tl.exp(highest - base)
+    total = total * shrink + tl.sum(p, axis=1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return higher, total, acc
+
+
 @triton.jit(do_not_specialize=["num_splits", "stride_table", "num_words"])
 def _attend_tiles(
     query,
@@ -93,17 +108,15 @@ def _attend_tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """Program (tile, KV head, split): the tile's query vectors over one split of the prefix, and
     over the rows' ancestors in their tree in split 0. Writes `out`, or with SPLIT the unnormalised
     partials."""
-    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    tile = tiles + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     row_start = tl.load(tile)
@@ -164,22 +177,15 @@ def _attend_tiles(
         if HAS_WINDOW:
             visible = visible & (position[:, None] - n[None, :] < window)
         score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, axis=1))
-        # While a row has seen no key its maximum is -inf; exp(-inf - 0) = 0 keeps it empty.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp(score - base[:, None])
-        shrink = tl.exp(highest - base)
-        total = total * shrink + tl.sum(p, axis=1)
         v = tl.load(values + at, mask=kv_mask, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        highest = higher
+        highest, total, acc = _add_keys(score, v, highest, total, acc)
 
     # The tree's rows are keys like the prefix's, in blocks of a word or half of one: a bit says
     # who is an ancestor.
     tree_end = num_tree
     if SPLIT:
         tree_end = tl.where(split == 0, num_tree, 0)
-    TREE_N: tl.constexpr = BLOCK_N if BLOCK_N < WORD else WORD
+    TREE_N: tl.constexpr = BLOCK_N if BLOCK_N < _WORD else _WORD
     for first in range(0, tree_end, TREE_N):
         nth_key = first + tl.arange(0, TREE_N)
         in_tree = nth_key < tree_end
@@ -189,20 +195,14 @@ def _attend_tiles(
         kv_mask = in_tree[:, None] & in_dim[None, :]
         k = tl.load(keys + at, mask=kv_mask, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-        word = tl.load(ancestors + row * num_words + first // WORD, mask=active, other=0)
-        visible = in_tree[None, :] & (((word[:, None] >> (nth_key % WORD)[None, :]) & 1) != 0)
+        word = tl.load(ancestors + row * num_words + first // _WORD, mask=active, other=0)
+        visible = in_tree[None, :] & (((word[:, None] >> (nth_key % _WORD)[None, :]) & 1) != 0)
         if HAS_WINDOW:
             key_position = tl.load(positions + key_row, mask=in_tree, other=0)
             visible = visible & (position[:, None] - key_position[None, :] < window)
         score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp(score - base[:, None])
-        shrink = tl.exp(highest - base)
-        total = total * shrink + tl.sum(p, axis=1)
         v = tl.load(values + at, mask=kv_mask, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        highest = higher
+        highest, total, acc = _add_keys(score, v, highest, total, acc)
 
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     if SPLIT:
@@ -462,9 +462,7 @@ class TritonAttention:
                 num_splits,
                 NUM_KV_HEADS=num_kv_heads,
                 GROUP_SIZE=num_heads // num_kv_heads,
-                WORD=WORD,
                 BLOCK_SIZE=self._block_size,
-                TILE_FIELDS=TILE_FIELDS,
                 SPLIT=num_splits > 1,
                 **tile_options(head_dim, block_m, query.dtype),
                 **common,

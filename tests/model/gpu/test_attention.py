@@ -258,8 +258,6 @@ def test_triton_kernels_compile_for_a_gpu(
         "BLOCK_SIZE": 16,
         "SPLIT_SIZE": 256,
         "MAX_SPLITS": 32,
-        "TILE_FIELDS": 8,
-        "WORD": 32,
         "HAS_WINDOW": window,
         "SPLIT": split,
         "PART": 8192,
