@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,9 @@ class Batch:
       the logits of `row`, with score_top[c] most likely ids beside it.
 
     num_prefill_rows, num_draft_rows: of the R rows, for metrics and the cost table.
+
+    seq_adapters: None, or int32 [S]: the place of each sequence's adapter (AdaptingRunner), -1 for
+      the base model. None in a step without adapters.
     """
 
     token_ids: Int32
@@ -152,6 +155,7 @@ class Batch:
     draw_slice: Int32 | None = None
     slices: tuple[HeadSlice, ...] = ()
     draw_keep: Int32 | None = None
+    seq_adapters: Int32 | None = None
 
     @property
     def num_rows(self) -> int:
@@ -251,6 +255,35 @@ class SlicingRunner(Runner, Protocol):
         the draws, params and masks are read: draw r of row r, its parent the draw before it where
         that belongs to the same window. Raises DrawError as wait() does.
         """
+
+
+class PackedAdapter(Protocol):
+    """An adapter as its runner computes it. vocab_size: ids that a request with it may have.
+    num_bytes: its memory."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class AdaptingRunner(Runner, Protocol):
+    """A Runner that computes several adapters of its base model in one Batch.
+
+    A row of a sequence without adapter has the bits that it has in a Batch without any.
+    """
+
+    def pack_adapter(self, folder: str) -> PackedAdapter:
+        """Read an adapter; changes nothing, and may be called from any thread while a step is in
+        flight. Raises ModelError and its kin."""
+
+    def hold_adapter(self, place: int, adapter: Any) -> None:
+        """Put what pack_adapter gave at a free place. No step may be in flight."""
+
+    def drop_adapter(self, place: int) -> None:
+        """Forget what is at a place; an empty one is fine. No step may be in flight."""
 
 
 NO_TOKEN_LEFT = "no token is left to draw: the request's constraints exclude all ids"

@@ -197,17 +197,28 @@ class LoraAdapter:
         of: the table whose rows to take, `name` when None (a tied head has the embedding's).
         Raises ModelError for rows of another width.
         """
-        ids, key = self._rows[of or name]
-        rows = self._reader.get_tensor(key)
-        if rows.shape != (len(ids), base.shape[1]):
-            raise ModelError(
-                f"adapter {self.folder}: the rows of {name} are {list(rows.shape)}, expected "
-                f"{[len(ids), base.shape[1]]}"
-            )
+        ids, rows = self.rows(of or name, base.shape[1])
         wide = torch.zeros((self.num_rows(base.shape[0]), base.shape[1]), dtype=base.dtype)
         wide[: base.shape[0]] = base
         wide[torch.tensor(ids)] = rows.to(base.dtype)
         return wide
+
+    def rows(self, name: str, width: int) -> tuple[tuple[int, ...], torch.Tensor]:
+        """(ids, their rows [n, width]) of a table that it changes. Raises ModelError for rows of
+        another width."""
+        ids, key = self._rows[name]
+        rows: torch.Tensor = self._reader.get_tensor(key)
+        if rows.shape != (len(ids), width):
+            raise ModelError(
+                f"adapter {self.folder}: the rows of {name} are {list(rows.shape)}, expected "
+                f"{[len(ids), width]}"
+            )
+        return ids, rows
+
+    def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A [r, in], B [out, r]) of a weight that it changes, in float32."""
+        a, b = (self._reader.get_tensor(key).float() for key in self._pairs[name])
+        return a, b
 
     def scale(self, name: str) -> float:
         """The factor of B @ A for one weight."""
@@ -242,9 +253,7 @@ class LoraAdapter:
 
         The order of operations is that of PEFT's merge, so in float32 the bits are the same.
         """
-        key_a, key_b = self._pairs[name]
-        a = self._reader.get_tensor(key_a).float()  # [r, in]
-        b = self._reader.get_tensor(key_b).float()  # [out, r]
+        a, b = self.pair(name)
         merged: torch.Tensor = weight.float() + (b @ a) * self.scale(name)
         return merged
 

@@ -69,11 +69,14 @@ class Answers:
 
 
 class Draws:
-    """Draws ids from logits. Used from one thread at a time. vocab_size: real ids."""
+    """Draws ids from logits. Used from one thread at a time.
 
-    def __init__(self, vocab_size: int) -> None:
+    vocab_size: real ids of a request whose adapter is at a place; -1: without one.
+    """
+
+    def __init__(self, vocab_size: Callable[[int], int]) -> None:
         self._vocab_size = vocab_size
-        self._wide = np.zeros(vocab_size, np.float64)
+        self._wide = np.zeros(vocab_size(-1), np.float64)
         self._top_ids = np.zeros(32, np.int64)
         self._top_logprobs = np.zeros(32, np.float32)
         self._compact = np.zeros(LANES, np.float32)
@@ -108,7 +111,9 @@ class Draws:
                     if not self._draw_sliced(batch, d, logits, hidden, result):
                         empty.append(d)
         result.scored = [
-            self._logprob(full.logits[full.places[int(r)]], self._vocab_size, int(t), int(k))
+            self._logprob(
+                full.logits[full.places[int(r)]], self._size(batch, int(r)), int(t), int(k)
+            )
             for r, t, k in zip(batch.score_rows, batch.score_targets, batch.score_top, strict=True)
         ]
         if empty:
@@ -139,18 +144,24 @@ class Draws:
             result.token_ids[list(draws)] = ids
         else:
             for d, row, is_plain in zip(draws, rows, plain, strict=True):
+                size = self._size(batch, int(batch.draw_rows[d]))
                 result.token_ids[d] = self._draw_one(
-                    batch, d, full.logits[row], self._vocab_size, _ALL_IDS, full.states[row],
-                    is_plain,
-                )  # fmt: skip
+                    batch, d, full.logits[row], size, _ALL_IDS, full.states[row], is_plain
+                )
         for d, row, own in zip(draws, rows, params, strict=True):
             token = int(result.token_ids[d])
             if token == sampler.FAILED:
                 result.failed.append((d, _reason(full.states[row])))
             elif own.sampling.num_logprobs is not None and not (keeps and batch.is_kept(d)):
+                size = self._size(batch, int(batch.draw_rows[d]))
                 result.logprobs[d], result.ranks[d], result.top[d] = self._logprob(
-                    full.logits[row], self._vocab_size, token, own.sampling.num_logprobs
+                    full.logits[row], size, token, own.sampling.num_logprobs
                 )
+
+    def _size(self, batch: Batch, row: int) -> int:
+        """Real ids of a row of the batch."""
+        adapters = batch.seq_adapters
+        return self._vocab_size(-1 if adapters is None else int(adapters[batch.seq_ids[row]]))
 
     def _slice_logits(
         self, batch: Batch, d: int, view: tuple[Float32, Float32] | None, full: FullLogits
@@ -229,6 +240,8 @@ class Draws:
         constraints = _constraints(params, len(path), mask)
         if ids.shape[0]:
             constraints, counts = _to_columns(ids, constraints, counts)
+        if num > self._wide.shape[0]:
+            self._wide = np.zeros(num, np.float64)
         words = noise_key(s.seed, params.choice_id, int(batch.draw_positions[d]))
         key = (np.uint32(words[0]), np.uint32(words[1]))
         settings = draw_settings(s)

@@ -22,6 +22,15 @@ from server.model.cpu.attention import SERIAL_ROWS, attend, place
 from server.model.cpu.convolution import convolve
 from server.model.cpu.kernels import rms_norm
 from server.model.cpu.linear import gated_linear, linear
+from server.model.cpu.lora import (
+    CONV_IN,
+    CONV_OUT,
+    DOWN,
+    OUT,
+    QKV,
+    add_lora,
+    gated_linear_lora,
+)
 from server.model.cpu.records import AttentionLayer, Residual
 from server.model.cpu.vector_ir import LANES
 
@@ -93,8 +102,11 @@ def residual(num_rows, x, y, norms, out, threads):
 
 
 @_serial
-def forward(rows, layers, positions, cache, scratch, shape, work):
-    """All layers for the rows of a step: scratch.x in, scratch.hidden out (records.py)."""
+def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
+    """All layers for the rows of a step: scratch.x in, scratch.hidden out (records.py).
+
+    adapters: of the rows that have one (lora.py).
+    """
     num, threads = rows.num, work.threads
     x, y, normed = scratch.x, scratch.projected, scratch.normed
     num_layers = layers.norms.shape[0]
@@ -107,11 +119,13 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
         if layers.conv_ids[i] >= 0:
             which = layers.conv_ids[i]
             linear(normed, num, layers.conv_in, i, scratch.conv_projected, work)
+            add_lora(normed, adapters, i, CONV_IN, scratch.conv_projected, work)
             convolve(
                 rows, scratch.conv_projected, layers.taps[which], cache.inputs[which],
                 scratch.convolved, threads,
             )  # fmt: skip
             linear(scratch.convolved, num, layers.conv_out, i, y, work)
+            add_lora(scratch.convolved, adapters, i, CONV_OUT, y, work)
         else:
             table, which = positions.rope_ids[i], layers.kv_ids[i]
             layer = AttentionLayer(
@@ -121,16 +135,24 @@ def forward(rows, layers, positions, cache, scratch, shape, work):
                 cache.value_scales[which],
             )  # fmt: skip
             linear(normed, num, layers.qkv, i, scratch.qkv, work)
+            add_lora(normed, adapters, i, QKV, scratch.qkv, work)
             place(rows, scratch.qkv, layer, shape, threads)
             attend(rows, scratch.qkv, layer, shape, scratch, scratch.attended, work)
             linear(scratch.attended, num, layers.out, i, y, work)
+            add_lora(scratch.attended, adapters, i, OUT, y, work)
         after = Residual(
             layers.out_bias[i], shape.norms_after, norms[NORM_POST_ATTENTION], shape.residual_scale,
             shape.norms_before, norms[NORM_MLP], shape.eps,
         )  # fmt: skip
         residual(num, x, y, after, normed, threads)
-        gated_linear(normed, num, layers.gate_up, i, scratch.inner, shape.gelu, work)
+        if adapters.spans.shape[0] > 0:
+            gated_linear_lora(
+                normed, num, layers.gate_up, i, adapters, scratch.inner, shape.gelu, work
+            )
+        else:
+            gated_linear(normed, num, layers.gate_up, i, scratch.inner, shape.gelu, work)
         linear(scratch.inner, num, layers.down, i, y, work)
+        add_lora(scratch.inner, adapters, i, DOWN, y, work)
         # The next layer's input norm, or the model's last.
         last = i + 1 == num_layers
         following = layers.final_norm if last else layers.norms[i + 1, NORM_IN]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from server.model.cpu.linear import cap_logits, product
 from server.model.cpu.records import Float32, Work
 from server.model.cpu.slices import PackedHead
+from server.model.cpu.vector_ir import LANES
 
 
 class FullLogits(NamedTuple):
@@ -38,6 +39,12 @@ class FullHead:
         self._work = work
         self._states = np.zeros((0, head.width), np.float32)
         self._logits = np.zeros((0, num_panels * head.outputs_per_panel), np.float32)
+
+    def widen(self, vocab_size: int) -> None:
+        """Give the logits room for ids past the head's own: -inf, until somebody puts them in."""
+        wide = -(-vocab_size // LANES) * LANES
+        if wide > self._logits.shape[1]:
+            self._logits = np.zeros((self._logits.shape[0], wide), np.float32)
 
     def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
         """Full logits of states[rows]; rows may repeat."""

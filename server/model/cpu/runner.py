@@ -12,14 +12,16 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.cpu import forward as cpu_forward
+from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
 from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows
-from server.model.cpu.head import FullHead
+from server.model.cpu.head import FullHead, FullLogits
 from server.model.cpu.kernels import PANEL
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
@@ -156,7 +158,10 @@ class CpuRunner:
         self._work = new_work(self._threads)
         self._head = FullHead(weights.packed_head, shape.vocab_size, self._work, shape.logit_cap)
         self._slices = SlicedHead(weights.packed_head, self._work, shape.logit_cap)
-        self._draws = Draws(shape.vocab_size)
+        self._adapters = AdapterBank(
+            shape, weights.layers, weights.num_embeddings, max_rows, self._work
+        )
+        self._draws = Draws(self._adapters.vocab_size)
         self._last_ids = np.zeros(0, np.int32)
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
         self.head_row_bytes = weights.packed_head.row_bytes
@@ -213,6 +218,20 @@ class CpuRunner:
         """Copy head rows into the dynamic pool. No step may be in flight."""
         self._slices.load_rows(token_ids, places)
 
+    def pack_adapter(self, folder: str) -> CpuAdapter:
+        """Read an adapter. From any thread; a step may be in flight."""
+        weights = self._weights
+        return pack_adapter(Path(folder), self._shape, weights.num_embeddings, weights.layers)
+
+    def hold_adapter(self, place: int, adapter: CpuAdapter) -> None:
+        """Put a packed adapter at a free place. No step may be in flight."""
+        self._adapters.hold(place, adapter)
+        self._head.widen(self._adapters.max_vocab_size)
+
+    def drop_adapter(self, place: int) -> None:
+        """Forget the adapter at a place. No step may be in flight."""
+        self._adapters.drop(place)
+
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
         """Draw again from kept hidden states with the full head; see SlicingRunner.
 
@@ -235,12 +254,12 @@ class CpuRunner:
         if batch.draw_keep is not None:
             self._keep(batch, batch.draw_keep)
         hidden = self._scratch.hidden
-        full = self._head.logits_of(np.concatenate((full_rows(batch), batch.score_rows)), hidden)
+        full = self._logits(batch, np.concatenate((full_rows(batch), batch.score_rows)))
         sliced = self._slices.logits_of(batch, hidden)
         after_head = time.perf_counter()
         try:
             answers = self._draws.draw(
-                batch, hidden, full, sliced, lambda rows: self._head.logits_of(rows, hidden)
+                batch, hidden, full, sliced, lambda rows: self._logits(batch, rows)
             )
             drawn = answers.drawn(time.perf_counter() - started, after_head - after_body)
         except DrawError as error:
@@ -254,13 +273,20 @@ class CpuRunner:
         self.draw_s = time.perf_counter() - after_head
         return drawn
 
+    def _logits(self, batch: Batch, rows: Int32) -> FullLogits:
+        """Full logits of rows of the batch, adapters' own rows of the head included."""
+        full = self._head.logits_of(rows, self._scratch.hidden)
+        self._adapters.put_head(batch, full)
+        return full
+
     def _forward(self, batch: Batch) -> None:
         """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
         num, x = batch.num_rows, self._scratch.x
         ids = batch.token_ids
         if (batch.token_from >= 0).any():
             ids = np.where(batch.token_from >= 0, self._last_ids[batch.token_from], ids)
-        x[:num] = self._weights.embed(ids.astype(np.int64))
+        x[:num] = self._weights.embed(self._adapters.base_ids(ids))
+        self._adapters.embed(batch, ids, x)
         if self._shape.embedding_scale != 1.0:
             x[:num] *= np.float32(self._shape.embedding_scale)
         rows = Rows(
@@ -269,7 +295,7 @@ class CpuRunner:
         )  # fmt: skip
         cpu_forward.forward(
             rows, self._weights.layers, self._positions, self._cache, self._scratch,
-            self._record_shape, self._work,
+            self._record_shape, self._adapters.step(batch), self._work,
         )  # fmt: skip
 
     def _keep(self, batch: Batch, draw_keep: Int32) -> None:

@@ -80,11 +80,12 @@ class RunnerWeights(Protocol):
     """What CpuRunner needs of a model's weights, whatever their kind.
 
     layers: the records of the forward pass. inner_size: width of what goes into the last product
-    of an MLP. packed_head: the LM head.
+    of an MLP. num_embeddings: rows of the embedding table. packed_head: the LM head.
     """
 
     layers: Layers
     inner_size: int
+    num_embeddings: int
 
     @property
     def packed_head(self) -> PackedHead:
@@ -138,6 +139,7 @@ class PackedWeights:
         self.head = self._arena.take(head_panels, s.hidden_size)
         self._pack_head(self._tensors.head().tensor)
         self.embedding = self._tensors.embedding().tensor
+        self.num_embeddings = int(self.embedding.shape[0])
         self.head_bytes = self.head.nbytes
         self.num_bytes = self._arena.num_bytes + self.layers.norms.nbytes
         if progress is not None:

@@ -79,6 +79,7 @@ class IntegerWeights:
         records: dict[str, Any] = {kind: self._record(found) for kind, found in kinds.items()}
         self.layers = Layers(**records, **tensors.vectors()._asdict())
         self._embedding = tensors.embedding()
+        self.num_embeddings = int(self._embedding.tensor.shape[0])
         self.packed_head = self._pack_head(tensors.head(), shape.vocab_size, shape.hidden_size)
         self.head_bytes = self.packed_head.panels.nbytes
         self.num_bytes = sum(a.nbytes for a in self._arenas) + self.layers.norms.nbytes

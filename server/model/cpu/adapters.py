@@ -1,0 +1,353 @@
+"""Adapters in memory beside one base model on a CPU: packed, held at places, and put into steps.
+
+What: `pack_adapter` reads a PEFT folder (any thread); AdapterBank holds packed adapters at the
+places that the engine gives them, says which rows of a step have one (lora.StepAdapters), and puts
+an adapter's own rows of the embedding and of the head in for its requests alone. What not: which
+adapters are in memory (the engine's AdapterShelf), the sums (lora.py).
+
+Everything of an adapter is float32, whatever kind the base's weights are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from server.engine.batch import Batch, Int32
+from server.errors import ModelError, UnsupportedModelError
+from server.model.adapter import EMBEDDING, HEAD, LoraAdapter
+from server.model.cpu.head import FullLogits
+from server.model.cpu.kernels import PANEL, pack_panels
+from server.model.cpu.linear import FloatLinear, cap_logits, float_linear, product
+from server.model.cpu.lora import KINDS, ROWS, StepAdapters
+from server.model.cpu.records import Float32, Int64, Layers, Work
+from server.model.cpu.tensors import ModelTensors
+from server.model.cpu.vector_ir import LANES
+from server.model.shape import ModelShape
+
+__all__ = ["AdapterBank", "CpuAdapter", "OwnRows", "pack_adapter"]
+
+_MAX_PARTS = 3
+_NO_SPANS = np.zeros((0, 3), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Rows of an adapter's own: ids int64 [n], ascending; rows float32 [n, hidden_size]."""
+
+    ids: Int64
+    rows: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAdapter:
+    """One adapter, packed. inputs, parts: a place of lora.StepAdapters. arrays: what their
+    addresses point into. embedding, head: its own rows, or None. vocab_size: ids that a request
+    with it may have. num_bytes: memory of all of it."""
+
+    inputs: Int64
+    parts: Int64
+    arrays: tuple[Float32, ...]
+    embedding: OwnRows | None
+    head: OwnRows | None
+    vocab_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        own = [t.rows for t in (self.embedding, self.head) if t is not None]
+        return self.inputs.nbytes + self.parts.nbytes + sum(a.nbytes for a in (*self.arrays, *own))
+
+
+class _Outputs:
+    """An adapter's B matrices under the names of the weights that they change: what ModelTensors
+    cuts into q, k and v, and puts into the forward pass's order of rows."""
+
+    def __init__(self, lora: LoraAdapter, sizes: dict[str, tuple[int, int]]) -> None:
+        self._lora = lora
+        self._sizes = sizes
+        self._known = lora.names()
+
+    def names(self) -> list[str]:
+        """None: only matrices are asked for."""
+        return []
+
+    def get(self, name: str) -> Any:
+        """[out, rank]; rank 0 where the adapter changes nothing."""
+        import torch
+
+        if name in self._known:
+            return self._lora.pair(name)[1]
+        return torch.zeros((self._sizes[name][0], 0))
+
+
+def _sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of every matrix that a layer may have, by its name."""
+    hidden, attended = s.hidden_size, s.num_heads * s.head_dim
+    keys = s.num_kv_heads * s.head_dim
+    parts = {
+        s.names.qkv: ((attended, keys, keys), hidden),
+        (s.names.out,): ((hidden,), attended),
+        s.names.gate_up: ((s.intermediate_size, s.intermediate_size), hidden),
+        (s.names.down,): ((hidden,), s.intermediate_size),
+    }
+    of_module: dict[str, tuple[int, int]] = {}
+    for names, (outputs, inputs) in parts.items():
+        if len(names) == 1:
+            of_module[names[0]] = sum(outputs), inputs
+        else:
+            of_module |= {name: (num, inputs) for name, num in zip(names, outputs, strict=True)}
+    if any(s.convolutions):
+        of_module |= {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
+    return {
+        f"model.layers.{layer}.{module}.weight": size
+        for layer in range(s.num_layers)
+        for module, size in of_module.items()
+    }
+
+
+def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers) -> CpuAdapter:
+    """Read and pack a PEFT adapter for a base model. Called from any thread.
+
+    num_base: rows of the base's embedding table. layers: of the base, for their layout.
+    Raises ModelError for one that does not fit, UnsupportedModelError for what is not computed.
+    """
+    lora = LoraAdapter(folder, tied=shape.tied)
+    sizes = _sizes(shape)
+    for name in sorted(lora.names()):
+        if name == HEAD:
+            raise UnsupportedModelError(
+                f"adapter {folder}: a LoRA of the LM head is served only when the adapter is "
+                "merged (`adapter:` of a model of its own)"
+            )
+        if name not in sizes:
+            raise ModelError(f"adapter {folder} changes {name}, which is not there")
+        lora.check(name, sizes[name])
+    num_rows = lora.num_rows(num_base)
+    up = gate_up_layout(layers, shape)[1]
+    packer = _Packer(lora, shape, up)
+    embedding, head = (_own_rows(lora, name, shape) for name in (EMBEDDING, HEAD))
+    if head is None and shape.tied:
+        head = embedding
+    own = max((int(t.ids[-1]) + 1 for t in (embedding, head) if t is not None), default=0)
+    if own > num_rows:
+        raise ModelError(f"adapter {folder}: row {own - 1} lies past the {num_rows} that it has")
+    enriched = () if lora.enrichment is None else lora.enrichment.ids
+    vocab_size = max(shape.vocab_size, *(i + 1 for i in enriched)) if enriched else shape.vocab_size
+    return CpuAdapter(
+        packer.inputs, packer.parts, tuple(packer.arrays), embedding, head, vocab_size
+    )
+
+
+def _own_rows(lora: LoraAdapter, name: str, shape: ModelShape) -> OwnRows | None:
+    if not lora.changes_table(name):
+        return None
+    ids, rows = lora.rows(name, shape.hidden_size)
+    order = np.argsort(np.asarray(ids, np.int64), kind="stable")
+    table = np.ascontiguousarray(rows.float().numpy()[order])
+    return OwnRows(np.asarray(ids, np.int64)[order], table)
+
+
+class _Packer:
+    """One adapter's matrices in lora.py's layout."""
+
+    def __init__(self, lora: LoraAdapter, shape: ModelShape, up: int) -> None:
+        self.inputs = np.zeros((shape.num_layers, len(KINDS), 4), np.int64)
+        self.parts = np.zeros((shape.num_layers, len(KINDS), _MAX_PARTS, 5), np.int64)
+        self.arrays: list[Float32] = []
+        self._lora = lora
+        self._known = lora.names()
+        tensors = ModelTensors(shape, _Outputs(lora, _sizes(shape)))
+        for layer in range(shape.num_layers):
+            for kind, rows in tensors.matrices(layer).items():
+                at = 0
+                found = []
+                for i, part in enumerate(rows):
+                    b = np.ascontiguousarray(part.tensor.float().numpy().T)  # [rank, outputs]
+                    found.append((part.name, up * i if kind == "gate_up" else at, b))
+                    at += b.shape[1]
+                self._pack(layer, KINDS.index(kind), found)
+
+    def _pack(self, layer: int, kind: int, parts: list[tuple[str, int, Float32]]) -> None:
+        """parts: (weight's name, first output, B). Parts of one weight share its A."""
+        names = [name for name in dict.fromkeys(p[0] for p in parts) if name in self._known]
+        if not names:
+            return
+        first: dict[str, int] = {}
+        blocks, scales = [], []
+        num = 0
+        for name in names:
+            a = self._lora.pair(name)[0].numpy()  # [rank, K]
+            first[name] = num
+            num += a.shape[0]
+            blocks.append(a.T)
+            scales += [self._lora.scale(name)] * a.shape[0]
+        columns = _whole(num)
+        together = np.zeros((blocks[0].shape[0], columns), np.float32)
+        together[:, :num] = np.concatenate(blocks, axis=1)
+        factors = np.zeros(columns, np.float32)
+        factors[:num] = scales
+        self.inputs[layer, kind] = (
+            self._keep(together), self._keep(factors), columns, together.shape[0],
+        )  # fmt: skip
+        for i, (name, at, b) in enumerate(p for p in parts if p[0] in first):
+            wide = np.zeros((b.shape[0], _whole(b.shape[1])), np.float32)
+            wide[:, : b.shape[1]] = b
+            self.parts[layer, kind, i] = (
+                first[name], b.shape[0], self._keep(wide), at, b.shape[1],
+            )  # fmt: skip
+
+    def _keep(self, array: Float32) -> int:
+        self.arrays.append(array)
+        return array.ctypes.data
+
+
+def _whole(num: int) -> int:
+    return -(-num // LANES) * LANES
+
+
+def gate_up_layout(layers: Layers, shape: ModelShape) -> tuple[int, int]:
+    """(alternate, up) of lora.StepAdapters for a kind of weights."""
+    if isinstance(layers.gate_up, FloatLinear):
+        return PANEL, PANEL
+    return 0, shape.intermediate_size
+
+
+class AdapterBank:
+    """The adapters in memory of one runner. Used from one thread at a time, between steps.
+
+    num_base: rows of the base's embedding table. max_rows: most rows of a step.
+    """
+
+    def __init__(
+        self, shape: ModelShape, layers: Layers, num_base: int, max_rows: int, work: Work
+    ) -> None:
+        self.max_vocab_size = shape.vocab_size
+        self._shape = shape
+        self._num_base = num_base
+        self._max_rows = max_rows
+        self._work = work
+        self._held: dict[int, CpuAdapter] = {}
+        self._heads: dict[int, Any] = {}  # place -> (panels, record) of its own head rows
+        self._head_logits = np.zeros((0, 0), np.float32)
+        alternate, up = gate_up_layout(layers, shape)
+        places = (1, shape.num_layers, len(KINDS))
+        self._step = StepAdapters(
+            _NO_SPANS,
+            np.zeros((*places, 4), np.int64),
+            np.zeros((*places, _MAX_PARTS, 5), np.int64),
+            alternate,
+            up,
+            shape.intermediate_size,
+            np.zeros((0, 0), np.float32),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all adapters in memory."""
+        return sum(adapter.num_bytes for adapter in self._held.values())
+
+    def vocab_size(self, place: int) -> int:
+        """Ids that a request with the adapter at a place may have; -1: without one."""
+        return self._shape.vocab_size if place < 0 else self._held[place].vocab_size
+
+    def hold(self, place: int, adapter: CpuAdapter) -> None:
+        """Put a packed adapter at a free place. No step may be in flight."""
+        if place in self._held:
+            raise ValueError(f"place {place} is taken")
+        step = self._step
+        if place >= step.inputs.shape[0]:
+            room = max(place + 1, 2 * step.inputs.shape[0])
+            step = step._replace(inputs=_grown(step.inputs, room), parts=_grown(step.parts, room))
+        if not step.wide.size:
+            inner = self._shape.intermediate_size
+            width = max(2 * -(-inner // PANEL) * PANEL, 2 * inner + LANES)
+            step = step._replace(wide=np.zeros((self._max_rows, _whole(width)), np.float32))
+        step.inputs[place], step.parts[place] = adapter.inputs, adapter.parts
+        self._step = step
+        self._held[place] = adapter
+        self.max_vocab_size = max(self.max_vocab_size, adapter.vocab_size)
+        if adapter.head is not None:
+            rows = adapter.head.rows
+            panels = np.zeros((-(-rows.shape[0] // PANEL), rows.shape[1], PANEL), np.float32)
+            pack_panels(rows, panels)
+            self._heads[place] = panels, float_linear(panels)
+
+    def drop(self, place: int) -> None:
+        """Forget what is at a place; an empty one is fine. No step may be in flight."""
+        if self._held.pop(place, None) is not None:
+            self._heads.pop(place, None)
+            self._step.inputs[place] = 0
+            self._step.parts[place] = 0
+
+    def step(self, batch: Batch) -> StepAdapters:
+        """The record of a step."""
+        if batch.seq_adapters is None:
+            return self._step._replace(spans=_NO_SPANS)
+        return self._step._replace(spans=_spans(batch.seq_adapters[batch.seq_ids]))
+
+    def embed(self, batch: Batch, ids: Int32, x: Float32) -> None:
+        """Put adapters' own rows of the embedding over x[r], that of ids[r]."""
+        if batch.seq_adapters is None:
+            return
+        of_row = batch.seq_adapters[batch.seq_ids]
+        for place in np.unique(of_row):
+            own = None if place < 0 else self._held[int(place)].embedding
+            if own is None:
+                continue
+            rows = np.flatnonzero(of_row == place)
+            at, found = _find(own.ids, ids[rows])
+            x[rows[found]] = own.rows[at[found]]
+
+    def base_ids(self, ids: Int32) -> Int64:
+        """The ids, with those that the base's table does not have as 0; `embed` has their rows."""
+        return np.where(ids < self._num_base, ids, 0).astype(np.int64)
+
+    def put_head(self, batch: Batch, full: FullLogits) -> None:
+        """Put the logits of adapters' own head rows into those of their rows' full heads."""
+        if batch.seq_adapters is None or not full.places:
+            return
+        rows = np.fromiter(full.places.keys(), np.int64)
+        where = np.fromiter(full.places.values(), np.int64)
+        of_row = batch.seq_adapters[batch.seq_ids[rows]]
+        for place in np.unique(of_row):
+            if int(place) not in self._heads:
+                continue
+            panels, record = self._heads[int(place)]
+            own = self._held[int(place)].head
+            assert own is not None
+            mine = where[of_row == place]
+            width = panels.shape[0] * PANEL
+            if self._head_logits.shape[0] < mine.shape[0] or self._head_logits.shape[1] != width:
+                self._head_logits = np.zeros((mine.shape[0], width), np.float32)
+            states = np.ascontiguousarray(full.states[mine])
+            product(states, mine.shape[0], record, self._head_logits, self._work)
+            cap_logits(self._head_logits, mine.shape[0], self._shape.logit_cap)
+            found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
+            full.logits[np.ix_(mine, own.ids)] = found
+
+
+def _grown(array: Int64, num: int) -> Int64:
+    grown = np.zeros((num, *array.shape[1:]), np.int64)
+    grown[: array.shape[0]] = array
+    return grown
+
+
+def _find(known: Int64, wanted: Int32) -> tuple[Int64, Any]:
+    """(places of the wanted ids in ascending ones, which of them are there)."""
+    at = np.minimum(np.searchsorted(known, wanted), known.shape[0] - 1)
+    return at, known[at] == wanted
+
+
+def _spans(of_row: Int32) -> Int64:
+    """[first row, rows, place] of every run of rows of one adapter, in pieces of ROWS."""
+    ends = np.flatnonzero(np.diff(of_row)) + 1
+    first, spans = 0, []
+    for end in (*ends.tolist(), of_row.shape[0]):
+        place = int(of_row[first]) if end > first else -1
+        if place >= 0:
+            spans += [(at, min(ROWS, end - at), place) for at in range(first, end, ROWS)]
+        first = end
+    return np.array(spans, np.int64).reshape(-1, 3)

@@ -1,0 +1,295 @@
+"""Adapters in the forward pass: y += scale * (x @ A) @ B for the rows that have one.
+
+What: one record (StepAdapters) and three functions that forward.py calls after each product. The
+base product is what it is without adapters, so a row without one gets the same bits. A row with
+one gets, for every weight kind and every number of rows and threads,
+
+    t = 0;  for k in 0 .. K-1:     t = fma(x[k], A[k], t)       t = t * scale
+    d = 0;  for j in 0 .. rank-1:  d = fma(t[j], B[j], d)       y = y + d
+
+in float32 and in that order: lanes are outputs, as in kernels.py. What not: which adapters are in
+memory and how they are packed (adapters.py).
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange, types
+
+from server.model.cpu.kernels import VECTORS_PER_PANEL, gelu_gate, silu_gate
+from server.model.cpu.linear import linear
+from server.model.cpu.records import Float32, Int64
+from server.model.cpu.vector_ir import (
+    LANES,
+    Loop,
+    const,
+    floats,
+    fma,
+    i64,
+    intrinsic,
+    load,
+    splat,
+    store,
+)
+
+__all__ = ["KINDS", "ROWS", "StepAdapters", "add_lora", "gated_linear_lora"]
+
+KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
+"""The products of a layer, by the names of records.Layers."""
+QKV, OUT, GATE_UP, DOWN, CONV_IN, CONV_OUT = range(len(KINDS))
+
+ROWS = 8
+"""Most rows of one span: one thread's item."""
+
+_WIDE = max(2, VECTORS_PER_PANEL)  # vectors of a wide kernel: 4 rows of them fill the registers
+_TILE = _WIDE * LANES
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step's rows. P: places, L: layers.
+
+    spans: int64 [n, 3]: first row, rows (1 .. ROWS), place; empty in a step without adapters.
+    inputs: int64 [P, L, kinds, 4]: address of A (float32 [K, columns]), address of its scales
+    (float32 [columns]), columns (whole vectors; 0: the product has no adapter), K.
+    parts: int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B (float32 [rank,
+    outputs in whole vectors]), first output, outputs (0: no part).
+    alternate, up: gate and up outputs lie in runs of `alternate`, one of each in turn, or one after
+    the other where it is 0; the first of up is `up`. inner: outputs of each. wide: float32 [rows,
+    outputs of gate and up], a buffer; [0, 0] while no adapter is in memory.
+    """
+
+    spans: Int64
+    inputs: Int64
+    parts: Int64
+    alternate: int
+    up: int
+    inner: int
+    wide: Float32
+
+
+def _make_product(num_rows: int, vectors: int) -> Any:
+    """c[m, 0:width] = sum_k x[m, k] * w[k, 0:width], m < num_rows, width = 16 * vectors.
+
+    (x address, x row stride, w address, w row stride, K, c address, c row stride); K >= 1.
+    """
+
+    @intrinsic
+    def product(
+        typingctx: Any, x: Any, ldx: Any, w: Any, ldw: Any, k: Any, c: Any, ldc: Any
+    ) -> Any:
+        sig = types.void(*([types.intp] * 7))
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            x, ldx, w, ldw, k, c, ldc = args
+            xf, wf, cf = floats(b, x), floats(b, w), floats(b, c)
+            rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
+            loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
+            base = b.mul(loop.index, ldw)
+            read = [load(b, wf, b.add(base, i64(v * LANES))) for v in range(vectors)]
+            new = []
+            for m in range(num_rows):
+                xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
+                new += [fma(b, xv, read[v], loop.carried[m * vectors + v]) for v in range(vectors)]
+            acc = loop.close(new)
+            for m in range(num_rows):
+                for v in range(vectors):
+                    at = b.add(b.mul(ldc, i64(m)), i64(v * LANES))
+                    store(b, acc[m * vectors + v], cf, at)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return product
+
+
+_wide1, _wide2, _wide4 = (_make_product(m, _WIDE) for m in (1, 2, 4))
+_one1, _one2, _one4 = (_make_product(m, 1) for m in (1, 2, 4))
+
+
+class _Product(NamedTuple):
+    """c[m, :] = x[m, :] @ w for m < num: addresses, and strides of rows in elements."""
+
+    x: int
+    ldx: int
+    num: int
+    w: int
+    ldw: int
+    k: int
+    c: int
+    ldc: int
+
+
+@_serial
+def _columns(task, v, wide):
+    """Vector v of the columns, or _WIDE of them from it on: the same bits each way."""
+    x, ldx, num, w, ldw, k, c, ldc = task
+    w += v * LANES * 4
+    c += v * LANES * 4
+    m = 0
+    while num - m >= 4:
+        if wide:
+            _wide4(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+        else:
+            _one4(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+        m += 4
+    if num - m >= 2:
+        if wide:
+            _wide2(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+        else:
+            _one2(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+        m += 2
+    if num - m >= 1:
+        if wide:
+            _wide1(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+        else:
+            _one1(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+
+
+@_serial
+def _multiply(task, vectors):
+    """Over so many vectors of columns."""
+    v = 0
+    while vectors - v >= _WIDE:
+        _columns(task, v, True)
+        v += _WIDE
+    while v < vectors:
+        _columns(task, v, False)
+        v += 1
+
+
+@_serial
+def _add_part(t, num, row, part, alternate, tile, out):
+    """out[row + m, part's outputs] += t[m, part's columns] @ B for m < num."""
+    first, rank, b, at, outputs = part
+    vectors = (outputs + LANES - 1) // LANES
+    for v in range(0, vectors, _WIDE):
+        some = min(_WIDE, vectors - v)
+        _multiply(
+            _Product(
+                t.ctypes.data + first * 4, t.shape[1], num, b + v * LANES * 4, vectors * LANES,
+                rank, tile.ctypes.data, _TILE,
+            ),
+            some,
+        )  # fmt: skip
+        for i in range(some):
+            o = (v + i) * LANES
+            column = at + o
+            if alternate > 0:
+                column = at + o // alternate * 2 * alternate + o % alternate
+            for m in range(num):
+                for lane in range(min(LANES, outputs - o)):
+                    out[row + m, column + lane] += tile[m, i * LANES + lane]
+
+
+@_serial
+def _add_share(x, adapters, layer, kind, out, first, step):
+    """Every step-th span from the first-th on."""
+    alternate = adapters.alternate if kind == GATE_UP else 0
+    tile = np.empty((ROWS, _TILE), np.float32)
+    for s in range(first, adapters.spans.shape[0], step):
+        row, num, place = adapters.spans[s]
+        a, scales, columns, k = adapters.inputs[place, layer, kind]
+        if columns == 0:
+            continue
+        t = np.empty((num, columns), np.float32)
+        _multiply(
+            _Product(
+                x.ctypes.data + row * x.shape[1] * 4, x.shape[1], num, a, columns, k,
+                t.ctypes.data, columns,
+            ),
+            columns // LANES,
+        )  # fmt: skip
+        _scale(t, scales)
+        for p in range(adapters.parts.shape[3]):
+            part = adapters.parts[place, layer, kind, p]
+            if part[4] > 0:
+                _add_part(t, num, row, part, alternate, tile, out)
+
+
+@_parallel
+def _add_parallel(x, adapters, layer, kind, out, threads):
+    for i in prange(threads):
+        _add_share(x, adapters, layer, kind, out, i, threads)
+
+
+@_serial
+def add_lora(x, adapters, layer, kind, out, work):
+    """out[r] += scale * (x[r] @ A) @ B for the rows of every span; x [*, at least K]."""
+    num = adapters.spans.shape[0]
+    if num == 0:
+        return
+    if work.threads == 1 or num == 1:
+        _add_share(x, adapters, layer, kind, out, 0, 1)
+    else:
+        _add_parallel(x, adapters, layer, kind, out, work.threads)
+
+
+@intrinsic
+def _scale_rows(typingctx: Any, t: Any, scales: Any, num: Any) -> Any:
+    """t[i] *= scales[i] for 16 * num floats at addresses t and scales."""
+    sig = types.void(types.intp, types.intp, types.intp)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        t, scales, num = args
+        tf, sf = floats(b, t), floats(b, scales)
+        loop = Loop(b, num, [])
+        at = b.mul(loop.index, i64(LANES))
+        store(b, b.fmul(load(b, tf, at), load(b, sf, at)), tf, at)
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@_serial
+def _scale(t, scales):
+    for m in range(t.shape[0]):
+        _scale_rows(t[m].ctypes.data, scales, t.shape[1] // LANES)
+
+
+@_serial
+def _gate_rows(first, step, num_rows, adapters, out, gelu):
+    wide, alternate, inner = adapters.wide, adapters.alternate, adapters.inner
+    vectors = (inner + LANES - 1) // LANES
+    for r in range(first, num_rows, step):
+        row, target = wide[r].ctypes.data, out[r].ctypes.data
+        for v in range(vectors):
+            o = v * LANES
+            column = o
+            if alternate > 0:
+                column = o // alternate * 2 * alternate + o % alternate
+            gate, up = row + column * 4, row + (column + adapters.up) * 4
+            if gelu:
+                gelu_gate(gate, up, target + o * 4, 1)
+            else:
+                silu_gate(gate, up, target + o * 4, 1)
+        for i in range(inner, out.shape[1]):
+            out[r, i] = 0.0
+
+
+@_parallel
+def _gate_parallel(num_rows, adapters, out, gelu, threads):
+    for i in prange(threads):
+        _gate_rows(i, threads, num_rows, adapters, out, gelu)
+
+
+@_serial
+def gated_linear_lora(x, num_rows, weights, layer, adapters, out, gelu, work):
+    """linear.gated_linear with the adapters' share of gate and up.
+
+    The same bits for a row without an adapter: gate and up are the same sums, which here go
+    through a buffer.
+    """
+    linear(x, num_rows, weights, layer, adapters.wide, work)
+    add_lora(x, adapters, layer, GATE_UP, adapters.wide, work)
+    if work.threads == 1 or num_rows == 1:
+        _gate_rows(0, 1, num_rows, adapters, out, gelu)
+    else:
+        _gate_parallel(num_rows, adapters, out, gelu, work.threads)

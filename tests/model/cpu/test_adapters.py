@@ -1,0 +1,233 @@
+"""Several adapters in one batch on a CPU: each row has the bits that it has alone, rows of the base
+those that they have without adapters, and all of it is what PEFT computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from server.errors import ModelError, UnsupportedModelError
+from server.model.cpu.runner import CpuRunner
+from server.types import SamplingParams
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.cpu_models import cpu_runner
+from tests.model.peft_adapters import enriched, lora
+
+pytest.importorskip("peft")
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+V, NEW = families.VOCAB_SIZE, 5
+Logprobs = npt.NDArray[np.float32]
+
+_FLOATS = ["llama", "gemma2", "phi3", "glm4", "lfm2"]
+_OTHERS = ["int8 gemma3", "int4 qwen2", "bfloat16 llama"]
+
+
+@dataclass
+class Case:
+    """A runner that holds a plain adapter at place 0 and one with tokens of its own at place 1,
+    PEFT's models of both, and a runner of the same base that never held any."""
+
+    runner: CpuRunner
+    bare: CpuRunner
+    peft: list[Any]
+    is_float: bool
+
+
+@pytest.fixture(scope="module", params=[*_FLOATS, *_OTHERS])
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    dtype, _, family = str(request.param).rpartition(" ")
+    folder = tmp_path_factory.mktemp("adapters")
+    made = [cpu_runner(families.build(family), dtype=dtype or "float32") for _ in range(2)]
+    peft = [
+        lora(families.build(family), folder / "plain", 1),
+        enriched(families.build(family), folder / "own", 2, NEW),
+    ]
+    for place, name in enumerate(("plain", "own")):
+        made[0].hold_adapter(place, made[0].pack_adapter(str(folder / name)))
+    yield Case(made[0], made[1], peft, not dtype)
+    for runner in made:
+        runner.close()
+
+
+def tokens(num: int, seed: int, vocab: int = V) -> list[int]:
+    return np.random.default_rng(seed).integers(3, vocab, num).tolist()
+
+
+def step(
+    runner: CpuRunner, builder: BatchBuilder, rows: Sequence[int], adapters: Sequence[int] | None
+) -> list[Logprobs]:
+    """Log-softmax of the rows, over the ids that each has. adapters: a place a sequence."""
+    batch = builder.build()
+    of_seq = [-1] * len(builder.tables) if adapters is None else list(adapters)
+    num = [V + NEW * (of_seq[builder.rows[r][3]] == 1) for r in rows]
+    for row, top in zip(rows, num, strict=True):
+        builder.score(row, 0, top)
+    batch = builder.build()
+    if adapters is not None:
+        batch = replace(batch, seq_adapters=np.asarray(adapters, np.int32))
+    runner.launch(batch)
+    drawn = runner.wait()
+    out = []
+    for i, top in enumerate(num):
+        out.append(all_logprobs(replace(drawn, score_top=[drawn.score_top[i]]), top)[0])
+    return out
+
+
+def alone(runner: CpuRunner, ids: Sequence[int], adapter: int | None, seed: int) -> list[Logprobs]:
+    """One token at a time."""
+    table = Pages(64, seed=seed).sequence(len(ids))
+    got = []
+    for i, token in enumerate(ids):
+        builder = BatchBuilder()
+        rows = builder.add_rows(table, [token], i)
+        got += step(runner, builder, rows, None if adapter is None else [adapter])
+    return got
+
+
+def equal(got: Sequence[Logprobs], want: Sequence[Logprobs]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_mixed_batch_gives_each_row_its_own_bits(case: Case) -> None:
+    order = [1, -1, 0, 0, 1, -1, 0]
+    prompts = [tokens(3 + 3 * i, i, V + NEW * (a == 1)) for i, a in enumerate(order)]
+    pages, builder = Pages(64, seed=3), BatchBuilder()
+    rows = [builder.add_rows(pages.sequence(len(ids)), ids, 0) for ids in prompts]
+    got = step(case.runner, builder, [r for part in rows for r in part], order)
+    first = 0
+    for i, (ids, adapter) in enumerate(zip(prompts, order, strict=True)):
+        own = got[first : first + len(ids)]
+        first += len(ids)
+        assert equal(own, alone(case.runner, ids, adapter, i))
+        if adapter < 0:  # as a runner that never held an adapter
+            assert equal(own, alone(case.bare, ids, None, i))
+
+
+def test_a_tree_of_an_adapter_has_the_bits_of_its_paths(case: Case) -> None:
+    ids, nodes, parents = tokens(9, 1), tokens(5, 2, V + NEW), [-1, 0, -1, 2, 3]
+    pages, builder = Pages(64, seed=5), BatchBuilder()
+    other = builder.add_rows(pages.sequence(4), tokens(4, 9), 0)
+    table = pages.sequence(20)
+    last = builder.add_rows(table, ids, 0)[-1]
+    tree = builder.add_tree(table, 8, nodes, parents)
+    got = step(case.runner, builder, [*other, last, *tree], [0, 1])[4:]
+    for i in range(len(nodes)):
+        path, node = [], i
+        while node >= 0:
+            path.insert(0, nodes[node])
+            node = parents[node]
+        assert equal(got[1 + i : 2 + i], alone(case.runner, [*ids, *path], 1, i)[-1:])
+
+
+def test_chunks_change_nothing(case: Case) -> None:
+    ids = tokens(40, 4, V + NEW)
+    want = alone(case.runner, ids, 1, 1)
+    table = Pages(64, seed=2).sequence(40)
+    got = []
+    for start in range(0, 40, 13):
+        builder = BatchBuilder()
+        rows = builder.add_rows(table, ids[start : start + 13], start)
+        got += step(case.runner, builder, rows, [1])
+    assert equal(got, want)
+
+
+def test_it_is_what_peft_computes(case: Case) -> None:
+    if not case.is_float:
+        pytest.skip("PEFT's model has the base's weights in float32")
+    for place in (0, 1):
+        ids = tokens(30, 7, V + NEW * place)
+        with torch.inference_mode():
+            logits = case.peft[place](torch.tensor([ids]), use_cache=False).logits[0].float()
+        want = torch.log_softmax(logits, -1).numpy()
+        got = np.stack(alone(case.runner, ids, place, 3))
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
+
+
+def test_ids_of_its_own_are_drawn_for_its_requests_alone(case: Case) -> None:
+    pages, builder = Pages(64, seed=6), BatchBuilder()
+    new = draw_params(
+        SamplingParams(temperature=0.0, logit_bias=tuple((V + i, 90.0) for i in range(NEW)))
+    )
+    masked = builder.add_mask([7, V + 2], V + NEW)
+    for place, mask in ((1, -1), (-1, -1), (1, masked), (-1, masked)):
+        row = builder.add_rows(pages.sequence(4), tokens(4, 3), 0)[-1]
+        plain = draw_params(SamplingParams(temperature=0.0, num_logprobs=2))
+        builder.draw(row, builder.add_params(new if place == 1 and mask < 0 else plain), mask=mask)
+    batch = replace(builder.build(), seq_adapters=np.asarray([1, -1, 1, -1], np.int32))
+    case.runner.launch(batch)
+    drawn = case.runner.wait()
+    assert drawn.token_ids[0] >= V
+    assert drawn.token_ids[1] < V
+    assert drawn.token_ids[2] in (7, V + 2)
+    assert drawn.token_ids[3] == 7
+    assert all(i < V for i, _ in drawn.top[1])
+
+
+def test_a_dropped_place_is_free_again(tmp_path: Path) -> None:
+    runner = cpu_runner(families.build("llama"))
+    try:
+        for seed in (1, 2):
+            lora(families.build("llama"), tmp_path / str(seed), seed)
+        first, second = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
+        assert first.num_bytes > 0
+        ids = tokens(8, 1)
+        runner.hold_adapter(5, first)
+        before = alone(runner, ids, 5, 1)
+        with pytest.raises(ValueError, match="taken"):
+            runner.hold_adapter(5, second)
+        runner.drop_adapter(5)
+        runner.drop_adapter(5)
+        runner.hold_adapter(5, second)
+        assert not equal(alone(runner, ids, 5, 1), before)
+        runner.hold_adapter(2, first)
+        assert equal(alone(runner, ids, 2, 1), before)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "reason"),
+    [
+        ({"use_dora": True}, UnsupportedModelError, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedModelError, "modules_to_save"),
+        ({"target_modules": ["lm_head"]}, UnsupportedModelError, "LM head"),
+        ({"bias": "all"}, UnsupportedModelError, "biases"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    settings: dict[str, Any], error: type[Exception], reason: str, tmp_path: Path
+) -> None:
+    lora(families.build("llama"), tmp_path, **settings)
+    runner = cpu_runner(families.build("llama"))
+    try:
+        with pytest.raises(error, match=reason):
+            runner.pack_adapter(str(tmp_path))
+    finally:
+        runner.close()
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    lora(families.build("qwen2"), tmp_path / "other")
+    deeper = families.build("llama")
+    lora(deeper, tmp_path / "own", rank_pattern={"q_proj": 2}, use_rslora=True)
+    runner = cpu_runner(families.build("llama"))
+    try:
+        with pytest.raises(ModelError, match="in the model, and"):
+            runner.pack_adapter(str(tmp_path / "other"))
+        assert runner.pack_adapter(str(tmp_path / "own")).vocab_size == V
+    finally:
+        runner.close()
