@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from server.types import EngineSizes, Request, TokenLogprob, VocabularyCounts
-from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, tokenize_pairs
+from vocab_store.documents import tokenize_pairs
+from vocab_store.profile import ProfileSettings, VocabProfile, build_profile
 from vocab_store.slice import RequiredIds
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from server.engine.engine import Engine
     from server.token_bytes import TokenBytes
-    from vocab_store.profile import Example
+    from vocab_store.documents import Example
 
 _NO_SUMS = ("num_ids", "window")  # of VocabularyCounts: what is so now
 _TICK_S = 20.0

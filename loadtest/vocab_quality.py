@@ -43,7 +43,8 @@ from loadtest.prompts import Example as Document
 from loadtest.prompts import read_examples
 from loadtest.vocab_table import LANGUAGES, Row, make_rows
 from server.types import Request, SamplingParams, VocabularyParams
-from vocab_store.profile import Example, VocabProfile
+from vocab_store.documents import Example
+from vocab_store.profile import VocabProfile
 
 Int32 = npt.NDArray[np.int32]
 CELL = "cell"

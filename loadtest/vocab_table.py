@@ -27,13 +27,11 @@ from tokenizers import Tokenizer
 
 from server import token_bytes
 from vocab_store.command import model_facts
+from vocab_store.documents import Example, read_pairs, tokenize_pairs
 from vocab_store.profile import (
-    Example,
     document_frequencies,
     measure_coverage,
-    read_pairs,
     static_pruning_ids,
-    tokenize_pairs,
     tolerance_filter,
 )
 from vocab_store.pruning import close_under_merges, prune_tokenizer

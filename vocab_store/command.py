@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vocab_store.documents import Progress, read_pairs, tokenize_pairs
 from vocab_store.edge_llm import export_vocab_map
 from vocab_store.errors import VocabStoreError
-from vocab_store.profile import (
-    ProfileSettings,
-    Progress,
-    VocabProfile,
-    build_profile,
-    read_pairs,
-    report_of,
-    tokenize_pairs,
-)
+from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, report_of
 from vocab_store.slice import RequiredIds, TokenTexts
 
 __all__ = ["ProfileOrder", "model_facts", "profile", "show"]

@@ -64,6 +64,36 @@ def _edge_slot(table: Int32, owners: Int32, edges: Int32, state: int, token: int
 
 
 @compiled
+def _clone(
+    states: Int32,
+    heads: Int32,
+    edges: Int32,
+    owners: Int32,
+    table: Int32,
+    which: tuple[int, int, int, int],
+) -> int:
+    """Make state `clone` a copy of `target` that ends behind `state`; returns the new num_edges.
+
+    which: (target, state, clone, num_edges).
+    """
+    target, state, clone, num_edges = which
+    states[0, clone] = states[0, target]
+    states[1, clone] = states[1, state] + 1
+    states[2, clone] = 0
+    heads[clone] = -1
+    edge = heads[target]
+    while edge >= 0:
+        table[_edge_slot(table, owners, edges, clone, edges[0, edge])] = num_edges
+        owners[num_edges] = clone
+        edges[0, num_edges], edges[1, num_edges] = edges[0, edge], edges[1, edge]
+        edges[2, num_edges] = heads[clone]
+        heads[clone] = num_edges
+        num_edges += 1
+        edge = edges[2, edge]
+    return num_edges
+
+
+@compiled
 def _build(
     ids: Int32,
     document_starts: Int64,
@@ -113,21 +143,9 @@ def _build(
                     # Split: the clone takes the contexts that occur here too.
                     clone = num_states
                     num_states += 1
-                    states[0, clone] = states[0, target]
-                    states[1, clone] = states[1, state] + 1
-                    states[2, clone] = 0
-                    heads[clone] = -1
-                    edge = heads[target]
-                    while edge >= 0:
-                        where = _edge_slot(table, owners, edges, clone, edges[0, edge])
-                        table[where] = num_edges
-                        owners[num_edges] = clone
-                        edges[0, num_edges] = edges[0, edge]
-                        edges[1, num_edges] = edges[1, edge]
-                        edges[2, num_edges] = heads[clone]
-                        heads[clone] = num_edges
-                        num_edges += 1
-                        edge = edges[2, edge]
+                    num_edges = _clone(
+                        states, heads, edges, owners, table, (target, state, clone, num_edges)
+                    )
                     states[0, target] = clone
                     while state >= 0:
                         slot = _edge_slot(table, owners, edges, state, token)

@@ -38,6 +38,8 @@ __all__ = ["AutoDrafter", "AutoSession"]
 RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
+SHARPNESS = 4.0  # a retrieved output counts as its likeness to the likest to this power
+TEMPLATE_WEIGHT = 0.15  # what a place of the prompt counts that stands in every prompt
 COMPARE_ALL = 1500  # tokens that are all compared with what they were without the corpus
 COMPARE_EVERY = 4  # ... and then one in so many
 
@@ -46,8 +48,8 @@ class AutoDrafter:
     """Makes AutoSessions.
 
     corpus: the task's, or None. learned: a layer over it (drafters.learned.build_layer), or None.
-    trust: weights and their evidence, shared by the sessions; by
-    default what the corpus' held-out examples said.
+    trust: weights and their evidence, shared by the sessions; by default what the corpus' held-out
+        examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
     num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
     eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
@@ -66,8 +68,6 @@ class AutoDrafter:
         trust: Trust | None = None,
         min_survival: float = 0.003,
         num_retrieved: int = 12,
-        sharpness: float = 4.0,
-        template_weight: float = 0.15,
         eos_token_ids: Sequence[int] | None = None,
         learn: bool = True,
     ) -> None:
@@ -75,8 +75,6 @@ class AutoDrafter:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
         if not 0 <= num_retrieved <= 256:
             raise ValueError(f"num_retrieved must be in 0..256, not {num_retrieved}")
-        if not 0.0 <= sharpness <= 64.0:
-            raise ValueError(f"sharpness must be in 0..64, not {sharpness}")
         self.corpus = corpus
         # Those whose examples are retrieved: what was learned stands beside the corpus.
         self.layers = tuple(
@@ -94,8 +92,6 @@ class AutoDrafter:
         self.corpus_arrays = (self.automaton.states, self.automaton.edges, self.automaton.tops)
         self.min_survival = min_survival
         self.num_retrieved = num_retrieved
-        self.sharpness = sharpness
-        self.template_weight = template_weight
         if eos_token_ids is None:
             eos_token_ids = () if corpus is None else corpus.end_ids()
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
@@ -208,7 +204,7 @@ class AutoSession:
         if drafter.layers:
             prompt = self._index.text[0, : self._num_prompt]
             first = drafter.layers[0]
-            self._prompt_marks = first.nearest.template_weights(prompt, drafter.template_weight)
+            self._prompt_marks = first.nearest.template_weights(prompt, TEMPLATE_WEIGHT)
             first.copies.weigh(prompt, self._prompt_marks)
             found: list[tuple[float, npt.NDArray[np.int32]]] = []
             for layer in drafter.layers:
@@ -220,7 +216,7 @@ class AutoSession:
             # The least like first: newer text is looked at first where a walk is cut short.
             for like, output in reversed(found):
                 documents.append(output)
-                weights.append((like / found[0][0]) ** drafter.sharpness)
+                weights.append((like / found[0][0]) ** SHARPNESS)
                 sources.append(RETRIEVED)
         if self._prediction:
             documents.append(np.asarray(self._prediction, np.int32))

@@ -11,6 +11,7 @@ Without a corpus the prompt's part is all there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,122 +49,142 @@ def count_modes(text: Int32, begin: int, end: int, modes: Int32) -> None:
             modes[1, i], modes[2, i] = modes[1, i - 1], modes[2, i - 1]
 
 
+class OwnText(NamedTuple):
+    """A TextIndex's arrays and size, with the count_modes of its prefixes."""
+
+    text: Int32
+    table: Int64
+    modes: Int32
+    size: int
+
+
+class Rows(NamedTuple):
+    """The arrays of an NGramTables."""
+
+    first_row: Int64
+    keys: Int64
+    starts: Int64
+    tokens: Int32
+    counts: Int32
+
+
+@compiled
+def count_seen(
+    own: OwnText, context: Int32, end: int, n_max: int, tokens: Int32, counts: Int64
+) -> tuple[int, int, int]:
+    """p_prompt: what followed the longest match of context[:end] in the request's own text.
+
+    tokens, counts: [MAX_CANDIDATES], filled. Returns (match length, candidates, occurrences);
+    without a match, the text's most frequent token.
+    """
+    longest = num = total = 0
+    limit = min(end, n_max - 1)
+    position = -1
+    if limit > 0:
+        position = own.table[1, find_slot(own.table, int(context[end - 1]))]
+    while position >= 0:
+        if position + 1 < own.size:
+            length = 1
+            most = min(limit, position + 1)
+            while length < most and own.text[0, position - length] == context[end - 1 - length]:
+                length += 1
+            if length > longest:
+                longest, num, total = length, 0, 0
+            if length == longest:
+                token = own.text[0, position + 1]
+                total += 1
+                i = 0
+                while i < num and tokens[i] != token:
+                    i += 1
+                if i == num and i < MAX_CANDIDATES:
+                    tokens[i], counts[i] = token, 0
+                    num += 1
+                if i < MAX_CANDIDATES:
+                    counts[i] += 1
+        position = own.text[1, position]
+    if longest == 0:
+        tokens[0], counts[0] = own.modes[1, own.size - 1], own.modes[2, own.size - 1]
+        return 0, 1, own.size
+    return longest, num, total
+
+
+@compiled
+def find_longest(rows: Rows, context: Int32, end: int, n_max: int) -> tuple[int, int]:
+    """p_corp: (row of the longest end of context[:end] that the tables hold, its length), or -1."""
+    for n in range(min(rows.first_row.shape[0] - 1, n_max, end + 1), 0, -1):
+        key = context_hash(context, end, n - 1)
+        row = find_row(rows.keys, rows.first_row[n - 1], rows.first_row[n], key)
+        if row >= 0:
+            return row, n - 1
+    return -1, 0
+
+
+@compiled
+def likeliest(
+    rows: Rows, row: int, weight: float, tokens: Int32, own: Float64
+) -> tuple[int, float, int]:
+    """(token, p_mixed, source) of the highest p_mixed; ties go to the lowest id.
+
+    row, weight: of the corpus; no row is -1. tokens, own: the prompt's candidates and what each
+    adds to p_mixed.
+    """
+    best, best_token, best_source = -1.0, -1, 0
+    if row >= 0 and weight > 0.0:
+        # What a candidate of the prompt adds at most.
+        left = own.max() if own.shape[0] else 0.0
+        first, last = rows.starts[row], rows.starts[row + 1]
+        total = 0
+        for entry in range(first, last):
+            total += rows.counts[entry]
+        for entry in range(first, last):
+            share = weight * rows.counts[entry] / total
+            if share + left < best:
+                break
+            added = 0.0
+            for i in range(tokens.shape[0]):
+                if tokens[i] == rows.tokens[entry]:
+                    added = own[i]
+            value = share + added
+            if value > best or (value == best and rows.tokens[entry] < best_token):
+                best, best_token = value, rows.tokens[entry]
+                best_source = 0 if share >= added else 1
+    for i in range(tokens.shape[0]):
+        if own[i] > best or (own[i] == best and tokens[i] < best_token):
+            best, best_token, best_source = own[i], tokens[i], 1
+    return best_token, best, best_source
+
+
 @compiled
 def draft_chain(
-    num: int,
-    n_max: int,
-    mixing: float,
-    text: Int32,
-    table: Int64,
-    modes: Int32,
-    size: int,
-    first_row: Int64,
-    keys: Int64,
-    starts: Int64,
-    tokens: Int32,
-    counts: Int32,
-    out: Int32,
-    shares: Float64,
+    n_max: int, mixing: float, own: OwnText, rows: Rows, out: Int32, shares: Float64
 ) -> int:
-    """Draft up to `num` tokens. out: int32 [3, num]: token, match length, source (0 corpus,
-    1 prompt); shares: float64 [num], p_mixed of each. Returns how many there are."""
-    context_size = min(size, n_max - 1)
-    context = np.empty(context_size + num, np.int32)
-    context[:context_size] = text[0, size - context_size : size]
-    seen_tokens = np.empty(MAX_CANDIDATES, np.int32)
-    seen_counts = np.empty(MAX_CANDIDATES, np.int64)
-    corpus_n_max = first_row.shape[0] - 1
+    """Draft up to shares.shape[0] tokens. out: int32 [3, num]: token, match length, source
+    (0 corpus, 1 prompt); shares: float64 [num], p_mixed of each. Returns how many there are."""
+    num: int = shares.shape[0]
+    size = min(own.size, n_max - 1)
+    context = np.empty(size + num, np.int32)
+    context[:size] = own.text[0, own.size - size : own.size]
+    tokens = np.empty(MAX_CANDIDATES, np.int32)
+    counts = np.empty(MAX_CANDIDATES, np.int64)
     for step in range(num):
-        end = context_size + step
-        # p_prompt: next tokens at the longest match, in the request's own text.
-        num_seen = 0
-        total_seen = 0
-        longest = 0
-        limit = min(end, n_max - 1)
-        if mixing < 1.0 and size > 0:
-            if limit > 0:
-                position = table[1, find_slot(table, int(context[end - 1]))]
-                while position >= 0:
-                    if position + 1 < size:
-                        length = 1
-                        most = min(limit, position + 1)
-                        while (
-                            length < most
-                            and text[0, position - length] == context[end - 1 - length]
-                        ):
-                            length += 1
-                        if length > longest:
-                            longest, num_seen, total_seen = length, 0, 0
-                        if length == longest:
-                            token = text[0, position + 1]
-                            total_seen += 1
-                            i = 0
-                            while i < num_seen and seen_tokens[i] != token:
-                                i += 1
-                            if i == num_seen and i < MAX_CANDIDATES:
-                                seen_tokens[i] = token
-                                seen_counts[i] = 0
-                                num_seen += 1
-                            if i < MAX_CANDIDATES:
-                                seen_counts[i] += 1
-                    position = text[1, position]
-            if longest == 0:
-                seen_tokens[0] = modes[1, size - 1]
-                seen_counts[0] = modes[2, size - 1]
-                num_seen, total_seen = 1, size
-        # p_corp: the row of the longest context that the tables hold.
-        row = -1
-        row_length = 0
+        end = size + step
+        longest = num_seen = total_seen = 0
+        if mixing < 1.0 and own.size > 0:
+            longest, num_seen, total_seen = count_seen(own, context, end, n_max, tokens, counts)
+        row, row_length = -1, 0
         if mixing > 0.0:
-            for n in range(min(corpus_n_max, n_max, end + 1), 0, -1):
-                row = find_row(
-                    keys, first_row[n - 1], first_row[n], context_hash(context, end, n - 1)
-                )
-                if row >= 0:
-                    row_length = n - 1
-                    break
-        corpus_weight = mixing if num_seen > 0 else 1.0
-        if row < 0:
-            corpus_weight = 0.0
-        prompt_weight = 1.0 - corpus_weight if num_seen > 0 else 0.0
-        if corpus_weight == 0.0 and prompt_weight == 0.0:
+            row, row_length = find_longest(rows, context, end, n_max)
+        weight = 0.0 if row < 0 else mixing if num_seen > 0 else 1.0
+        rest = 1.0 - weight if num_seen > 0 else 0.0
+        if weight == 0.0 and rest == 0.0:
             return step
-        best, best_token, best_source = -1.0, -1, 0
-        # Candidates of the prompt that the row has not shown yet.
-        left = 0.0
+        added = np.empty(num_seen, np.float64)
         for i in range(num_seen):
-            share = prompt_weight * seen_counts[i] / total_seen
-            if share > left:
-                left = share
-        if row >= 0 and corpus_weight > 0.0:
-            first, last = starts[row], starts[row + 1]
-            total = 0
-            for entry in range(first, last):
-                total += counts[entry]
-            for entry in range(first, last):
-                share = corpus_weight * counts[entry] / total
-                if share + left < best:
-                    break
-                own = 0.0
-                for i in range(num_seen):
-                    if seen_tokens[i] == tokens[entry]:
-                        own = prompt_weight * seen_counts[i] / total_seen
-                value = share + own
-                if value > best or (value == best and tokens[entry] < best_token):
-                    best, best_token = value, tokens[entry]
-                    best_source = 0 if share >= own else 1
-                if row_length == 0 and num_seen == 0:
-                    break
-        if prompt_weight > 0.0:
-            for i in range(num_seen):
-                value = prompt_weight * seen_counts[i] / total_seen
-                if value > best or (value == best and seen_tokens[i] < best_token):
-                    best, best_token, best_source = value, seen_tokens[i], 1
-        out[0, step] = best_token
-        out[1, step] = max(row_length, longest)
-        out[2, step] = best_source
-        shares[step] = best
-        context[end] = best_token
+            added[i] = rest * counts[i] / total_seen
+        token, share, source = likeliest(rows, row, weight, tokens[:num_seen], added)
+        out[0, step], out[1, step], out[2, step] = token, max(row_length, longest), source
+        shares[step] = share
+        context[end] = token
     return num
 
 
@@ -254,22 +275,9 @@ class MixSession:
         out = np.empty((3, num), np.int32)
         shares = np.empty(num, np.float64)
         tables, index = drafter.tables, self._index
-        num = draft_chain(
-            num,
-            drafter.n_max,
-            drafter.mixing,
-            index.text,
-            index.table,
-            self._modes,
-            index.size,
-            tables.first_row,
-            tables.keys,
-            tables.starts,
-            tables.tokens,
-            tables.counts,
-            out,
-            shares,
-        )
+        own = OwnText(index.text, index.table, self._modes, index.size)
+        rows = Rows(tables.first_row, tables.keys, tables.starts, tables.tokens, tables.counts)
+        num = draft_chain(drafter.n_max, drafter.mixing, own, rows, out, shares)
         if num == 0:
             return DraftTree.empty()
         parents = np.arange(-1, num - 1, dtype=np.int32)

@@ -18,8 +18,9 @@ from drafters.jit import compiled
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 Progress = Callable[[str, float], None]
+
+_Rows = tuple[Int64, Int64, Int32, Int32]
 
 __all__ = ["NGramTables", "context_hash", "count_ngrams", "find_row"]
 
@@ -172,42 +173,14 @@ def count_ngrams(
     # ends: positions of the last token of the n-grams still alive; rank: of their n-1 prefix.
     ends = np.arange(num, dtype=np.int64)
     prefix = np.zeros(num, np.int64)
-    all_keys: list[Int64] = []
-    all_sizes: list[Int64] = []
-    all_tokens: list[Int32] = []
-    all_counts: list[Int32] = []
-    first_row = np.zeros(n_max + 1, np.int64)
+    tables: list[_Rows] = []
     for n in range(1, n_max + 1):
-        rank, kept, counts = (
-            _ranks((prefix << 32) | ids[ends], p_min)
-            if ends.shape[0]
-            else (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
-        )
-        next_tokens = (kept & 0xFFFFFFFF).astype(np.int32)
-        owner = kept >> 32
+        rank, kept, counts = _ranks((prefix << 32) | ids[ends], p_min)
+        alive = rank >= 0
         # One occurrence of each kept n-gram gives its context's tokens, for the hash.
         example = np.empty(kept.shape[0], np.int64)
-        alive = rank >= 0
         example[rank[alive]] = ends[alive]
-        # By context, then count descending, then id.
-        order = np.lexsort((next_tokens, -counts, owner))
-        owner, next_tokens, counts = owner[order], next_tokens[order], counts[order]
-        example = example[order]
-        if owner.shape[0]:
-            row_first = np.flatnonzero(np.concatenate(([True], owner[1:] != owner[:-1])))
-        else:
-            row_first = np.empty(0, np.int64)
-        sizes = np.diff(np.append(row_first, owner.shape[0]))
-        keys = np.empty(row_first.shape[0], np.int64)
-        _hash_contexts(ids, example[row_first], n - 1, keys)
-        by_key = np.argsort(keys)
-        # Rows move to key order, their entries with them.
-        moved = np.repeat(row_first[by_key], sizes[by_key]) + _within(sizes[by_key])
-        all_keys.append(keys[by_key])
-        all_sizes.append(sizes[by_key])
-        all_tokens.append(next_tokens[moved])
-        all_counts.append(counts[moved].astype(np.int32))
-        first_row[n] = first_row[n - 1] + keys.shape[0]
+        tables.append(_rows_of(ids, n - 1, kept, counts, example))
         # An (n+1)-gram ends one further, inside the same document, behind a kept n-gram.
         longer = ends[alive] + 1
         inside_document = longer < num
@@ -216,17 +189,41 @@ def count_ngrams(
         ends = longer[inside_document]
         if progress is not None:
             progress("counting", n / n_max)
+    keys, sizes, tokens, entry_counts = (
+        np.concatenate(column) for column in zip(*tables, strict=True)
+    )
+    num_rows = [0, *(table[0].shape[0] for table in tables)]
     return NGramTables(
         n_max,
         p_min,
         num,
         int(document_starts.shape[0]),
-        first_row,
-        np.concatenate(all_keys),
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(all_sizes))]),
-        np.concatenate(all_tokens),
-        np.concatenate(all_counts),
+        np.cumsum(num_rows, dtype=np.int64),
+        keys,
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+        tokens,
+        entry_counts,
     )
+
+
+def _rows_of(ids: Int32, length: int, kept: Int64, counts: Int64, example: Int64) -> _Rows:
+    """One table: (keys, entries of each row, next tokens, their counts), rows in key order.
+
+    kept: int64, the n-grams as prefix rank and token, with counts. example: where each occurs.
+    length: of a context.
+    """
+    owner, next_tokens = kept >> 32, (kept & 0xFFFFFFFF).astype(np.int32)
+    # By context, then count descending, then id.
+    order = np.lexsort((next_tokens, -counts, owner))
+    owner, next_tokens, counts = owner[order], next_tokens[order], counts[order]
+    first = np.flatnonzero(np.diff(owner, prepend=-1))
+    sizes = np.diff(np.append(first, owner.shape[0]))
+    keys = np.empty(first.shape[0], np.int64)
+    _hash_contexts(ids, example[order][first], length, keys)
+    by_key = np.argsort(keys)
+    # Rows move to key order, their entries with them.
+    moved = np.repeat(first[by_key], sizes[by_key]) + _within(sizes[by_key])
+    return keys[by_key], sizes[by_key], next_tokens[moved], counts[moved].astype(np.int32)
 
 
 def _within(sizes: Int64) -> Int64:

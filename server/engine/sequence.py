@@ -9,7 +9,7 @@ together; an `exact` slice lets `verified` lag and cuts the sequence back with `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -36,6 +36,10 @@ MAX_PRIORITY = 64
 """Priorities beyond this order ties only: nobody waits more than 2 * 64 * 5 s for others."""
 
 
+def _no_ids() -> Int32:
+    return _NO_IDS
+
+
 class Status(Enum):
     """Where a sequence stands. NEW: in no queue, as a choice is until it forks off the first."""
 
@@ -52,151 +56,114 @@ class SequenceMark:
     num_output: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice. `ids` holds prompt and output; position p is ids[p].
 
     The KV of positions [0, num_computed) is in the cache. The rows still to be computed are
-    [num_computed, num_tokens); the last of them is drawn from.
+    [num_computed, num_tokens); the last of them is drawn from. Raises ValueError for stop strings
+    without a stop_table.
     """
 
-    __slots__ = (
-        "arrival_no",
-        "banned_until",
-        "block_size",
-        "choice_id",
-        "count_ids",
-        "count_out",
-        "count_prompt",
-        "counts",
-        "draft_record",
-        "drafter_name",
-        "first_step_s",
-        "grammar",
-        "has_spoken",
-        "head",
-        "ids",
-        "keys",
-        "label_logprobs",
-        "logprobs",
-        "matcher",
-        "no_draft_reason",
-        "num_blocks",
-        "num_cached_tokens",
-        "num_computed",
-        "num_published",
-        "num_released",
-        "num_steps",
-        "num_tokens",
-        "num_verified",
-        "order",
-        "prompt_len",
-        "prompt_logprobs",
-        "rejected_drafts",
-        "request",
-        "root_key",
-        "rules",
-        "session",
-        "siblings",
-        "sources",
-        "status",
-        "table",
-        "token_sources",
-    )
+    # Identity: never written again.
+    request: Request
+    choice_id: int
+    arrival_no: int
+    _: KW_ONLY
+    max_model_len: InitVar[int]
+    block_size: int
+    eos_token_ids: InitVar[frozenset[int]]
+    stop_table: InitVar[StopTable | None]
+    root_key: bytes
+    order: tuple[float, int, int, int] = field(init=False)
+    prompt_len: int = field(init=False)
+    rules: StopRules = field(init=False)
+    banned_until: Int32 = field(default_factory=_no_ids)
 
-    def __init__(
-        self,
-        request: Request,
-        choice_id: int,
-        arrival_no: int,
-        *,
-        max_model_len: int,
-        block_size: int,
-        eos_token_ids: frozenset[int],
-        stop_table: StopTable | None,
-        root_key: bytes,
+    # Tokens: written by append() and rollback() only.
+    ids: Int32 = field(init=False)
+    num_tokens: int = field(init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_sources: list[str] = field(default_factory=list)
+    """One per emitted token, when the request asks."""
+    count_ids: Int32 = field(default_factory=_no_ids)
+    count_out: Int32 = field(default_factory=_no_ids)
+    count_prompt: Int32 = field(default_factory=_no_ids)
+    matcher: StopMatcher | None = None
+
+    # Set by the engine once it is compiled; consumes in accept.cut, goes back in rollback().
+    grammar: GrammarState | None = None
+
+    # Marks (beside num_tokens): written by the engine through verify() and release().
+    num_verified: int = 0
+    num_released: int = 0
+
+    # KV: written by the scheduler and, after a step, by the engine.
+    status: Status = Status.NEW
+    table: Int32 = field(init=False)
+    num_blocks: int = 0
+    num_computed: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    """Content keys of the leading full blocks, computed lazily."""
+    num_published: int = 0
+    num_cached_tokens: int = -1
+    """-1: not admitted yet."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """Choices that fork off this one at the last prompt row."""
+
+    # Reporting: written by the engine.
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    label_logprobs: tuple[float, ...] = ()
+    counts: StepCounts = _NO_COUNTS
+    has_spoken: bool = False
+    """Its first Delta went out."""
+    rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+    """When it asks."""
+    first_step_s: float = 0.0
+    num_steps: int = 0
+    """Decode steps so far."""
+
+    # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
+    head: SequenceHead | None = None
+
+    # Speculation: written by the engine's propose and accept.
+    session: DraftSession | None = None
+    drafter_name: str = "off"
+    no_draft_reason: str = "off"
+    sources: tuple[str, ...] = ("off",)
+    draft_record: DraftRecord = field(default_factory=DraftRecord)
+
+    def __post_init__(
+        self, max_model_len: int, eos_token_ids: frozenset[int], stop_table: StopTable | None
     ) -> None:
-        sampling = request.sampling
-        prompt_len = len(request.prompt_ids)
-        max_output = max(0, min(sampling.max_tokens, max_model_len - prompt_len))
-
-        # Identity: never written again.
-        self.request = request
-        self.choice_id = choice_id
-        self.arrival_no = arrival_no
+        request, sampling = self.request, self.request.sampling
         # Ageing: each step of priority is worth so many seconds of waiting, so a request is
         # overtaken by those that arrive within that time and by no others; nobody starves.
         level = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
         due_s = request.arrival_s + level * PRIORITY_STEP_S
-        self.order = (due_s, request.priority, arrival_no, choice_id)
-        self.prompt_len = prompt_len
+        self.order = (due_s, request.priority, self.arrival_no, self.choice_id)
+        self.prompt_len = self.num_tokens = len(request.prompt_ids)
+        max_output = max(0, min(sampling.max_tokens, max_model_len - self.prompt_len))
         self.rules = StopRules(
             frozenset() if sampling.ignore_eos else eos_token_ids,
             frozenset(sampling.stop_token_ids),
             max_output,
             sampling.min_tokens,
         )
-        self.banned_until: Int32 = (
-            np.asarray(sorted(self.rules.eos_ids | self.rules.stop_ids), np.int32)
-            if sampling.min_tokens > 0
-            else _NO_IDS
-        )
-        self.block_size = block_size
-        self.root_key = root_key
-
-        # Tokens: written by append() and rollback() only.
-        self.ids: Int32 = np.empty(prompt_len + max_output, np.int32)
-        self.ids[:prompt_len] = request.prompt_ids
-        self.num_tokens = prompt_len
-        self.logprobs: list[TokenLogprob] = []
-        self.token_sources: list[str] = []  # one per emitted token, when the request asks
-        self.count_ids: Int32 = _NO_IDS
-        self.count_out: Int32 = _NO_IDS
-        self.count_prompt: Int32 = _NO_IDS
-        self.matcher: StopMatcher | None = None
+        if sampling.min_tokens > 0:
+            ends = sorted(self.rules.eos_ids | self.rules.stop_ids)
+            self.banned_until = np.asarray(ends, np.int32)
+        self.ids = np.empty(self.prompt_len + max_output, np.int32)
+        self.ids[: self.prompt_len] = request.prompt_ids
+        self.table = np.zeros(-(-max_model_len // self.block_size), np.int32)
         if sampling.stop:
             if stop_table is None:
                 raise ValueError("stop strings need the id -> bytes table")
             self.matcher = StopMatcher(sampling.stop, stop_table, sampling.skip_special_tokens)
         if sampling.has_penalties:
             self._recount()
-
-        # Set by the engine once it is compiled; consumes in accept.cut, goes back in rollback().
-        self.grammar: GrammarState | None = None
-
-        # Marks (beside num_tokens): written by the engine through verify() and release().
-        self.num_verified = 0
-        self.num_released = 0
-
-        # KV: written by the scheduler and, after a step, by the engine.
-        self.status = Status.NEW
-        self.table: Int32 = np.zeros(-(-max_model_len // block_size), np.int32)
-        self.num_blocks = 0
-        self.num_computed = 0
-        self.keys: list[bytes] = []  # content keys of the leading full blocks, computed lazily
-        self.num_published = 0
-        self.num_cached_tokens = -1  # not admitted yet
-        self.siblings: list[Sequence] = []  # choices that fork off this one at the last prompt row
-
-        # Reporting: written by the engine.
-        self.prompt_logprobs: list[TokenLogprob | None] = (
-            [None] if request.echo_logprobs is not None else []
-        )
-        self.label_logprobs: tuple[float, ...] = ()
-        self.counts = _NO_COUNTS
-        self.has_spoken = False  # its first Delta went out
-        self.rejected_drafts: list[tuple[int, str, tuple[int, ...]]] = []  # when it asks
-        self.first_step_s = 0.0
-        self.num_steps = 0  # decode steps so far
-
-        # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
-        self.head: SequenceHead | None = None
-
-        # Speculation: written by the engine's propose and accept.
-        self.session: DraftSession | None = None
-        self.drafter_name = "off"
-        self.no_draft_reason = "off"
-        self.sources: tuple[str, ...] = ("off",)
-        self.draft_record = DraftRecord()
+        if request.echo_logprobs is not None:
+            self.prompt_logprobs.append(None)
 
     @property
     def num_output(self) -> int:

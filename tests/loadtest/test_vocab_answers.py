@@ -25,7 +25,8 @@ from server.types import Request, SamplingParams
 from tests.fakes.fake_drafters import oracle_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.vocab_store.test_slice import Texts as Letters
-from vocab_store.profile import VocabProfile, tokenize_pairs
+from vocab_store.documents import tokenize_pairs
+from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
 V = 40

@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from loadtest.vocab_speed import (
-    figures,
-    head_memory,
-    measure_first_tokens,
-    most_dynamic,
-    run_mode,
-    sized,
-    unseen_ids,
-)
+from loadtest.vocab_first_token import head_memory, measure_first_tokens, most_dynamic, unseen_ids
+from loadtest.vocab_speed import figures, run_mode, sized
 from server.engine.engine import Engine, EngineSettings
 from server.types import VocabularyParams
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info

@@ -16,8 +16,9 @@ from server.wiring.engine import build_engine
 from server.wiring.profiles import ProfileFiles
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
+from vocab_store.documents import Example
 from vocab_store.errors import MissingIdsError, ProfileFileError
-from vocab_store.profile import Example, ProfileSettings, VocabProfile, build_profile
+from vocab_store.profile import ProfileSettings, VocabProfile, build_profile
 from vocab_store.slice import RequiredIds, VocabSlice
 
 EOS = 2

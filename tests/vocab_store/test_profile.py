@@ -14,20 +14,17 @@ from tokenizers import Tokenizer
 
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from vocab_store.documents import Example, corpus_hash, read_pairs, tokenize_pairs
 from vocab_store.edge_llm import export_vocab_map, import_vocab_map
 from vocab_store.errors import MissingIdsError, ProfileFileError, VocabStoreError
 from vocab_store.profile import (
-    Example,
     ProfileSettings,
     VocabProfile,
     build_profile,
-    corpus_hash,
     document_frequencies,
     measure_coverage,
-    read_pairs,
     report_of,
     static_pruning_ids,
-    tokenize_pairs,
     tolerance_filter,
 )
 from vocab_store.pruning import close_under_merges, prune_tokenizer

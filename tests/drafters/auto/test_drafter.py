@@ -191,7 +191,6 @@ def test_bad_parameters_are_refused() -> None:
     for options in (
         {"min_survival": 1.0},
         {"num_retrieved": -1},
-        {"sharpness": -0.5},
     ):
         with pytest.raises(ValueError):
             AutoDrafter(**options)
