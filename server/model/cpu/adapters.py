@@ -21,7 +21,7 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels import PANEL, pack_panels
-from server.model.cpu.linear import FloatLinear, cap_logits, float_linear, product
+from server.model.cpu.linear import FloatLinear, float_linear, product
 from server.model.cpu.lora import KINDS, ROWS, StepAdapters
 from server.model.cpu.records import Float32, Int64, Layers, Work
 from server.model.cpu.tensors import ModelTensors
@@ -323,8 +323,8 @@ class AdapterBank:
             if self._head_logits.shape[0] < mine.shape[0] or self._head_logits.shape[1] != width:
                 self._head_logits = np.zeros((mine.shape[0], width), np.float32)
             states = np.ascontiguousarray(full.states[mine])
-            product(states, mine.shape[0], record, self._head_logits, self._work)
-            cap_logits(self._head_logits, mine.shape[0], self._shape.logit_cap)
+            cap = self._shape.logit_cap
+            product(states, mine.shape[0], record, self._head_logits, self._work, cap)
             found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
             full.logits[np.ix_(mine, own.ids)] = found
 

@@ -11,7 +11,7 @@ node. Tree attention: a node's keys are its sequence's prefix and its own path (
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from server.model.cpu.attention_kernels import (
     Plane,
@@ -20,16 +20,13 @@ from server.model.cpu.attention_kernels import (
     store_key,
     store_value,
 )
-from server.model.cpu.kernels import exp_shifted, fetch_add, max_of, rms_norm
+from server.model.cpu.kernels import exp_shifted, max_of, rms_norm
 from server.model.cpu.records import RowKeys
 from server.model.cpu.soft_cap import soft_cap
+from server.model.cpu.team import barrier, take
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-
-# Under this many rows the work between products is too small to share between threads.
-SERIAL_ROWS = 4
 
 
 @_serial
@@ -44,14 +41,17 @@ def _rotate(x, cos, sin):
 
 
 @_serial
-def _place_rows(first, step, rows, qkv, layer, shape):
-    """Bias, norms and rope on q and k in place, then K and V into their slots."""
+def place(rows, qkv, layer, shape, work):
+    """Write the K and V of all rows; qkv [R, outputs] becomes normed and rotated in place.
+
+    Bias, norms and rope on q and k, then K and V into their slots; each thread its own rows.
+    """
     num_kv_heads = layer.keys.shape[0]
     num_heads = shape.num_heads
     d = shape.head_dim
     normed = layer.q_norm.shape[0]
     norms_heads = normed == d
-    for r in range(first, rows.num, step):
+    for r in range(work.thread, rows.num, work.threads):
         row = qkv[r]
         if layer.bias.shape[0] > 0:
             for i in range(layer.bias.shape[0]):
@@ -78,21 +78,7 @@ def _place_rows(first, step, rows, qkv, layer, shape):
             value = row[(num_heads + num_kv_heads + h) * d : (num_heads + num_kv_heads + h + 1) * d]
             store_key(Plane(layer.keys[h], layer.key_scales[h]), rows.slots[r], key)
             store_value(Plane(layer.values[h], layer.value_scales[h]), rows.slots[r], value)
-
-
-@_parallel
-def _place_parallel(rows, qkv, layer, shape, threads):
-    for t in prange(threads):
-        _place_rows(t, threads, rows, qkv, layer, shape)
-
-
-@_serial
-def place(rows, qkv, layer, shape, threads):
-    """Write the K and V of all rows; qkv [R, outputs] becomes normed and rotated in place."""
-    if threads == 1 or rows.num <= SERIAL_ROWS:
-        _place_rows(0, 1, rows, qkv, layer, shape)
-    else:
-        _place_parallel(rows, qkv, layer, shape, threads)
+    barrier(work)
 
 
 @_serial
@@ -174,12 +160,16 @@ def _attend_row(q, group, keys, shape, scores, acc, out):
 
 
 @_serial
-def _attend_share(rows, qkv, layer, shape, scores, acc, out, counter):
-    """One thread's share: (row, KV head) items from a shared counter."""
+def attend(rows, qkv, layer, shape, scratch, out, work):
+    """out[r] = attention of row r over its keys, all heads; K and V of all rows are in place.
+
+    Items are (row, KV head).
+    """
+    scores, acc = scratch.scores[work.thread], scratch.acc[work.thread]
     num_kv_heads = layer.keys.shape[0]
     group = shape.num_heads // num_kv_heads
     d = shape.head_dim
-    item = fetch_add(counter)
+    item = take(work)
     while item < rows.num * num_kv_heads:
         # Late rows have the most keys: hand them out first.
         r = rows.num - 1 - item // num_kv_heads
@@ -197,22 +187,5 @@ def _attend_share(rows, qkv, layer, shape, scores, acc, out, counter):
             qkv[r].ctypes.data + h * group * d * 4, group, keys, shape, scores, acc,
             out[r, h * group * d :],
         )  # fmt: skip
-        item = fetch_add(counter)
-
-
-@_parallel
-def _attend_parallel(rows, qkv, layer, shape, scores, acc, out, work):
-    counter = work.counter.ctypes.data
-    for t in prange(work.threads):
-        _attend_share(rows, qkv, layer, shape, scores[t], acc[t], out, counter)
-
-
-@_serial
-def attend(rows, qkv, layer, shape, scratch, out, work):
-    """out[r] = attention of row r over its keys, all heads; K and V of all rows are in place."""
-    work.counter[0] = 0
-    if work.threads == 1 or rows.num * layer.keys.shape[0] == 1:
-        counter = work.counter.ctypes.data
-        _attend_share(rows, qkv, layer, shape, scratch.scores[0], scratch.acc[0], out, counter)
-    else:
-        _attend_parallel(rows, qkv, layer, shape, scratch.scores, scratch.acc, out, work)
+        item = take(work)
+    barrier(work)

@@ -12,13 +12,12 @@ a decode step and a tree.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from server.model.cpu.attention import SERIAL_ROWS
+from server.model.cpu.team import barrier
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
 
 @_serial
@@ -63,23 +62,13 @@ def _filter_rows(first, step, rows, projected, taps, inputs, out):
             result[i] *= gate[n + i]
 
 
-@_parallel
-def _convolve_parallel(rows, projected, taps, inputs, out, threads):
-    for t in prange(threads):
-        _keep_rows(t, threads, rows, projected, inputs)
-    for t in prange(threads):
-        _filter_rows(t, threads, rows, projected, taps, inputs, out)
-
-
 @_serial
-def convolve(rows, projected, taps, inputs, out, threads):
+def convolve(rows, projected, taps, inputs, out, work):
     """out[r] = C * (taps * (B * x)) for the rows of a step; the layer's inputs are kept.
 
     projected: float32 [R, at least 3 H]: B, C, x. taps: float32 [taps, H], the oldest first.
     inputs: float32 [blocks, 16, H]. out: float32 [R, H].
     """
-    if threads == 1 or rows.num <= SERIAL_ROWS:
-        _keep_rows(0, 1, rows, projected, inputs)
-        _filter_rows(0, 1, rows, projected, taps, inputs, out)
-    else:
-        _convolve_parallel(rows, projected, taps, inputs, out, threads)
+    _keep_rows(work.thread, work.threads, rows, projected, inputs)
+    barrier(work)
+    _filter_rows(work.thread, work.threads, rows, projected, taps, inputs, out)

@@ -1,4 +1,4 @@
-"""The forward pass on a CPU, fused: one numba call runs every layer for all rows of a step.
+"""The forward pass on a CPU, fused: one job of the team runs every layer for all rows of a step.
 
 What: embedding rows in, final hidden states out, for the families of shape.py. Weights are records
 of any kind (linear.py), K and V live in a paged cache. What not: weights loading (weights.py),
@@ -16,9 +16,9 @@ written by a prompt row or by an accepted tree node:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from server.model.cpu.attention import SERIAL_ROWS, attend, place
+from server.model.cpu.attention import attend, place
 from server.model.cpu.convolution import convolve
 from server.model.cpu.kernels import rms_norm
 from server.model.cpu.linear import gated_linear, linear
@@ -31,42 +31,34 @@ from server.model.cpu.lora import (
     add_lora,
     gated_linear_lora,
 )
-from server.model.cpu.records import AttentionLayer, Residual
+from server.model.cpu.records import AttentionLayer, Residual, Work
+from server.model.cpu.team import make_job, run
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
 # Rows of the norm table, one plane a layer; WeightNames.norms has them in this order.
 NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
 
 
 @_serial
-def _norm_rows(first, step, num_rows, x, weight, out, eps):
+def _norm_rows(num_rows, x, weight, out, eps, work):
+    """out[r] = RMSNorm(x[r]) * weight for this thread's rows r < num_rows."""
     n = weight.shape[0]
-    for r in range(first, num_rows, step):
+    for r in range(work.thread, num_rows, work.threads):
         rms_norm(x[r], weight, out[r], n, eps)
 
 
-@_parallel
-def _norm_parallel(num_rows, x, weight, out, eps, threads):
-    for t in prange(threads):
-        _norm_rows(t, threads, num_rows, x, weight, out, eps)
-
-
 @_serial
-def norm_rows(num_rows, x, weight, out, eps, threads):
-    """out[r] = RMSNorm(x[r]) * weight for r < num_rows."""
-    if threads == 1 or num_rows <= 4 * SERIAL_ROWS:
-        _norm_rows(0, 1, num_rows, x, weight, out, eps)
-    else:
-        _norm_parallel(num_rows, x, weight, out, eps, threads)
+def residual(num_rows, x, y, norms, out, work):
+    """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, for this thread's
+    rows r < num_rows.
 
-
-@_serial
-def _residual_rows(first, step, num_rows, x, y, norms, out):
+    has_post: y[r] goes through RMSNorm * post first, in place. Without has_following, out[r] =
+    x[r]. One pass over a row, while it is in the cache.
+    """
     n = norms.following.shape[0]
-    for r in range(first, num_rows, step):
+    for r in range(work.thread, num_rows, work.threads):
         if norms.has_post:
             rms_norm(y[r], norms.post, y[r], n, norms.eps)
         if norms.bias.shape[0] > 0:
@@ -82,38 +74,22 @@ def _residual_rows(first, step, num_rows, x, y, norms, out):
                 out[r, i] = x[r, i]
 
 
-@_parallel
-def _residual_parallel(num_rows, x, y, norms, out, threads):
-    for t in prange(threads):
-        _residual_rows(t, threads, num_rows, x, y, norms, out)
-
-
 @_serial
-def residual(num_rows, x, y, norms, out, threads):
-    """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, for r < num_rows.
+def _forward_share(thread, rows, layers, memory, shape, adapters, work):
+    """What every thread of the team runs. Sums of a row belong to one thread or, in products and
+    attention, to items; where a thread reads what others wrote, they have met before (team.py).
 
-    has_post: y[r] goes through RMSNorm * post first, in place. Without has_following, out[r] =
-    x[r]. One pass over a row, while it is in the cache.
-    """
-    if threads == 1 or num_rows <= 4 * SERIAL_ROWS:
-        _residual_rows(0, 1, num_rows, x, y, norms, out)
-    else:
-        _residual_parallel(num_rows, x, y, norms, out, threads)
-
-
-@_serial
-def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
-    """All layers for the rows of a step: scratch.x in, scratch.hidden out (records.py).
-
-    adapters: of the rows that have one (lora.py).
-    """
-    num, threads = rows.num, work.threads
+    memory: (positions, cache, scratch)."""
+    positions, cache, scratch = memory
+    work = Work(work.sync, work.pairs, work.threads, thread)
+    num = rows.num
     x, y, normed = scratch.x, scratch.projected, scratch.normed
     num_layers = layers.norms.shape[0]
     if shape.norms_before:
-        norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, threads)
+        _norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, work)
     else:
-        normed[:num] = x[:num]
+        for r in range(thread, num, work.threads):
+            normed[r] = x[r]
     for i in range(num_layers):
         norms = layers.norms[i]
         if layers.conv_ids[i] >= 0:
@@ -122,7 +98,7 @@ def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
             add_lora(normed, adapters, i, CONV_IN, scratch.conv_projected, work)
             convolve(
                 rows, scratch.conv_projected, layers.taps[which], cache.inputs[which],
-                scratch.convolved, threads,
+                scratch.convolved, work,
             )  # fmt: skip
             linear(scratch.convolved, num, layers.conv_out, i, y, work)
             add_lora(scratch.convolved, adapters, i, CONV_OUT, y, work)
@@ -136,7 +112,7 @@ def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
             )  # fmt: skip
             linear(normed, num, layers.qkv, i, scratch.qkv, work)
             add_lora(normed, adapters, i, QKV, scratch.qkv, work)
-            place(rows, scratch.qkv, layer, shape, threads)
+            place(rows, scratch.qkv, layer, shape, work)
             attend(rows, scratch.qkv, layer, shape, scratch, scratch.attended, work)
             linear(scratch.attended, num, layers.out, i, y, work)
             add_lora(scratch.attended, adapters, i, OUT, y, work)
@@ -144,7 +120,7 @@ def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
             layers.out_bias[i], shape.norms_after, norms[NORM_POST_ATTENTION], shape.residual_scale,
             shape.norms_before, norms[NORM_MLP], shape.eps,
         )  # fmt: skip
-        residual(num, x, y, after, normed, threads)
+        residual(num, x, y, after, normed, work)
         if adapters.spans.shape[0] > 0:
             gated_linear_lora(
                 normed, num, layers.gate_up, i, adapters, scratch.inner, shape.gelu, work
@@ -160,7 +136,20 @@ def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
             layers.out_bias[i, :0], shape.norms_after, norms[NORM_POST_MLP], shape.residual_scale,
             shape.norms_before or last, following, shape.eps,
         )  # fmt: skip
-        residual(num, x, y, after, scratch.hidden if last else normed, threads)
+        residual(num, x, y, after, scratch.hidden if last else normed, work)
+
+
+_forward_job = make_job(_forward_share)
+
+
+@_serial
+def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
+    """All layers for the rows of a step: scratch.x in, scratch.hidden out (records.py).
+
+    adapters: of the rows that have one (lora.py).
+    """
+    memory = (positions, cache, scratch)
+    run(_forward_job((rows, layers, memory, shape, adapters, work)), work)
 
 
 @_serial

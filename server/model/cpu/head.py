@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.linear import cap_logits, product
+from server.model.cpu.linear import product
 from server.model.cpu.records import Float32, Work
 from server.model.cpu.slices import PackedHead
 from server.model.cpu.vector_ir import LANES
@@ -56,7 +56,6 @@ class FullHead:
             self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
         if num:
             self._states[:num] = states[rows]
-            product(self._states, num, self._weights, self._logits, self._work)
-            cap_logits(self._logits, num, self._cap)
+            product(self._states, num, self._weights, self._logits, self._work, self._cap)
             self._logits[:num, self._vocab_size :] = -np.inf
         return FullLogits(self._logits, self._states, {int(row): i for i, row in enumerate(rows)})

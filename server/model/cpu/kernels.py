@@ -33,7 +33,6 @@ from server.model.cpu.vector_ir import (
     F32,
     I16,
     I32,
-    I64,
     LANES,
     Loop,
     const,
@@ -255,18 +254,6 @@ def _make_gate(gelu: bool) -> Any:
 
 silu_gate = _make_gate(gelu=False)
 gelu_gate = _make_gate(gelu=True)
-
-
-@intrinsic
-def fetch_add(typingctx: Any, address: Any) -> Any:
-    """Atomically add 1 to the int64 at `address`; returns the value before: work is handed out
-    panel by panel, so a core that the API process borrows does not hold the other one up."""
-    sig = types.intp(types.intp)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), i64(1), "monotonic")
-
-    return sig, codegen
 
 
 # --- numba functions ------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Matrix products of a step: out = W @ x for all rows, work shared between threads.
 
 What: one record a weight kind (here FloatLinear: float32 or bfloat16 in panels) and two functions
-that forward.py calls for every kind:
+that forward.py calls for every kind, with all threads of the team (team.py):
 
     linear(x, num_rows, weights, layer, out, work)
     gated_linear(x, num_rows, weights, layer, out, gelu, work)
+
+Row r of x is complete, or it is this thread's own (r % threads == thread) and complete; `out` is
+complete for all threads when they return.
 
 numba picks the implementation by the record's type, so another kind (integers) is a module with a
 NamedTuple of its own and an `@overload` of both functions, imported before forward.py is called;
@@ -20,14 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, prange
+from numba import njit
 from numba.extending import overload
 
 from server.model.cpu.kernels import (
     HALVES,
     MAX_ROWS,
     PANEL,
-    fetch_add,
     gelu_gate,
     half_panel_product,
     panel_product,
@@ -35,10 +37,10 @@ from server.model.cpu.kernels import (
 )
 from server.model.cpu.records import Int64, Work
 from server.model.cpu.soft_cap import soft_cap
+from server.model.cpu.team import Team, barrier, make_job, run, take
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
 # Most rows of one work item: their inputs stay in a core's L2.
 ROW_SPAN = 16 * MAX_ROWS
@@ -62,10 +64,10 @@ def float_linear(panels: npt.NDArray[Any]) -> FloatLinear:
     return FloatLinear(address, int(panels.shape[0]), panels.dtype == np.uint16)
 
 
-def new_work(threads: int) -> Work:
-    """The shared state of products with so many threads."""
+def new_work(threads: int, team: Team | None = None) -> Work:
+    """What products with so many threads share; team: of that size, made here when None."""
     pairs = np.zeros((threads, 2 * ROW_SPAN * PANEL), np.float32)
-    return Work(np.zeros(8, np.int64), pairs, threads)
+    return Work((team or Team(threads)).sync, pairs, threads, 0)
 
 
 class _Task(NamedTuple):
@@ -92,8 +94,8 @@ def _even_span(num_rows, num_spans):
 
 
 @_serial
-def _product_share(task, counter, threads):
-    """One thread's share of out = x @ W: (panel, span of rows) items from a shared counter.
+def _product_share(task, work):
+    """One thread's share of out = x @ W: (panel, span of rows) items.
 
     Panels that are left over when each thread has had as many are split by columns.
     """
@@ -104,9 +106,9 @@ def _product_share(task, counter, threads):
     span = _even_span(num_rows, num_spans)
     num_whole = num_panels
     if num_spans == 1:
-        num_whole -= num_panels % threads
+        num_whole -= num_panels % work.threads
     num_items = (num_whole + (num_panels - num_whole) * HALVES) * num_spans
-    item = fetch_add(counter)
+    item = take(work)
     while item < num_items:
         if item < num_whole * num_spans:
             p = item // num_spans
@@ -123,24 +125,19 @@ def _product_share(task, counter, threads):
                 x, k, num_rows, panels + p * size + column % PANEL * item_bytes, k,
                 out + column * 4, ldo, bf16,
             )  # fmt: skip
-        item = fetch_add(counter)
-
-
-@_parallel
-def _product_parallel(task, counter, threads):
-    for _ in prange(threads):
-        _product_share(task, counter, threads)
+        item = take(work)
 
 
 @_serial
-def _gated_share(task, gelu, pairs, counter):
+def _gated_share(task, gelu, work):
     """One thread's share of out = act(x @ gate) * (x @ up); gate and up panels alternate."""
+    pairs = work.pairs[work.thread].ctypes.data
     x, num_rows, k, panels, num_panels, bf16, out, ldo = task
     size = k * PANEL * (2 if bf16 else 4)
     num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     span = _even_span(num_rows, num_spans)
     num_items = num_panels // 2 * num_spans
-    item = fetch_add(counter)
+    item = take(work)
     while item < num_items:
         p = item // num_spans
         first = item % num_spans * span
@@ -156,13 +153,7 @@ def _gated_share(task, gelu, pairs, counter):
                 gelu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
             else:
                 silu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
-        item = fetch_add(counter)
-
-
-@_parallel
-def _gated_parallel(task, gelu, pairs, counter, threads):
-    for t in prange(threads):
-        _gated_share(task, gelu, pairs[t].ctypes.data, counter)
+        item = take(work)
 
 
 def linear(x, num_rows, weights, layer, out, work):
@@ -192,16 +183,13 @@ def _float_linear(x, num_rows, weights, layer, out, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, work):
-        work.counter[0] = 0
-        counter = work.counter.ctypes.data
+        barrier(work)
         task = _Task(
             x.ctypes.data, num_rows, x.shape[1], weights.addresses[layer], weights.num_panels,
             weights.bf16, out.ctypes.data, out.shape[1],
         )  # fmt: skip
-        if work.threads == 1:
-            _product_share(task, counter, 1)
-        else:
-            _product_parallel(task, counter, work.threads)
+        _product_share(task, work)
+        barrier(work)
 
     return multiply
 
@@ -212,33 +200,33 @@ def _float_gated_linear(x, num_rows, weights, layer, out, gelu, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, gelu, work):
-        work.counter[0] = 0
-        counter = work.counter.ctypes.data
+        barrier(work)
         task = _Task(
             x.ctypes.data, num_rows, x.shape[1], weights.addresses[layer], weights.num_panels,
             weights.bf16, out.ctypes.data, out.shape[1],
         )  # fmt: skip
-        if work.threads == 1:
-            _gated_share(task, gelu, work.pairs[0].ctypes.data, counter)
-        else:
-            _gated_parallel(task, gelu, work.pairs, counter, work.threads)
+        _gated_share(task, gelu, work)
+        barrier(work)
 
     return multiply
 
 
 @_serial
-def product(x, num_rows, weights, out, work):
-    """`linear` on the record's first matrix."""
+def _logits_share(thread, x, num_rows, weights, out, cap, work):
+    work = Work(work.sync, work.pairs, work.threads, thread)
     linear(x, num_rows, weights, 0, out, work)
+    if cap > 0.0:
+        for m in range(thread, num_rows, work.threads):
+            soft_cap(out[m].ctypes.data, out.shape[1] // LANES, np.float32(1.0), np.float32(cap))
+
+
+_logits_job = make_job(_logits_share)
 
 
 @_serial
-def cap_logits(logits, num_rows, cap):
-    """logits[m] = cap * tanh(logits[m] / cap) for m < num_rows; nothing where cap is 0.
+def product(x, num_rows, weights, out, work, cap=0.0):
+    """`linear` on the record's first matrix, by the whole team; cap: of logits.
 
-    logits: float32 [*, a multiple of 16].
+    With a cap above 0, out[m] = cap * tanh((W @ x[m]) / cap); out [*, a multiple of 16].
     """
-    if cap > 0.0:
-        for m in range(num_rows):
-            row = logits[m].ctypes.data
-            soft_cap(row, logits.shape[1] // LANES, np.float32(1.0), np.float32(cap))
+    run(_logits_job((x, num_rows, weights, out, cap, work)), work)

@@ -18,11 +18,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 
 from server.model.cpu.kernels import VECTORS_PER_PANEL, gelu_gate, silu_gate
 from server.model.cpu.linear import linear
 from server.model.cpu.records import Float32, Int64
+from server.model.cpu.team import barrier
 from server.model.cpu.vector_ir import (
     LANES,
     Loop,
@@ -49,7 +50,6 @@ _WIDE = max(2, VECTORS_PER_PANEL)  # vectors of a wide kernel: 4 rows of them fi
 _TILE = _WIDE * LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
 
 class StepAdapters(NamedTuple):
@@ -213,22 +213,15 @@ def _add_share(x, adapters, layer, kind, out, first, step):
                 _add_part(t, num, row, part, alternate, tile, out)
 
 
-@_parallel
-def _add_parallel(x, adapters, layer, kind, out, threads):
-    for i in prange(threads):
-        _add_share(x, adapters, layer, kind, out, i, threads)
-
-
 @_serial
 def add_lora(x, adapters, layer, kind, out, work):
-    """out[r] += scale * (x[r] @ A) @ B for the rows of every span; x [*, at least K]."""
-    num = adapters.spans.shape[0]
-    if num == 0:
-        return
-    if work.threads == 1 or num == 1:
-        _add_share(x, adapters, layer, kind, out, 0, 1)
-    else:
-        _add_parallel(x, adapters, layer, kind, out, work.threads)
+    """out[r] += scale * (x[r] @ A) @ B for the rows of every span; x [*, at least K].
+
+    By all threads; x and out are complete before, and out is after.
+    """
+    if adapters.spans.shape[0] > 0:
+        _add_share(x, adapters, layer, kind, out, work.thread, work.threads)
+        barrier(work)
 
 
 @intrinsic
@@ -274,12 +267,6 @@ def _gate_rows(first, step, num_rows, adapters, out, gelu):
             out[r, i] = 0.0
 
 
-@_parallel
-def _gate_parallel(num_rows, adapters, out, gelu, threads):
-    for i in prange(threads):
-        _gate_rows(i, threads, num_rows, adapters, out, gelu)
-
-
 @_serial
 def gated_linear_lora(x, num_rows, weights, layer, adapters, out, gelu, work):
     """linear.gated_linear with the adapters' share of gate and up.
@@ -289,7 +276,5 @@ def gated_linear_lora(x, num_rows, weights, layer, adapters, out, gelu, work):
     """
     linear(x, num_rows, weights, layer, adapters.wide, work)
     add_lora(x, adapters, layer, GATE_UP, adapters.wide, work)
-    if work.threads == 1 or num_rows == 1:
-        _gate_rows(0, 1, num_rows, adapters, out, gelu)
-    else:
-        _gate_parallel(num_rows, adapters, out, gelu, work.threads)
+    _gate_rows(work.thread, work.threads, num_rows, adapters, out, gelu)
+    barrier(work)

@@ -139,15 +139,16 @@ class Scratch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Threads, and what they share while they work on one product.
+    """A team of threads (team.py), and which of them this is.
 
-    counter: int64 [8], the next item. pairs: float32 [threads, at least 2 * ROW_SPAN * PANEL], a
-    thread's gate and up columns.
+    sync: int64, what they share. pairs: float32 [threads, at least 2 * ROW_SPAN * PANEL], a
+    thread's gate and up columns. thread: 0 <= thread < threads.
     """
 
-    counter: Int64
+    sync: Int64
     pairs: Float32
     threads: int
+    thread: int
 
 
 class AttentionLayer(NamedTuple):

@@ -27,6 +27,7 @@ from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Cache, Float32, Positions, Rows, Scratch, Shape
 from server.model.cpu.slices import SlicedHead
+from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
 from server.model.cpu.vector_ir import LANES
 from server.model.cpu.weights import RunnerWeights
@@ -155,7 +156,8 @@ class CpuRunner:
         self._pages = KvPages([array for array in self._cache if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
         self._record_shape = _record_shape(shape)
-        self._work = new_work(self._threads)
+        team = Team(self._threads)
+        self._work = new_work(self._threads, team)
         self._head = FullHead(weights.packed_head, shape.vocab_size, self._work, shape.logit_cap)
         self._slices = SlicedHead(weights.packed_head, self._work, shape.logit_cap)
         self._adapters = AdapterBank(
@@ -166,9 +168,7 @@ class CpuRunner:
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
         self.head_row_bytes = weights.packed_head.row_bytes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
-        self._kernel_threads = self._worker.submit(
-            KernelThreads, shape.hidden_size, self._threads
-        ).result()
+        self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
         self._in_flight: Future[Drawn] | None = None
         self.body_s = 0.0
         self.head_s = 0.0

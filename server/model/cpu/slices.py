@@ -23,7 +23,7 @@ from numba import njit
 
 from server.engine.batch import Batch, HeadSlice, Int32
 from server.model.cpu.kernels import PANEL
-from server.model.cpu.linear import FloatLinear, cap_logits, float_linear, product
+from server.model.cpu.linear import FloatLinear, float_linear, product
 from server.model.cpu.records import Int64, Work
 from server.model.cpu.vector_ir import LANES
 
@@ -218,8 +218,7 @@ class SlicedHead:
             out = np.zeros((max(num, 2 * out.shape[0]), panels.shape[0] * self._panel), np.float32)
         if num and num_panels:
             weights = self._head.record(panels, num_panels)
-            product(states, num, weights, out, self._work)
-            cap_logits(out, num, self._cap)
+            product(states, num, weights, out, self._work, self._cap)
         return out
 
 

@@ -6,45 +6,37 @@ import contextlib
 import os
 import threading
 import time
-
-import numpy as np
-
-from server.model.cpu import forward as cpu_forward
+from collections.abc import Sequence
 
 
 class KernelThreads:
-    """The worker thread and its pool: spreads them over the cores when they have slept.
+    """The worker thread and its team: spreads them over the cores when they have slept.
 
-    Linux often wakes a pool that has slept on the waker's core, and takes 25 ms of the next step
+    Linux often wakes a team that has slept on the waker's core, and takes 25 ms of the next step
     to spread it out (docs/benchmarks, "The first token after a pause"). So the first milliseconds
     after a pause run pinned, one thread a core, until the scheduler has seen that both are busy;
     then all float again, because a pinned thread cannot get out of the way of another busy
     process. Does nothing where there are other than as many threads as cores: then the scheduler
     has room, or no choice.
 
-    Made on the worker thread. pause_s: sleep after which threads are spread. pinned_s: for how
-    long; less than pause_s.
+    Made on the worker thread. thread_ids: the team's others (Team.thread_ids). pause_s: sleep
+    after which threads are spread. pinned_s: for how long; less than pause_s.
     """
 
     def __init__(
-        self, width: int, num_threads: int, *, pause_s: float = 0.05, pinned_s: float = 0.04
+        self, thread_ids: Sequence[int], *, pause_s: float = 0.05, pinned_s: float = 0.04
     ) -> None:
         self._pause_s = pause_s
         self._pinned_s = pinned_s
         self._rested_s = time.monotonic()
         self._cores: list[int] = []
         self._thread_ids: list[int] = []
-        tasks = "/proc/self/task"
-        if num_threads == 1 or not os.path.isdir(tasks):
+        if not hasattr(os, "sched_getaffinity") or not thread_ids:
             return
         cores = sorted(os.sched_getaffinity(0))
-        known = set(os.listdir(tasks))
-        rows = np.zeros((64, width), np.float32)  # a parallel region that is over at once
-        cpu_forward.norm_rows(64, rows, rows[0], rows, np.float32(1.0), num_threads)
-        pool = sorted(int(task) for task in set(os.listdir(tasks)) - known)
-        if len(cores) == num_threads == len(pool) + 1:
+        if len(cores) == len(thread_ids) + 1:
             self._cores = cores
-            self._thread_ids = [threading.get_native_id(), *pool]
+            self._thread_ids = [threading.get_native_id(), *thread_ids]
 
     @property
     def thread_ids(self) -> tuple[int, ...]:

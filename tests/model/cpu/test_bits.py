@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from server.model.cpu.runner import CpuRunner
+from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
@@ -170,8 +171,9 @@ def test_threads_that_slept_start_on_a_core_each_and_are_let_go() -> None:
     def places() -> list[set[int]]:
         return [os.sched_getaffinity(thread_id) for thread_id in threads.thread_ids]
 
+    team = Team(len(cores))
     with ThreadPoolExecutor(1) as worker:
-        made = worker.submit(KernelThreads, 64, len(cores), pause_s=0.2, pinned_s=0.15)
+        made = worker.submit(KernelThreads, team.thread_ids, pause_s=0.2, pinned_s=0.15)
         threads = made.result()
         assert len(set(threads.thread_ids)) == len(cores)
         worker.submit(threads.wake).result()  # has not slept
@@ -184,5 +186,5 @@ def test_threads_that_slept_start_on_a_core_each_and_are_let_go() -> None:
         while places() != [cores] * len(cores):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        fewer = worker.submit(KernelThreads, 64, len(cores) - 1).result()
+        fewer = worker.submit(KernelThreads, team.thread_ids[1:]).result()
         assert fewer.thread_ids == ()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numba.extending import overload
 
 from server.model.cpu.integers.forms import PANEL
@@ -22,19 +22,18 @@ from server.model.cpu.integers.product import (
     IntegerMatrix,
     num_panels,
     product_share,
-    quantise_inputs,
     set_job,
 )
-from server.model.cpu.integers.quantise import Activations
-from server.model.cpu.kernels import fetch_add, gelu_gate, silu_gate
+from server.model.cpu.integers.quantise import Activations, quantise_rows
+from server.model.cpu.kernels import gelu_gate, silu_gate
 from server.model.cpu.linear import gated_linear, is_kind, linear
 from server.model.cpu.records import Int64
+from server.model.cpu.team import barrier, take
 from server.model.cpu.vector_ir import LANES
 
 __all__ = ["IntegerLinear", "integer_linear"]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
 
 class IntegerLinear(NamedTuple):
@@ -59,56 +58,44 @@ def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> Inte
 
 
 @_serial
-def _gated_share(rows, num_rows, matrix, out, gelu, counter):
+def _gated_share(rows, num_rows, matrix, out, gelu, work):
     """One thread's share of out = act(gate) * up: the panel of the same outputs of both parts."""
     gate, up = matrix.parts[0], matrix.parts[1]
     spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     span = (num_rows + spans - 1) // spans
     total = num_panels(gate) * spans
     job = np.empty(JOB_ITEMS, np.int64)
-    pairs = np.empty((span, 2 * PANEL), np.float32)
-    item = fetch_add(counter)
+    pairs = work.pairs[work.thread].ctypes.data
+    item = take(work)
     while item < total:
         p = item // spans
         first = item % spans * span
         num = min(span, num_rows - first)
-        set_job(job, rows, first, num, pairs.ctypes.data, 8 * PANEL)
+        set_job(job, rows, first, num, pairs, 8 * PANEL)
         for half in range(2):
             line = gate if half == 0 else up
             job[5] = line[0] + p * line[2]
             job[6] = line[3]
-            job[7] = pairs.ctypes.data + half * PANEL * 4
+            job[7] = pairs + half * PANEL * 4
             call_kernel(line[1], job.ctypes.data)
         for m in range(num):
             target = out.ctypes.data + ((first + m) * out.shape[1] + p * PANEL) * 4
-            left = pairs[m].ctypes.data
+            left = pairs + m * 8 * PANEL
             if gelu:
                 gelu_gate(left, left + PANEL * 4, target, PANEL // LANES)
             else:
                 silu_gate(left, left + PANEL * 4, target, PANEL // LANES)
-        item = fetch_add(counter)
-
-
-@_parallel
-def _gated_parallel(rows, num_rows, matrix, out, gelu, work):
-    for _ in prange(work.threads):
-        _gated_share(rows, num_rows, matrix, out, gelu, work.counter.ctypes.data)
-
-
-@_parallel
-def _product_parallel(rows, num_rows, matrix, out, work):
-    for _ in prange(work.threads):
-        product_share(rows, num_rows, matrix, out, work.counter.ctypes.data)
+        item = take(work)
 
 
 @_serial
 def _prepared(x, num_rows, weights, layer, work):
-    """The layer's matrix, once the inputs are integers and the counter is 0."""
+    """The layer's matrix, once the inputs of all rows are integers."""
     if num_rows > weights.rows.q.shape[0]:
         raise ValueError("more rows than the buffer of quantised inputs has")
     width = min(weights.inputs, x.shape[1])
-    quantise_inputs(num_rows, x, width, weights.per_row, weights.rows, work.threads)
-    work.counter[0] = 0
+    quantise_rows(work.thread, work.threads, num_rows, x, width, weights.per_row, weights.rows)
+    barrier(work)
     return IntegerMatrix(weights.parts[layer], weights.inputs, weights.outputs, weights.per_row)
 
 
@@ -119,10 +106,8 @@ def _integer_linear(x, num_rows, weights, layer, out, work):
 
     def multiply(x, num_rows, weights, layer, out, work):
         matrix = _prepared(x, num_rows, weights, layer, work)
-        if work.threads == 1:
-            product_share(weights.rows, num_rows, matrix, out, work.counter.ctypes.data)
-        else:
-            _product_parallel(weights.rows, num_rows, matrix, out, work)
+        product_share(weights.rows, num_rows, matrix, out, work)
+        barrier(work)
 
     return multiply
 
@@ -134,9 +119,7 @@ def _integer_gated_linear(x, num_rows, weights, layer, out, gelu, work):
 
     def multiply(x, num_rows, weights, layer, out, gelu, work):
         matrix = _prepared(x, num_rows, weights, layer, work)
-        if work.threads == 1:
-            _gated_share(weights.rows, num_rows, matrix, out, gelu, work.counter.ctypes.data)
-        else:
-            _gated_parallel(weights.rows, num_rows, matrix, out, gelu, work)
+        _gated_share(weights.rows, num_rows, matrix, out, gelu, work)
+        barrier(work)
 
     return multiply

@@ -13,23 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, prange
+from numba import njit
 
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, kernel_address
-from server.model.cpu.integers.quantise import quantise_rows
 from server.model.cpu.integers.weights import Stored, pack_rows
-from server.model.cpu.kernels import fetch_add
+from server.model.cpu.team import take
 
 __all__ = ["ROW_SPAN", "IntegerMatrix", "aligned", "count_of", "pack", "product_share"]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
-_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
 
 ROW_SPAN = 96
 """Most rows of one work item: their inputs stay in a core's L2."""
-
-_SERIAL_ROWS = 8  # up to so many are quantised by one thread
 
 
 class IntegerMatrix(NamedTuple):
@@ -138,30 +134,15 @@ def _one_item(item, rows, num_rows, matrix, out, short, job):
 
 
 @_serial
-def product_share(rows, num_rows, matrix, out, counter):
-    """One thread's share of out[:num_rows, :outputs] = W @ rows: items from a shared counter."""
+def product_share(rows, num_rows, matrix, out, work):
+    """One thread's share of out[:num_rows, :outputs] = W @ rows."""
     spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     short = np.empty(((num_rows + spans - 1) // spans, PANEL), np.float32)
     job = np.empty(JOB_ITEMS, np.int64)
     total = 0
     for part in range(matrix.parts.shape[0]):
         total += num_panels(matrix.parts[part]) * spans
-    item = fetch_add(counter)
+    item = take(work)
     while item < total:
         _one_item(item, rows, num_rows, matrix, out, short, job)
-        item = fetch_add(counter)
-
-
-@_parallel
-def _quantise_parallel(num_rows, x, num_inputs, per_row, rows, threads):
-    for t in prange(threads):
-        quantise_rows(t, threads, num_rows, x, num_inputs, per_row, rows)
-
-
-@_serial
-def quantise_inputs(num_rows, x, num_inputs, per_row, rows, threads):
-    """x[:num_rows] float32 [rows, >= num_inputs] into `rows`."""
-    if threads == 1 or num_rows <= _SERIAL_ROWS:
-        quantise_rows(0, 1, num_rows, x, num_inputs, per_row, rows)
-    else:
-        _quantise_parallel(num_rows, x, num_inputs, per_row, rows, threads)
+        item = take(work)

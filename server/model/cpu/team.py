@@ -1,0 +1,340 @@
+"""Team: the threads that run a step on a CPU together, with barriers of their own.
+
+What: `make_job` turns a compiled function (a *share*) into a job, which every thread of a team runs
+at the same time, each knowing which thread it is (Work.thread). Between its parts the threads meet
+at `barrier`. A step is one job, so work is handed out once a step and not some 200 times; at a
+barrier a thread spins for some 20 us and then sleeps until the last one has come. What not: which
+rows or panels a thread takes (linear.py, attention.py).
+
+What a share must keep to:
+  - All threads call it with the same arguments but for the thread's number, and meet at the same
+    barriers.
+  - It takes items from `take`, which every barrier sets back to 0, or its own rows: row r belongs
+    to thread r % threads. What another thread wrote is read after a barrier.
+  - It raises only where all threads raise at the same place; `run` raises RuntimeError then.
+
+What the threads share is one int64 array, `sync`: words 128 bytes apart, each on cache lines of its
+own. The threads of a team end when nothing refers to its `sync` any more.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import weakref
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import njit, typeof, types
+from numba.core import cgutils
+
+from server.model.cpu.records import Int64
+from server.model.cpu.vector_ir import I32, I64, i64, intrinsic
+
+__all__ = ["Team", "barrier", "make_job", "run", "take"]
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+
+# Bytes from the start of `sync` to its words.
+_JOB, _SHARE, _ARGUMENTS, _STOP, _FAILED, _SPINS = (8 * i for i in range(6))
+_JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in range(1, 6))
+_WORDS = 128 * 6 // 8
+
+_BARRIER_SPINS = 2000  # some 20 us: what another thread's item takes
+_IDLE_ROUNDS = 200  # of 64 pauses and an offer of the core to others: the host's work between steps
+
+# --- words of LLVM IR -----------------------------------------------------------------------
+
+
+def _word(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic
+def _load(typingctx: Any, address: Any) -> Any:
+    """The int64 at `address`, and all that was written before it."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load_atomic(_word(b, args[0]), "seq_cst", 8)
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def _store(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at `address`, after all that was written before."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store_atomic(args[1], _word(b, args[0]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
+
+@intrinsic
+def _add(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to the int64 at `address`; what it was before."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", _word(b, args[0]), args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), codegen
+
+
+@intrinsic
+def _take(typingctx: Any, address: Any) -> Any:
+    """Add 1 to the int64 at `address`, with no order to other memory; what it was before."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", _word(b, args[0]), i64(1), "monotonic")
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def _pause(typingctx: Any) -> Any:
+    """Tell the core that this is a loop that waits."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        triple = llvm.get_process_triple()
+        if triple.startswith("x86_64"):
+            _declared(b, "llvm.x86.sse2.pause", ir.VoidType(), [], [])
+        elif triple.startswith(("aarch64", "arm64")):
+            _declared(b, "llvm.aarch64.hint", ir.VoidType(), [I32], [ir.Constant(I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _declared(
+    b: Any, name: str, result: Any, kinds: list[Any], args: list[Any], *, var_arg: bool = False
+) -> Any:
+    """A call of a function by name: LLVM's or the C library's."""
+    fn = b.module.globals.get(name)
+    if fn is None:
+        fn = ir.Function(b.module, ir.FunctionType(result, kinds, var_arg=var_arg), name)
+    return b.call(fn, args)
+
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # of this process only
+
+
+@intrinsic
+def _sleep(typingctx: Any, address: Any, known: Any) -> Any:
+    """Sleep until `_wake`, unless the low half of the word is not that of `known`; or a little."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if _FUTEX is None:
+            _declared(b, "usleep", I32, [I32], [ir.Constant(I32, 50)])
+        else:
+            low = b.and_(args[1], i64(0xFFFFFFFF))
+            numbers = [i64(_FUTEX), args[0], i64(_FUTEX_WAIT), low, i64(0)]
+            _declared(b, "syscall", I64, [I64], numbers, var_arg=True)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
+
+@intrinsic
+def _wake(typingctx: Any, address: Any) -> Any:
+    """Wake all that sleep at `address`."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if _FUTEX is not None:
+            numbers = [i64(_FUTEX), args[0], i64(_FUTEX_WAKE), i64(0x7FFFFFFF)]
+            _declared(b, "syscall", I64, [I64], numbers, var_arg=True)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@intrinsic
+def _offer(typingctx: Any) -> Any:
+    """Let another thread have the core, if one waits for it."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _declared(b, "sched_yield", I32, [], [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _call_share(typingctx: Any, share: Any, arguments: Any, thread: Any) -> Any:
+    """A share of a job by address; whether it failed."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64, I64]).as_pointer()
+        return b.call(b.inttoptr(args[0], kind), [args[1], args[2]])
+
+    return types.intp(*([types.intp] * 3)), codegen
+
+
+def make_job(share: Any) -> Any:
+    """An intrinsic: (tuple of arguments) -> (address of a share, address of its arguments).
+
+    share: a compiled function (thread, *arguments) that returns nothing. Both addresses are for
+    `run`, and valid while the function that calls the intrinsic runs.
+    """
+
+    @intrinsic
+    def job(typingctx: Any, arguments: Any) -> Any:
+        call = typeof(share).get_call_type(typingctx, (types.intp, *arguments), {})
+        sig = types.UniTuple(types.intp, 2)(arguments)
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            compiled = share.get_compile_result(call)
+            context.active_code_library.add_linking_library(compiled.library)
+            name = b.module.get_unique_name(f"tailor_share_{share.py_func.__name__}")
+            fn = ir.Function(b.module, ir.FunctionType(I64, [I64, I64]), name)
+            fn.linkage = "internal"
+            inner = ir.IRBuilder(fn.append_basic_block("entry"))
+            packed = inner.load(inner.inttoptr(fn.args[0], args[0].type.as_pointer()))
+            values = [fn.args[1], *cgutils.unpack_tuple(inner, packed)]
+            status, _ = context.call_internal_no_propagate(inner, compiled.fndesc, call, values)
+            inner.ret(inner.zext(status.is_error, I64))
+            data = cgutils.alloca_once_value(b, args[0])
+            addresses = [b.ptrtoint(fn, I64), b.ptrtoint(data, I64)]
+            return context.make_tuple(b, signature.return_type, addresses)
+
+        return sig, codegen
+
+    return job
+
+
+# --- meeting --------------------------------------------------------------------------------
+
+
+@_serial
+def _wait(word, known, sleepers, spins):
+    """Return when the word is no longer `known`."""
+    for _ in range(spins):
+        if _load(word) != known:
+            return
+        _pause()
+    _add(sleepers, 1)
+    while _load(word) == known:
+        _sleep(word, known)
+    _add(sleepers, -1)
+
+
+@_serial
+def _change(word, sleepers):
+    """Add 1 to the word and wake who sleeps: a sleeper was counted before it looked."""
+    _add(word, 1)
+    if _load(sleepers) > 0:
+        _wake(word)
+
+
+@_serial
+def _meet(sync, threads):
+    known = _load(sync + _MEETING)
+    if _add(sync + _ARRIVED, 1) == threads - 1:
+        _store(sync + _ARRIVED, 0)
+        _store(sync + _ITEM, 0)
+        _change(sync + _MEETING, sync + _MEETING_SLEEPERS)
+    else:
+        _wait(sync + _MEETING, known, sync + _MEETING_SLEEPERS, _load(sync + _SPINS))
+
+
+@_serial
+def barrier(work):
+    """Return when all threads of the team are here; the next item is 0 then."""
+    if work.threads == 1:
+        _store(work.sync.ctypes.data + _ITEM, 0)
+    else:
+        _meet(work.sync.ctypes.data, work.threads)
+
+
+@_serial
+def take(work):
+    """The number of the next item: 0, 1, ... in turn, whichever thread asks."""
+    return _take(work.sync.ctypes.data + _ITEM)
+
+
+@_serial
+def run(job, work):
+    """Run a job (make_job) with all threads of the team, and return when all are through."""
+    share, arguments = job
+    sync = work.sync.ctypes.data
+    _store(sync + _ITEM, 0)
+    if work.threads == 1:
+        failed = _call_share(share, arguments, 0)
+    else:
+        _store(sync + _FAILED, 0)
+        _store(sync + _SHARE, share)
+        _store(sync + _ARGUMENTS, arguments)
+        _change(sync + _JOB, sync + _JOB_SLEEPERS)
+        failed = _call_share(share, arguments, 0)
+        _meet(sync, work.threads)
+        failed += _load(sync + _FAILED)
+    if failed > 0:
+        raise RuntimeError("a product or a norm of this step failed")
+
+
+@_serial
+def _serve(sync, thread, threads):
+    """What a thread other than the first does: one job after the other, until it is stopped."""
+    known = 0
+    while True:
+        for _ in range(_IDLE_ROUNDS if _load(sync + _SPINS) > 0 else 0):
+            if _load(sync + _JOB) != known:
+                break
+            for _ in range(64):
+                _pause()
+            _offer()
+        _wait(sync + _JOB, known, sync + _JOB_SLEEPERS, 0)
+        known = _load(sync + _JOB)
+        if _load(sync + _STOP) != 0:
+            return
+        if _call_share(_load(sync + _SHARE), _load(sync + _ARGUMENTS), thread) != 0:
+            _store(sync + _FAILED, 1)
+        _meet(sync, threads)
+
+
+@_serial
+def _stop(sync):
+    _store(sync + _STOP, 1)
+    _change(sync + _JOB, sync + _JOB_SLEEPERS)
+
+
+class Team:
+    """The other threads of a team of `threads`; whoever calls `run` is its first.
+
+    One job at a time. Threads spin at barriers only where each can have a core. `sync`: for Work.
+    thread_ids: the kernel's ids of the other threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        memory = np.zeros(_WORDS + 16, np.int64)
+        skip = -memory.ctypes.data % 128 // 8
+        words = memory[skip : skip + _WORDS]
+        words[_SPINS // 8] = _BARRIER_SPINS if threads <= len(os.sched_getaffinity(0)) else 0
+        self.sync: Int64 = words.view()
+        members = [
+            threading.Thread(
+                target=_member, args=(words, thread, threads), name=f"cpu-team-{thread}",
+                daemon=True,
+            )
+            for thread in range(1, threads)
+        ]  # fmt: skip
+        for member in members:
+            member.start()
+        self.thread_ids = tuple(member.native_id or 0 for member in members)
+        if members:
+            weakref.finalize(self.sync, _end, words).atexit = False
+
+
+def _member(words: Int64, thread: int, threads: int) -> None:
+    _serve(words.ctypes.data, thread, threads)
+
+
+def _end(words: Int64) -> None:
+    _stop(words.ctypes.data)

@@ -1,0 +1,79 @@
+"""Team: every thread runs a job's share once, meets the others at barriers, and ends with it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+from numba import njit
+
+from server.model.cpu.linear import new_work
+from server.model.cpu.records import Work
+from server.model.cpu.team import barrier, make_job, run, take
+
+
+@njit(nogil=True)
+def _share(thread, rounds, items, sums, fails, work):
+    """Each round takes all items, then checks that all were taken before anyone went on."""
+    for k in range(rounds):
+        item = take(work)
+        while item < items.shape[1]:
+            items[k, item] += thread + 1
+            item = take(work)
+        barrier(work)
+        for item in range(items.shape[1]):
+            sums[thread] += items[k, item] > 0
+    if fails:
+        raise ValueError("as told")
+
+
+_job = make_job(_share)
+
+
+@njit(nogil=True)
+def _go(rounds, items, sums, fails, work):
+    run(_job((rounds, items, sums, fails, work)), work)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_item_is_taken_once_and_no_thread_passes_a_barrier_early(threads: int) -> None:
+    work = new_work(threads)
+    for _ in range(5):
+        items = np.zeros((200, 7), np.int64)
+        sums = np.zeros(threads, np.int64)
+        _go(200, items, sums, False, work)
+        assert ((items >= 1) & (items <= threads)).all()
+        assert (sums == items.size).all()
+
+
+def test_a_share_that_raises_is_told_and_the_team_goes_on() -> None:
+    work = new_work(2)
+    items, sums = np.zeros((1, 3), np.int64), np.zeros(2, np.int64)
+    with pytest.raises(RuntimeError, match="failed"):
+        _go(1, items, sums, True, work)
+    _go(1, items, sums, False, work)
+    assert (sums == 6).all()
+
+
+def test_the_threads_end_with_the_work_and_sleep_between_jobs() -> None:
+    def members() -> int:
+        return sum(t.name.startswith("cpu-team") for t in threading.enumerate())
+
+    gc.collect()
+    before = members()
+    work: Work | None = new_work(3)
+    assert members() == before + 2
+    _go(1, np.zeros((1, 3), np.int64), np.zeros(3, np.int64), False, work)
+    time.sleep(0.05)
+    began = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - began < 0.15, "who waits for a job does not spin for long"
+    del work
+    deadline = time.monotonic() + 10.0
+    while members() > before:
+        gc.collect()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
