@@ -38,6 +38,7 @@
             ├── LoadingError                   503    server_error          loading
             ├── DrainingError                  503    server_error          draining
             ├── QueueTimeoutError              503    server_error          queue_timeout
+            ├── AdaptersFullError              503    server_error          adapters_full
             └── NoEngineError                  503    server_error          no_engine
 
 A message is shown to the client, so it never holds more than `MAX_ECHO` characters of what the
@@ -370,6 +371,12 @@ class QueueTimeoutError(UnavailableError):
     code = "queue_timeout"
 
 
+class AdaptersFullError(UnavailableError):
+    """Every adapter in memory is in use, and this request needs another."""
+
+    code = "adapters_full"
+
+
 class NoEngineError(UnavailableError):
     """No engine of this model is alive."""
 
@@ -391,10 +398,12 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
         LimitExceededError,
         InvalidRequestError,
         UnsupportedFieldError,
+        ModelNotFoundError,
         DrainingError,
         QueueTimeoutError,
+        AdaptersFullError,
     ):
         if code == cls.code:
-            again = issubclass(cls, (QueueFullError, QueueTimeoutError))
+            again = issubclass(cls, (QueueFullError, QueueTimeoutError, AdaptersFullError))
             return cls(message, retry_after_s=1.0 if again else None)
     return EngineError(message)

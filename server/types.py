@@ -64,10 +64,12 @@ class SamplingParams:
         )
 
 
-def scope_of(tenant: str, cache_salt: str) -> str:
-    """Names tenant and cache_salt: what is kept of one scope's content serves no other's
-    (docs/isolation.md). A tenant's name holds no NUL, so no salt can make one the other."""
-    return f"{tenant}\0{cache_salt}"
+def scope_of(tenant: str, cache_salt: str, adapter: str = "") -> str:
+    """Names tenant, cache_salt and adapter: what is kept of one scope's content serves no other's
+    (docs/isolation.md). A tenant's name holds no control character, so no salt can make one the
+    other."""
+    own = f"{adapter}\1" if adapter else ""
+    return f"{own}{tenant}\0{cache_salt}"
 
 
 NO_SCOPE = scope_of("", "")
@@ -89,7 +91,8 @@ class SpeculationParams:
         which so many tokens are held, and drafts come from them. 0: nothing is learned or used.
     persists: what is learned is written to disk and read from there; else it is in memory only.
     scope: whose calibration and learned outputs these are: the engine takes Request.scope, so that
-        nobody's drafts depend on the text of another.
+        nobody's drafts depend on the text of another. adapter: Request.adapter, so that drafts are
+        in its ids.
     """
 
     drafter: str = "off"
@@ -101,6 +104,7 @@ class SpeculationParams:
     learn_tokens: int = 0
     persists: bool = False
     scope: str = NO_SCOPE
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class Request:
 
     request_id: unique in the server's life.
     task: the task's name (metrics label, affinity key). model: name of the target model.
+    adapter: the id of an adapter that the engine knows (AdapterOrder), "" for the base model.
     prompt_ids: int token ids, never empty.
     num_choices: choices the engine runs (the API's best_of); each is one Sequence.
     echo_logprobs: None, or how many top logprobs per *prompt* position are wanted (0..20): such a
@@ -177,11 +182,12 @@ class Request:
     grammar: GrammarSpec | None = None
     label_ids: tuple[int, ...] = ()
     report_rejected: bool = False
+    adapter: str = ""
 
     @property
     def scope(self) -> str:
         """See scope_of."""
-        return scope_of(self.tenant, self.cache_salt)
+        return scope_of(self.tenant, self.cache_salt, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +341,22 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """An adapter that an engine is told of.
+
+    adapter_id: its name and a hash of its files, "name@hash". folder: where those are. vocab_size:
+    ids that its requests may have. table: file of its id -> bytes table, "" for the base's. pinned:
+    it stays in memory.
+    """
+
+    adapter_id: str
+    folder: str
+    vocab_size: int
+    table: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSizes:
     """The sizes of one engine, and the only place of their defaults.
 
@@ -346,6 +368,7 @@ class EngineSizes:
     slots in a block. kv_bytes or kv_fraction: memory of the KV cache, the fraction of what is free
     once the weights are loaded (None: by the device, 0.3 on a CPU and 0.85 on CUDA). prefix_cache:
     whether prompts share KV blocks. slice_cache_rows: LM-head rows kept beside the profiles' own.
+    max_adapters: adapters in memory at once.
     max_waiting_requests, max_waiting_tokens: bounds of the queue.
     """
 
@@ -356,6 +379,7 @@ class EngineSizes:
     kv_fraction: float | None = None
     prefix_cache: bool = True
     slice_cache_rows: int = 4096
+    max_adapters: int = 16
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 21
 

@@ -2,8 +2,8 @@
 
     refusal(request)   why a request cannot be served, or None
     open(request)      its sequences, one per choice
-    hold(leader)       a request with a grammar waits here until that is compiled
-    compiled()         who waits no longer: ready to be queued, or failed
+    hold(leader)       a request waits here until its adapter is read and its grammar compiled
+    prepared()         who waits no longer: ready to be queued, or failed
     expired()          who has waited too long for a first step
 
 Nothing here touches the queues: the engine enqueues and fails.
@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from server.engine.adapters import Adapter, AdapterShelf, Vocabulary
 from server.engine.blocks import root_key
 from server.engine.drafting import DrafterRegistry
 from server.engine.grammar import GrammarState
-from server.engine.grammar_compiler import GrammarCompiler, GrammarTemplate
+from server.engine.grammar_compiler import GrammarTemplate
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, Status
 from server.engine.settings import EngineSettings
 from server.engine.slices import SliceBook
-from server.engine.stops import StopTable
 from server.types import ModelInfo, Request
 
 __all__ = ["Admission", "Failure", "Refusal"]
@@ -50,18 +51,27 @@ class Failure(NamedTuple):
     code: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiling:
-    """A request that waits for its grammar, at most until deadline_s (time.monotonic())."""
+@dataclass(slots=True)
+class _Preparing:
+    """A request that waits for its adapter, if it has one, and then for its grammar, if it has
+    one: at most until deadline_s (time.monotonic()), which begins with the grammar's work."""
 
     leader: Sequence
-    template: Future[GrammarTemplate]
-    deadline_s: float
+    adapter: Adapter | None = None
+    template: Future[GrammarTemplate] | None = None
+    deadline_s: float = math.inf
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is something to do for it."""
+        if self.template is not None:
+            return self.template.done() or time.monotonic() > self.deadline_s
+        return self.adapter is None or self.adapter.has_news
 
 
 class Admission:
     """The gate before the queue. Reads the scheduler's queue and the open requests; writes only
-    what waits for a grammar and when requests expire."""
+    what waits for adapters and grammars and when requests expire."""
 
     def __init__(
         self,
@@ -72,20 +82,21 @@ class Admission:
         drafters: DrafterRegistry,
         open_requests: Mapping[str, list[Sequence]],
         *,
-        stop_table: StopTable | None,
-        grammars: GrammarCompiler | None,
+        adapters: AdapterShelf,
+        vocabulary: Vocabulary,
     ) -> None:
-        """open_requests: the engine's, by id."""
+        """open_requests: the engine's, by id. vocabulary: of the base model."""
+        self._adapters = adapters
         self._info = info
         self._settings = settings
         self._scheduler = scheduler
         self._slices = slices
         self._drafters = drafters
         self._open_requests = open_requests
-        self._stop_table = stop_table
-        self._grammars = grammars
+        self._stop_table = vocabulary.stop_table
+        self._grammars = vocabulary.grammars
         self._eos = frozenset(info.eos_token_ids)
-        self._compiling: list[_Compiling] = []
+        self._preparing: list[_Preparing] = []
         self._expiries: list[tuple[float, str]] = []  # a heap of (monotonic seconds, request id)
         self._num_arrived = 0
 
@@ -94,11 +105,30 @@ class Admission:
     def refusal(self, request: Request) -> Refusal | None:
         """Why a request cannot be served, or None."""
         return (
-            self._bad_ids(request)
+            self._bad_adapter(request)
+            or self._bad_ids(request)
             or self._no_room(request)
             or self._unavailable(request)
             or self._bad_drafter(request)
         )
+
+    def _bad_adapter(self, request: Request) -> Refusal | None:
+        if not request.adapter:
+            return None
+        refusal = self._adapters.refusal(request.adapter)
+        if refusal is not None:
+            return Refusal(*refusal)
+        vocabulary = self._adapters.vocabulary(request.adapter)
+        if request.vocabulary.mode != "full" and vocabulary is not None and vocabulary.own_head:
+            return Refusal(
+                "vocabulary slices are of the base's LM head, and this adapter has rows of its own",
+                "unsupported_parameter",
+            )
+        return None
+
+    def _vocab_size(self, request: Request) -> int:
+        adapter = self._adapters.find(request.adapter)
+        return self._info.vocab_size if adapter is None else adapter.order.vocab_size
 
     def _bad_ids(self, request: Request) -> Refusal | None:
         """A sampler's compiled code does not look at the bounds of its arrays."""
@@ -106,7 +136,7 @@ class Admission:
             return Refusal("this request id is open already", "invalid_value")
         if not request.prompt_ids or request.num_choices < 1:
             return Refusal("a request needs a prompt and at least one choice", "invalid_value")
-        size, sampling = self._info.vocab_size, request.sampling
+        size, sampling = self._vocab_size(request), request.sampling
         for name, ids in (
             ("a prompt id", request.prompt_ids),
             ("logit_bias: an id", [token for token, _ in sampling.logit_bias]),
@@ -129,7 +159,7 @@ class Admission:
             )
         if -(-num_prompt // self._info.block_size) > self._info.num_blocks:
             return Refusal("the KV cache is too small for this prompt", "context_length_exceeded")
-        if len(scheduler.waiting) + len(self._compiling) >= settings.max_waiting_requests:
+        if len(scheduler.waiting) + len(self._preparing) >= settings.max_waiting_requests:
             return Refusal("too many requests are waiting", "queue_full")
         if scheduler.waiting and (
             scheduler.num_waiting_tokens + num_prompt > settings.max_waiting_tokens
@@ -152,6 +182,8 @@ class Admission:
         return None if refusal is None else Refusal(*refusal)
 
     def _bad_drafter(self, request: Request) -> Refusal | None:
+        if request.adapter and self._adapters.vocabulary(request.adapter) is None:
+            return None  # not read yet: an error of the drafter's will cost the drafts alone
         try:
             self._drafters.resolve(request.task, request.speculation)
         except ValueError as error:
@@ -164,6 +196,7 @@ class Admission:
         """The choices of a request that was not refused; the first leads the others."""
         key = root_key(self._info.fingerprint, request.scope)
         self._num_arrived += 1
+        adapter = self._adapters.use(request.adapter) if request.adapter else None
         sequences = [
             Sequence(
                 request,
@@ -178,6 +211,7 @@ class Admission:
             for choice_id in range(request.num_choices)
         ]
         for sequence in sequences:
+            sequence.adapter = adapter
             sequence.head = self._slices.open(request)
         sequences[0].siblings = sequences[1:]
         return sequences
@@ -185,16 +219,14 @@ class Admission:
     # -- requests that wait -----------------------------------------------------------------
 
     @property
-    def num_compiling(self) -> int:
-        """Requests that wait for their grammar."""
-        return len(self._compiling)
+    def num_preparing(self) -> int:
+        """Requests that wait for their adapter or grammar."""
+        return len(self._preparing)
 
     @property
-    def has_compiled(self) -> bool:
-        """Whether compiled() has something to say."""
-        return any(
-            wait.template.done() or time.monotonic() > wait.deadline_s for wait in self._compiling
-        )
+    def has_prepared(self) -> bool:
+        """Whether prepared() has something to do."""
+        return any(wait.is_over for wait in self._preparing)
 
     def hold(self, leader: Sequence) -> bool:
         """Begin the waits of an opened request. False: it waits for nothing, and can be queued."""
@@ -206,43 +238,79 @@ class Admission:
             if len(self._expiries) > 2 * len(self._open_requests) + 1024:  # most are over
                 self._expiries = [e for e in self._expiries if e[1] in self._open_requests]
                 heapq.heapify(self._expiries)
-        if request.grammar is None:
+        adapter = leader.adapter
+        if request.grammar is None and (adapter is None or adapter.is_ready):
             return False
-        assert self._grammars is not None
-        template = self._grammars.compile(request.grammar, request.scope)
-        deadline_s = time.monotonic() + self._grammars.timeout_s
-        self._compiling.append(_Compiling(leader, template, deadline_s))
+        self._preparing.append(_Preparing(leader, adapter))
         return True
 
-    def compiled(self) -> tuple[list[Sequence], list[Failure]]:
-        """(requests whose grammar is there, those whose grammar will not be)."""
+    def prepared(self) -> tuple[list[Sequence], list[Failure]]:
+        """(requests that have what they waited for, those that will not have it)."""
         ready: list[Sequence] = []
         failed: list[Failure] = []
-        waiting, self._compiling = self._compiling, []
-        now = time.monotonic()
+        waiting, self._preparing = self._preparing, []
         for wait in waiting:
-            leader = wait.leader
-            if leader.status is Status.FINISHED:  # aborted meanwhile
+            if wait.leader.status is Status.FINISHED:  # aborted meanwhile
                 continue
-            if not wait.template.done():
-                if now > wait.deadline_s:
-                    text = "the grammar takes too long to compile"
-                    failed.append(Failure(leader, text, "limit_exceeded"))
-                else:
-                    self._compiling.append(wait)
-                continue
-            error = wait.template.exception()
-            if error is None:
-                for sequence in (leader, *leader.siblings):
-                    sequence.grammar = GrammarState(wait.template.result())
-                ready.append(leader)
-            elif isinstance(error, ValueError):
-                text = f"the grammar cannot be used: {error}"[:200]
-                failed.append(Failure(leader, text, "invalid_value"))
+            if wait.template is None:
+                problem = self._take_adapter(wait)
             else:
-                _log.error("a grammar could not be compiled", exc_info=error)
-                failed.append(Failure(leader, "the grammar could not be compiled", "engine_error"))
+                problem = self._take_grammar(wait)
+            if problem is not None:
+                failed.append(Failure(wait.leader, problem.message, problem.code))
+            elif self._has_all(wait):
+                ready.append(wait.leader)
+            else:
+                self._preparing.append(wait)
         return ready, failed
+
+    def _has_all(self, wait: _Preparing) -> bool:
+        if wait.adapter is not None and not wait.adapter.is_ready:
+            return False
+        return wait.leader.request.grammar is None or wait.leader.grammar is not None
+
+    def _take_adapter(self, wait: _Preparing) -> Refusal | None:
+        """Begin with the grammar once the adapter is there. Why it never will be, or None."""
+        leader, adapter = wait.leader, wait.adapter
+        grammars = self._grammars
+        if adapter is not None:
+            if adapter.problem:
+                return Refusal("the adapter could not be read", "engine_error")
+            if not adapter.is_ready:
+                return None
+            vocabulary = adapter.vocabulary
+            assert vocabulary is not None
+            if vocabulary.stop_table is not None:
+                for sequence in (leader, *leader.siblings):
+                    sequence.match_stops(vocabulary.stop_table)
+            grammars = vocabulary.grammars or grammars
+            late = self._bad_adapter(leader.request)  # it was not read when the request came
+            if late is not None and late.code == "unsupported_parameter":
+                return late
+        if leader.request.grammar is not None:
+            assert grammars is not None
+            wait.template = grammars.compile(leader.request.grammar, leader.request.scope)
+            wait.deadline_s = time.monotonic() + grammars.timeout_s
+            return self._take_grammar(wait)
+        return None
+
+    def _take_grammar(self, wait: _Preparing) -> Refusal | None:
+        """Give the choices their grammar once it is compiled. Why it never will be, or None."""
+        template, leader = wait.template, wait.leader
+        assert template is not None
+        if not template.done():
+            if time.monotonic() > wait.deadline_s:
+                return Refusal("the grammar takes too long to compile", "limit_exceeded")
+            return None
+        error = template.exception()
+        if error is None:
+            for sequence in (leader, *leader.siblings):
+                sequence.grammar = GrammarState(template.result())
+            return None
+        if isinstance(error, ValueError):
+            return Refusal(f"the grammar cannot be used: {error}"[:200], "invalid_value")
+        _log.error("a grammar could not be compiled", exc_info=error)
+        return Refusal("the grammar could not be compiled", "engine_error")
 
     def expired(self) -> list[Failure]:
         """Requests that have waited too long for their first step."""

@@ -12,6 +12,7 @@ a mask here is a grammar's: the ids a draw may give.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 
@@ -62,8 +63,11 @@ def build_batch(
         if tree is not None:
             draws.add_nodes(tree, rows.num, root_draw, item.start + item.num_rows - 1)
             rows.add_nodes(s, item, tree)
+    batch = _batch(rows, draws, scores, num_prefill_rows, num_nodes)
+    if any(item.sequence.adapter is not None for item in items):
+        batch = replace(batch, seq_adapters=np.array([_place(item) for item in items], np.int32))
     return Built(
-        _batch(rows, draws, scores, num_prefill_rows, num_nodes),
+        batch,
         spans,
         int(rows.prefix_len.sum()) + len(rows.path_slots),
     )
@@ -207,6 +211,25 @@ class _Scores:
         self.top.extend([0] * len(labels))
 
 
+def _place(item: Scheduled) -> int:
+    """Where the sequence's adapter lies, -1 for the base model."""
+    adapter = item.sequence.adapter
+    return -1 if adapter is None else adapter.place
+
+
+def _together(masks: SequenceOf[UInt32]) -> UInt32:
+    """All masks as one array, of the longest: adapters have ids of their own."""
+    if not masks:
+        return _NO_MASKS
+    width = max(mask.shape[1] for mask in masks)
+    return np.concatenate(
+        [
+            mask if mask.shape[1] == width else np.pad(mask, ((0, 0), (0, width - mask.shape[1])))
+            for mask in masks
+        ]
+    )
+
+
 def _batch(
     rows: _Rows, draws: _Draws, scores: _Scores, num_prefill_rows: int, num_draft_rows: int
 ) -> Batch:
@@ -226,7 +249,7 @@ def _batch(
         draw_parent=np.array(draws.parents, np.int32),
         draw_positions=np.array(draws.positions, np.int32),
         draw_mask=np.array(draws.mask_of, np.int32),
-        masks=np.concatenate(draws.masks) if draws.masks else _NO_MASKS,
+        masks=_together(draws.masks),
         params=tuple(draws.params),
         score_rows=np.array(scores.rows, np.int32),
         score_targets=np.array(scores.targets, np.int32),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Drafter
+from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
 from server.engine.batch import Batch, Runner
 from server.engine.blocks import BlockPool
@@ -33,7 +34,6 @@ from server.engine.deltas import Ending, next_delta, refused
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry
 from server.engine.emission import Emission
 from server.engine.exact import ExactWindows, Outcome
-from server.engine.exact_control import WindowControl
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
 from server.engine.masks import step_masks
@@ -93,7 +93,11 @@ class Engine:
         self.memory = memory
         self.drafters = DrafterRegistry(drafters)
         self.tasks = TaskControl(self.drafters, memory)
-        self.controls: dict[str, Callable[[Any], Any]] = self.tasks.controls
+        self.adapters = AdapterShelf(runner, settings.max_adapters)
+        self.controls: dict[str, Callable[[Any], Any]] = {
+            **self.tasks.controls,
+            **self.adapters.controls,
+        }
         """What ("control", ...) messages may call, by name, with plain values."""
         self.pool = BlockPool(info.num_blocks, info.block_size, prefix_cache=settings.prefix_cache)
         self.scheduler = Scheduler(
@@ -104,7 +108,9 @@ class Engine:
         )
         self.budget = DraftBudget(cost)
         self.planner = DraftPlanner(self.budget, info.vocab_size)
-        self.slices = _make_slices(runner, settings, profiles)
+        self.slices = SliceBook(
+            runner, profiles, settings.windows(info.vocab_size), capacity=settings.slice_cache_rows
+        )
         self.sessions = DraftSessions(self.drafters, drafts=settings.max_draft_rows > 0)
         self.recovery = Recovery(settings.max_failures)
         self._cost = cost
@@ -112,7 +118,8 @@ class Engine:
         self._open: dict[str, list[Sequence]] = {}
         self._admission = Admission(
             info, settings, self.scheduler, self.slices, self.drafters, self._open,
-            stop_table=stop_table, grammars=grammars,
+            adapters=self.adapters,
+            vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
         )  # fmt: skip
         self._windows = ExactWindows(self.slices, self.sessions)
         self._emission = Emission(self.slices, self.sessions, self._windows)
@@ -160,12 +167,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
         admission = self._admission
-        return len(self._open) > admission.num_compiling or admission.has_compiled
+        return len(self._open) > admission.num_preparing or admission.has_prepared
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether a request waits for its grammar: has_work may turn true by itself."""
-        return self._admission.num_compiling > 0
+    def is_preparing(self) -> bool:
+        """Whether a request waits for its grammar or adapter: has_work may turn true by itself."""
+        return self._admission.num_preparing > 0
 
     @property
     def num_open(self) -> int:
@@ -199,7 +206,7 @@ class Engine:
             slice_evictions=slices.index.num_evictions,
             verify_window=slices.last_window,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + self._admission.num_compiling,
+            num_waiting=len(scheduler.waiting) + self._admission.num_preparing,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             num_free_blocks=self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -224,7 +231,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request. One that cannot be served gets an error Delta; nothing is raised."""
         if request.speculation.max_draft_tokens > 0:
-            spec = replace(request.speculation, scope=request.scope)
+            spec = replace(request.speculation, scope=request.scope, adapter=request.adapter)
             request = replace(request, speculation=spec)
         refusal = self._admission.refusal(request)
         if refusal is not None:
@@ -262,6 +269,7 @@ class Engine:
             self.memory.close()
         if self._grammars is not None:
             self._grammars.close()
+        self.adapters.close()
         self.runner.close()
 
     def check(self) -> None:
@@ -272,8 +280,9 @@ class Engine:
 
     def _schedule(self) -> Plan:
         """The rows of the step, after everybody whose wait is over was let in or failed."""
-        if self._admission.num_compiling:
-            ready, failed = self._admission.compiled()
+        self.adapters.poll()
+        if self._admission.num_preparing:
+            ready, failed = self._admission.prepared()
             for leader in ready:
                 self.scheduler.enqueue(leader)
             for failure in failed:
@@ -461,6 +470,8 @@ class Engine:
         sequences.remove(sequence)
         if not sequences:
             del self._open[request_id]
+            if sequence.adapter is not None:
+                self.adapters.release(sequence.adapter)
         finished = ending.finish_reason in ("stop", "length")
         self.tasks.remember(sequence, finished, is_last=not sequences)
 
@@ -486,15 +497,3 @@ class Engine:
             self.scheduler.preempt(sequence)
         if self.recovery.is_broken:
             raise RunnerBrokenError(text) from error
-
-
-def _make_slices(
-    runner: Runner, settings: EngineSettings, profiles: ProfileSource | None
-) -> SliceBook:
-    control = WindowControl(
-        runner.info.vocab_size,
-        max_window=settings.max_window,
-        first_window=min(8, settings.max_window),
-        adapts=settings.adapts_windows,
-    )
-    return SliceBook(runner, profiles, control, capacity=settings.slice_cache_rows)

@@ -36,7 +36,7 @@ EngineFactory = Callable[[], Engine]
 """Builds the engine inside its process. For start_process it must be picklable."""
 
 _STOP_SIGNAL = signal.SIGUSR1
-_COMPILING_MS = 1  # between looks at a grammar that is being compiled, while nothing else is open
+_PREPARING_MS = 1  # between looks at a grammar or adapter on its way, while nothing else is open
 _FINAL = (TailorError, ValueError, TypeError, ImportError, NotImplementedError)
 """What a factory raises when starting again would not help: a wrong model, a wrong setting. Others
 (memory that another process holds, a device that is not there yet) may pass."""
@@ -95,11 +95,11 @@ class EngineHost:
                 self._flush()
                 self._tell(("stats", engine.stats()))
                 announced = True
-            if self._draining and not engine.is_compiling:
+            if self._draining and not engine.is_preparing:
                 return 0
             wait_ms = engine.tend()
             heartbeat.idle()
-            poller.poll(_COMPILING_MS if engine.is_compiling else wait_ms)
+            poller.poll(_PREPARING_MS if engine.is_preparing else wait_ms)
 
     def _tell(self, message: channel.Message) -> None:
         """Send one message; from any thread. Raises as channel.send."""

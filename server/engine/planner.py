@@ -53,6 +53,7 @@ class Ask:
     max_nodes: most nodes its request allows. max_depth: most nodes on a path, at least 1.
     grammar: at the root; it is moved about and put back. forced_source: the index of the source
     that forced tokens are counted under. allowed: of its LM-head slice, or None for every id.
+    vocab_size: what its ids are checked against, 0 = the planner's.
     """
 
     session: DraftSession
@@ -62,6 +63,7 @@ class Ask:
     grammar: GrammarState | None = None
     forced_source: int = 0
     allowed: Allowed | None = None
+    vocab_size: int = 0
 
 
 @dataclass(slots=True)
@@ -179,7 +181,7 @@ class DraftPlanner:
             tree = turn.ask.session.propose(nodes, depth)
             if len(tree) == 0:
                 return None
-            checked = check_tree(tree, self._vocab_size, depth).keep(nodes)
+            checked = check_tree(tree, turn.ask.vocab_size or self._vocab_size, depth).keep(nodes)
             return checked if turn.ask.allowed is None else checked.within(turn.ask.allowed)
         except Exception as error:
             plan.errors.append((turn.index, error))

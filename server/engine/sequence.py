@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from drafters.base import DraftSession
 from server.engine.accept import StopRules
+from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, Int32
 from server.engine.budget import DraftRecord
 from server.engine.grammar import GrammarState
@@ -65,7 +66,7 @@ class Sequence:
     without a stop_table.
     """
 
-    # Identity: never written again.
+    # Identity: never written again; the adapter by Admission.
     request: Request
     choice_id: int
     arrival_no: int
@@ -75,6 +76,7 @@ class Sequence:
     eos_token_ids: InitVar[frozenset[int]]
     stop_table: InitVar[StopTable | None]
     root_key: bytes
+    adapter: Adapter | None = None
     order: tuple[float, int, int, int] = field(init=False)
     prompt_len: int = field(init=False)
     rules: StopRules = field(init=False)
@@ -159,11 +161,17 @@ class Sequence:
         if sampling.stop:
             if stop_table is None:
                 raise ValueError("stop strings need the id -> bytes table")
-            self.matcher = StopMatcher(sampling.stop, stop_table, sampling.skip_special_tokens)
+            self.match_stops(stop_table)
         if sampling.has_penalties:
             self._recount()
         if request.echo_logprobs is not None:
             self.prompt_logprobs.append(None)
+
+    def match_stops(self, table: StopTable) -> None:
+        """Match the request's stop strings on a table's bytes; before the first token."""
+        sampling = self.request.sampling
+        if sampling.stop:
+            self.matcher = StopMatcher(sampling.stop, table, sampling.skip_special_tokens)
 
     @property
     def num_output(self) -> int:

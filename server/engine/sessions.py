@@ -92,6 +92,7 @@ class DraftSessions:
             sequence.grammar,
             len(sequence.sources) - 1,
             allowed,
+            0 if sequence.adapter is None else sequence.adapter.order.vocab_size,
         )
 
     def learn(

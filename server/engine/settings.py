@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from server.engine.exact_control import WindowControl
 from server.types import EngineSizes
 
 __all__ = ["EngineSettings"]
@@ -32,6 +33,15 @@ class EngineSettings(EngineSizes):
     max_failures: int = 8
     max_window: int = 64
     adapts_windows: bool = True
+
+    def windows(self, vocab_size: int) -> WindowControl:
+        """What says how many tokens an `exact` window has."""
+        return WindowControl(
+            vocab_size,
+            max_window=self.max_window,
+            first_window=min(8, self.max_window),
+            adapts=self.adapts_windows,
+        )
 
     @property
     def most_prefill_rows(self) -> int:

@@ -576,13 +576,13 @@ def test_others_go_on_while_a_grammar_is_compiled(compiler: GrammarCompiler) -> 
     while engine.has_work:
         collector.take(engine.step())
     assert collector.results["runs", 0].finish_reason == "length"
-    assert engine.is_compiling and engine.num_open == 2 and engine.stats().num_waiting == 2
+    assert engine.is_preparing and engine.num_open == 2 and engine.stats().num_waiting == 2
     engine.abort("leaves")
     gate.set()
     results = _finish(engine)
     assert results["leaves", 0].finish_reason == "abort"
     assert _answer(results["waits", 0]).startswith(b'{"name":"')
-    assert not engine.is_compiling
+    assert not engine.is_preparing
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(compiler: GrammarCompiler) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +112,19 @@ def fake_info(
     )
 
 
+@dataclass(frozen=True)
+class FakeAdapter:
+    """An adapter of a FakeRunner: a model of its own."""
+
+    model: FakeModel
+    num_bytes: int = 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of its own included."""
+        return self.model.vocab_size
+
+
 class FakeRunner:
     """A Runner over a FakeModel. Checks the Batch's invariants as it goes.
 
@@ -148,6 +162,36 @@ class FakeRunner:
         self._tables: dict[int, list[int]] = {}
         self._pool: dict[int, int] = {}  # place -> id
         self._kept: dict[int, tuple[int, list[int]]] = {}  # place -> hash, recent tokens
+        self.models: dict[str, FakeModel] = {}  # adapters by their folder
+        self.pack_waits: Callable[[str], None] = lambda folder: None
+        self._adapters: dict[int, FakeModel] = {}
+
+    def pack_adapter(self, folder: str) -> FakeAdapter:
+        """A FakeModel of its own."""
+        self.pack_waits(folder)
+        return FakeAdapter(self.models[folder])
+
+    def hold_adapter(self, place: int, adapter: FakeAdapter) -> None:
+        """Between steps, at a free place."""
+        assert self._batch is None and place not in self._adapters
+        self._adapters[place] = adapter.model
+
+    def drop_adapter(self, place: int) -> None:
+        """Between steps."""
+        assert self._batch is None
+        self._adapters.pop(place, None)
+
+    @property
+    def num_adapters(self) -> int:
+        """Adapters in memory."""
+        return len(self._adapters)
+
+    def _model(self, batch: Batch, row: int) -> FakeModel:
+        """That of a row's adapter."""
+        if batch.seq_adapters is None:
+            return self.model
+        place = int(batch.seq_adapters[batch.seq_ids[row]])
+        return self.model if place < 0 else self._adapters[place]
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """Make T resident."""
@@ -254,7 +298,7 @@ class FakeRunner:
             else:
                 assert prefix == position + 1
             assert slots[-1] == slot, "a row attends to its own slot last"
-            value = self.model.row_hash(token, position, self._kv[slots[:-1]])
+            value = self._model(batch, r).row_hash(token, position, self._kv[slots[:-1]])
             self._kv[slot] = np.uint64(value)
             self._token_at[slot] = token
             hashes.append(value)
@@ -277,7 +321,7 @@ class FakeRunner:
                 path.append(int(batch.token_ids[batch.draw_rows[at]]))
                 at = int(batch.draw_parent[at])
             path.reverse()
-            logits = self.model.logits(hashes[row], recents[row])
+            logits = self._model(batch, row).logits(hashes[row], recents[row])
             position = int(batch.draw_positions[d])
             assert position == int(batch.positions[row]) + 1
             mask_id = int(batch.draw_mask[d])
@@ -308,7 +352,7 @@ class FakeRunner:
         score_top: list[tuple[tuple[int, float], ...]] = []
         for c in range(scored):
             row = int(batch.score_rows[c])
-            logits = self.model.logits(hashes[row], recents[row])
+            logits = self._model(batch, row).logits(hashes[row], recents[row])
             lp = token_logprob(logits, int(batch.score_targets[c]), int(batch.score_top[c]))
             score_logprobs[c], score_ranks[c] = lp.logprob, lp.rank
             score_top.append(lp.top)

@@ -1,0 +1,294 @@
+"""AdapterShelf: the adapters of its base model that an engine knows, and those that are in memory.
+
+    register   known from now on; read and checked in a thread
+    use        an open request needs it in memory; it is read in a thread if it is not
+    release    the request is over
+    forget     no request may name it any more; what runs with it ends with it
+    poll       between steps: what the threads have read gets its place at the runner
+
+Hundreds may be known and `most` are in memory. For one more, the one that was used longest ago
+goes; those that are pinned or that an open request uses stay. Where nothing may go, the request is
+refused: it would wait for other clients' requests to end.
+
+An adapter is named by an id that holds a hash of its content, so that what was kept for one under
+a name (prefix cache, learned outputs, calibration) serves no other under the same name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
+from server.engine.grammar_compiler import GrammarCompiler
+from server.engine.stops import StopTable
+from server.types import AdapterOrder
+from vocab_store.enrichment import Enrichment
+
+__all__ = ["Adapter", "AdapterShelf", "Vocabulary"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the ids of a model or an adapter mean, apart from weights.
+
+    fingerprint: of the ids, as corpora name it (hex). enrichment, stop_table, grammars: None where
+    there is none, or an adapter has the base's. own_head: whether its head has rows of its own, so
+    that a slice of the base's head is none of its.
+    """
+
+    fingerprint: str = ""
+    enrichment: Enrichment | None = None
+    stop_table: StopTable | None = None
+    grammars: GrammarCompiler | None = None
+    own_head: bool = False
+
+
+Reader = Callable[[AdapterOrder], Vocabulary]
+"""Reads what an adapter's ids mean, and checks its folder. Raises TailorError."""
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One adapter that is known. Written by the shelf alone.
+
+    vocabulary: None until it was read. place: of the runner, -1: not in memory. problem: why it
+    cannot be used, or "". uses: open requests. forgotten: no further request may name it.
+    """
+
+    order: AdapterOrder
+    vocabulary: Vocabulary | None = None
+    place: int = -1
+    problem: str = ""
+    uses: int = 0
+    forgotten: bool = False
+    num_bytes: int = 0
+    reading: Future[Vocabulary] | None = None
+    packed: Future[PackedAdapter] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step may have its rows."""
+        return self.place >= 0 and self.vocabulary is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether poll() has something to take, or has taken the last of it."""
+        if self.is_ready or self.problem:
+            return True
+        waiting = [future for future in (self.reading, self.packed) if future is not None]
+        return bool(waiting) and all(future.done() for future in waiting)
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether it is in memory, or on its way."""
+        return self.place >= 0 or self.packed is not None
+
+
+class AdapterShelf:
+    """See the top of this file. Everything public is called from the engine's thread.
+
+    read: how what an adapter's ids mean is read; the composition root sets it.
+    """
+
+    def __init__(self, runner: Runner, most: int) -> None:
+        """most: that are in memory at once. A runner that is no AdaptingRunner refuses all."""
+        self.read: Reader = lambda _: Vocabulary()
+        self._runner = runner if isinstance(runner, AdaptingRunner) else None
+        self._most = most
+        self._known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
+        self._free = list(range(most - 1, -1, -1))
+        self._threads: ThreadPoolExecutor | None = None
+        self.num_loads = 0
+        self.num_evictions = 0
+
+    # -- what is known ----------------------------------------------------------------------
+
+    def register(self, order: AdapterOrder, *, load: bool = True) -> None:
+        """Know an adapter. load: read its weights, too, where there is room.
+
+        Raises ValueError where this engine computes no adapters.
+        """
+        if self._runner is None:
+            raise ValueError("this engine computes no adapters")
+        known = self._known.get(order.adapter_id)
+        if known is not None and not known.problem:
+            known.forgotten = False
+            return
+        adapter = known or Adapter(order)
+        adapter.problem, adapter.forgotten = "", False
+        self._known[order.adapter_id] = adapter
+        adapter.reading = self._submit(self.read, order)
+        if (load or order.pinned) and self._make_room():
+            self._load(adapter)
+
+    def forget(self, adapter_id: str) -> None:
+        """Refuse what comes; unknown ids are fine."""
+        adapter = self._known.get(adapter_id)
+        if adapter is not None:
+            adapter.forgotten = True
+            self._let_go(adapter)
+
+    def find(self, adapter_id: str) -> Adapter | None:
+        """The adapter of an id, as long as a request may have it."""
+        return self._known.get(adapter_id)
+
+    def vocabulary(self, adapter_id: str) -> Vocabulary | None:
+        """What the ids of an adapter mean, once it was read. Any thread."""
+        adapter = self._known.get(adapter_id)
+        return None if adapter is None else adapter.vocabulary
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def refusal(self, adapter_id: str) -> tuple[str, str] | None:
+        """(message, code) for a request that cannot have its adapter, or None."""
+        adapter = self._known.get(adapter_id)
+        if adapter is None or adapter.forgotten:
+            return "the adapter is not loaded (any more)", "model_not_found"
+        if adapter.takes_room or self._has_room():
+            return None
+        text = (
+            f"all {self._most} adapters in memory are in use (engine.max_adapters); try again later"
+        )
+        return text, "adapters_full"
+
+    def use(self, adapter_id: str) -> Adapter:
+        """The adapter of an open request, which is read now if need be. After `refusal` said None;
+        `release` is called once for it."""
+        adapter = self._known[adapter_id]
+        self._known.move_to_end(adapter_id)
+        adapter.uses += 1
+        if not adapter.takes_room and self._make_room():
+            adapter.problem = ""
+            self._load(adapter)
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """A request of it is over."""
+        adapter.uses -= 1
+        self._let_go(adapter)
+
+    # -- between steps ----------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take what the threads have read. No step may be in flight."""
+        for adapter in list(self._known.values()):
+            if adapter.reading is not None and adapter.reading.done():
+                reading, adapter.reading = adapter.reading, None
+                error = reading.exception()
+                if error is None:
+                    adapter.vocabulary = reading.result()
+                else:
+                    self._fail(adapter, error)
+            if adapter.packed is not None and adapter.packed.done() and adapter.reading is None:
+                packed, adapter.packed = adapter.packed, None
+                self._place(adapter, packed)
+
+    def _place(self, adapter: Adapter, packed: Future[PackedAdapter]) -> None:
+        error = packed.exception()
+        if error is not None or adapter.problem:
+            self._fail(adapter, error or ValueError(adapter.problem))
+            return
+        weights = packed.result()
+        if weights.vocab_size != adapter.order.vocab_size:
+            self._fail(adapter, ValueError("its files have changed since it was loaded"))
+            return
+        assert self._runner is not None
+        adapter.place = self._free.pop()
+        adapter.num_bytes = weights.num_bytes
+        self._runner.hold_adapter(adapter.place, weights)
+        self.num_loads += 1
+        self._let_go(adapter)
+
+    def _fail(self, adapter: Adapter, error: BaseException) -> None:
+        adapter.problem = str(error)[:300] or type(error).__name__
+        _log.error("adapter %s cannot be used: %s", adapter.order.adapter_id, adapter.problem)
+        self._let_go(adapter)
+
+    def _load(self, adapter: Adapter) -> None:
+        assert self._runner is not None
+        if adapter.vocabulary is None and adapter.reading is None:
+            adapter.reading = self._submit(self.read, adapter.order)
+        adapter.packed = self._submit(self._runner.pack_adapter, adapter.order.folder)
+
+    def _submit(self, work: Callable[[Any], Any], argument: Any) -> Future[Any]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        return self._threads.submit(work, argument)
+
+    def _victim(self) -> Adapter | None:
+        """Who may go for another: of those in memory the one that was used longest ago."""
+        for adapter in self._known.values():
+            if adapter.place >= 0 and not adapter.uses and not adapter.order.pinned:
+                return adapter
+        return None
+
+    def _has_room(self) -> bool:
+        taken = sum(adapter.takes_room for adapter in self._known.values())
+        return taken < self._most or self._victim() is not None
+
+    def _make_room(self) -> bool:
+        """Let one go if all places are taken. False: none may go."""
+        if sum(adapter.takes_room for adapter in self._known.values()) < self._most:
+            return True
+        victim = self._victim()
+        if victim is None:
+            return False
+        self._drop(victim)
+        self.num_evictions += 1
+        return True
+
+    def _drop(self, adapter: Adapter) -> None:
+        assert self._runner is not None
+        self._runner.drop_adapter(adapter.place)
+        self._free.append(adapter.place)
+        adapter.place, adapter.num_bytes = -1, 0
+
+    def _let_go(self, adapter: Adapter) -> None:
+        """What nobody may use any more leaves memory, and is no longer known."""
+        if not adapter.forgotten or adapter.uses or adapter.packed is not None:
+            return
+        if adapter.place >= 0:
+            self._drop(adapter)
+        vocabulary = adapter.vocabulary
+        if vocabulary is not None and vocabulary.grammars is not None:
+            vocabulary.grammars.close()
+        self._known.pop(adapter.order.adapter_id, None)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- what the API may ask ---------------------------------------------------------------
+
+    @property
+    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
+        """What ("control", ...) messages may call, by name, with plain values."""
+        return {
+            "adapter_register": lambda payload: self.register(AdapterOrder(**payload)),
+            "adapter_forget": self.forget,
+            "adapter_states": self._states,
+        }
+
+    def _states(self, _: Any) -> list[dict[str, Any]]:
+        """Of every adapter that may be named."""
+        self.poll()
+        return [
+            {
+                "id": adapter.order.adapter_id,
+                "pending": adapter.reading is not None or adapter.packed is not None,
+                "in_memory": adapter.place >= 0,
+                "problem": adapter.problem,
+                "uses": adapter.uses,
+                "num_bytes": adapter.num_bytes,
+            }
+            for adapter in self._known.values()
+            if not adapter.forgotten
+        ]

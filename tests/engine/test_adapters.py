@@ -1,0 +1,350 @@
+"""Adapters in the engine: whatever is mixed, evicted, forgotten or drafted, each request gets the
+text of its own model; what is in memory is bounded; nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from drafters.base import Drafter
+from server.engine.adapters import Vocabulary
+from server.engine.engine import Engine, EngineSettings
+from server.engine.stops import StopTable
+from server.types import (
+    AdapterOrder,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    VocabularyParams,
+    scope_of,
+)
+from tests.engine.one_token_loop import Outcome, one_token_loop
+from tests.engine.scenarios import EOS, Collector, Result, Workload, compare, random_workload
+from tests.fakes.fake_drafters import oracle_drafter, random_drafter
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.profiles import examples
+
+
+@dataclass
+class Adapters:
+    """Adapters of a workload: their models by id, and the bytes of every id there is."""
+
+    models: dict[str, FakeModel]
+    token_bytes: list[bytes]
+
+    def order(self, name: str, *, pinned: bool = False) -> AdapterOrder:
+        return AdapterOrder(name, name, self.models[name].vocab_size, pinned=pinned)
+
+    def read(self, order: AdapterOrder) -> Vocabulary:
+        """What a composition root reads from an adapter's folder."""
+        size = order.vocab_size
+        return Vocabulary(
+            order.folder, stop_table=StopTable.from_list(self.token_bytes[:size], (1,))
+        )
+
+
+def make(rng: Random, work: Workload) -> Adapters:
+    base = work.model
+    models = {
+        f"a{i}@{i}": FakeModel(
+            base.vocab_size + rng.choice((0, 0, 1, 40)), seed=rng.randrange(1 << 20),
+            alphabet=base.alphabet, boost=base.boost, context=base.context,
+        )
+        for i in range(rng.randint(1, 4))
+    }  # fmt: skip
+    more = [bytes(rng.choice(b"ab") for _ in range(rng.randint(0, 3))) for _ in range(40)]
+    work.special_ids = (1,)
+    work.requests = [
+        (at, replace(request, adapter=rng.choice(("", *models))), abort)
+        for at, request, abort in work.requests
+    ]
+    return Adapters(models, [*work.token_bytes, *more])
+
+
+def outcomes(work: Workload, own: Adapters) -> dict[tuple[str, int], Outcome]:
+    found = {}
+    for _, request, _ in work.requests:
+        model = own.models.get(request.adapter, work.model)
+        tokens = own.token_bytes[: model.vocab_size]
+        if request.sampling.skip_special_tokens:
+            tokens = [b"" if i == 1 else t for i, t in enumerate(tokens)]
+        for choice in range(request.num_choices):
+            found[request.request_id, choice] = one_token_loop(
+                model, request, choice, eos=EOS, max_model_len=work.max_model_len,
+                token_bytes=tokens,
+            )  # fmt: skip
+    return found
+
+
+def make_engine(
+    work: Workload, own: Adapters, expected: dict[tuple[str, int], Outcome], most: int
+) -> tuple[Engine, FakeRunner]:
+    info = fake_info(
+        vocab_size=work.model.vocab_size,
+        num_blocks=work.num_blocks,
+        block_size=work.block_size,
+        max_model_len=work.max_model_len,
+        max_num_seqs=work.settings.max_num_seqs,
+        max_num_batched_tokens=work.settings.max_num_batched_tokens,
+        eos_token_ids=EOS,
+    )
+    runner = FakeRunner(work.model, info)
+    runner.models = own.models
+
+    def drafter(_: str, speculation: SpeculationParams) -> Drafter:
+        if work.drafter == "oracle":
+            texts = [
+                [*r.prompt_ids, *expected[r.request_id, c].ids]
+                for _, r, _ in work.requests
+                if r.adapter == speculation.adapter
+                for c in range(r.num_choices)
+            ]
+            return oracle_drafter(texts)
+        model = own.models.get(speculation.adapter, work.model)
+        return random_drafter(7, model.vocab_size, 3)
+
+    engine = Engine(
+        runner,
+        {work.drafter: drafter},
+        replace(work.settings, max_adapters=most),
+        stop_table=StopTable.from_list(own.token_bytes[: work.model.vocab_size], (1,)),
+        cost=work.cost,
+    )
+    engine.adapters.read = own.read
+    return engine, runner
+
+
+def drive(
+    work: Workload, engine: Engine, forget: dict[int, str] | None = None
+) -> dict[tuple[str, int], Result]:
+    collector = Collector()
+    arrivals = sorted(work.requests, key=lambda item: item[0])
+    aborts = [(at, r.request_id) for _, r, at in work.requests if at is not None]
+    step = 0
+    deadline = time.monotonic() + 30
+    while arrivals or engine.num_open:
+        while arrivals and arrivals[0][0] <= step:
+            engine.submit(arrivals.pop(0)[1])
+        for at, request_id in aborts:
+            if at == step:
+                engine.abort(request_id)
+        if forget and step in forget:
+            engine.adapters.forget(forget[step])
+        collector.take(engine.step())
+        engine.check()
+        step += 1
+        assert time.monotonic() < deadline, "the engine makes no progress"
+    collector.take(engine.take_deltas())
+    return collector.results
+
+
+def settle(engine: Engine) -> None:
+    """Until the threads have nothing left to read."""
+    states = engine.adapters.controls["adapter_states"]
+    while any(state["pending"] for state in states(None)):
+        time.sleep(0.001)
+
+
+@settings(max_examples=examples(300), deadline=None, print_blob=True)
+@given(st.integers(0, 2**48))
+def test_any_mix_gives_each_request_the_text_of_its_own_model(seed: int) -> None:
+    rng = Random(seed)
+    work = random_workload(rng)
+    if work.drafter not in ("off", "oracle"):
+        work.drafter = "random"
+    work.requests = [
+        (at, replace(r, speculation=replace(r.speculation, drafter=work.drafter)), abort)
+        for at, r, abort in work.requests
+    ]
+    own = make(rng, work)
+    most = rng.randint(1, 4)
+    note(f"{work} {own} {most}")
+    expected = outcomes(work, own)
+    engine, runner = make_engine(work, own, expected, most)
+    for name in own.models:
+        engine.adapters.register(own.order(name), load=rng.random() < 0.5)
+    forget = {rng.randint(0, 6): rng.choice(list(own.models))} if rng.random() < 0.3 else {}
+    results = drive(work, engine, forget)
+    refused = {
+        key for key, r in results.items() if r.error_code in ("adapters_full", "model_not_found")
+    }
+    adapters = {request.request_id: request.adapter for _, request, _ in work.requests}
+    for request_id, _ in refused:
+        code = results[request_id, 0].error_code
+        assert code == "adapters_full" or adapters[request_id] in forget.values()
+        assert adapters[request_id]
+    if most >= len(own.models):
+        assert all(results[key].error_code != "adapters_full" for key in refused)
+    kept = {key: want for key, want in expected.items() if key not in refused}
+    compare(work, kept, {key: got for key, got in results.items() if key not in refused})
+    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
+    assert engine.pool.num_free == work.num_blocks
+    assert runner.num_adapters <= most
+    for name in own.models:
+        engine.adapters.forget(name)
+    deadline = time.monotonic() + 10
+    while any(engine.adapters.find(name) is not None for name in own.models):
+        engine.adapters.poll()  # one may be on its way into memory
+        assert time.monotonic() < deadline
+    assert runner.num_adapters == 0
+    engine.close()
+
+
+def small(num: int, most: int) -> tuple[Engine, FakeRunner, Adapters]:
+    """An engine that knows `num` adapters a0@, a1@, ..., each with an id of its own."""
+    base = FakeModel(16, seed=1)
+    own = Adapters(
+        {f"a{i}@": FakeModel(17, seed=i + 2) for i in range(num)}, [b"%d " % i for i in range(17)]
+    )
+    runner = FakeRunner(base, fake_info(num_blocks=256))
+    runner.models = own.models
+    engine = Engine(runner, {}, EngineSettings(max_adapters=most))
+    engine.adapters.read = own.read
+    return engine, runner, own
+
+
+def ask(name: str, adapter: str, **sampling: object) -> Request:
+    settings: dict[str, object] = {
+        "temperature": 0.0,
+        "max_tokens": 5,
+        "ignore_eos": True,
+        **sampling,
+    }
+    return Request(name, "t", "fake", (3, 4, 5, 6, 7), SamplingParams(**settings), adapter=adapter)  # type: ignore[arg-type]
+
+
+def finish(engine: Engine) -> dict[tuple[str, int], Result]:
+    collector = Collector()
+    deadline = time.monotonic() + 30
+    while engine.num_open:
+        collector.take(engine.step())
+        assert time.monotonic() < deadline
+    collector.take(engine.take_deltas())
+    return collector.results
+
+
+def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
+    engine, runner, own = small(50, 4)
+    engine.adapters.register(own.order("a0@", pinned=True))
+    for name in list(own.models)[1:]:
+        engine.adapters.register(own.order(name), load=False)
+    settle(engine)
+    assert runner.num_adapters == 1
+    for i in range(50):
+        engine.submit(ask(f"r{i}", f"a{i}@"))
+        assert finish(engine)[f"r{i}", 0].finish_reason == "length"
+        assert runner.num_adapters <= 4
+    states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
+    assert len(states) == 50
+    assert [name for name, s in states.items() if s["in_memory"]] == ["a0@", "a47@", "a48@", "a49@"]
+    assert engine.adapters.num_evictions == 46
+    engine.close()
+
+
+def test_a_request_is_refused_when_all_in_memory_are_in_use() -> None:
+    engine, _, own = small(3, 2)
+    for name in own.models:
+        engine.adapters.register(own.order(name), load=False)
+    for i in range(3):
+        engine.submit(ask(f"r{i}", f"a{i}@"))
+    engine.submit(ask("base", ""))
+    results = finish(engine)
+    assert results["r2", 0].error_code == "adapters_full"
+    assert {results[name, 0].finish_reason for name in ("r0", "r1", "base")} == {"length"}
+    engine.submit(ask("again", "a2@"))
+    assert finish(engine)["again", 0].finish_reason == "length"
+    engine.close()
+
+
+def test_others_go_on_while_an_adapter_is_read() -> None:
+    engine, runner, own = small(1, 2)
+    gate = threading.Event()
+    runner.pack_waits = lambda _: gate.wait(10) and None
+    engine.adapters.register(own.order("a0@"), load=False)
+    settle(engine)
+    engine.submit(ask("waits", "a0@"))
+    engine.submit(ask("leaves", "a0@"))
+    engine.submit(ask("base", ""))
+    collector = Collector()
+    while engine.has_work:
+        collector.take(engine.step())
+    assert collector.results["base", 0].finish_reason == "length"
+    assert engine.num_open == 2 and engine.is_preparing
+    engine.abort("leaves")
+    engine.adapters.forget("a0@")  # what is open ends with it
+    engine.submit(ask("late", "a0@"))
+    gate.set()
+    results = finish(engine)
+    assert results["waits", 0].finish_reason == "length"
+    assert results["late", 0].error_code == "model_not_found"
+    assert runner.num_adapters == 0 and engine.adapters.find("a0@") is None
+    engine.close()
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
+    engine, runner, own = small(2, 2)
+    runner.models = {"a1@": own.models["a1@"]}  # the other's files are gone
+    for name in own.models:
+        engine.adapters.register(own.order(name), load=False)
+    engine.submit(ask("bad", "a0@"))
+    engine.submit(ask("good", "a1@"))
+    results = finish(engine)
+    assert results["bad", 0].error_code == "engine_error"
+    assert results["good", 0].finish_reason == "length"
+    runner.models = own.models  # they are back
+    engine.submit(ask("bad", "a0@"))
+    assert finish(engine)["bad", 0].finish_reason == "length"
+    engine.close()
+
+
+def test_its_ids_and_its_head_are_its_own() -> None:
+    engine, _, own = small(1, 1)
+    engine.adapters.register(own.order("a0@"))
+    settle(engine)
+    engine.submit(ask("own", "a0@", allowed_token_ids=(16,)))
+    engine.submit(ask("base", "", allowed_token_ids=(16,)))
+    engine.submit(ask("outside", "a0@", allowed_token_ids=(17,)))
+    sliced = ask("sliced", "a0@")
+    engine.submit(replace(sliced, vocabulary=VocabularyParams("slice", "p")))
+    results = finish(engine)
+    assert results["own", 0].ids == [16] * 5
+    assert results["base", 0].error_code == results["outside", 0].error_code == "invalid_value"
+    assert results["sliced", 0].error_code == "unsupported_parameter"
+    engine.close()
+
+
+def test_a_runner_without_adapters_refuses_them() -> None:
+    base = FakeRunner(FakeModel(16), fake_info())
+
+    class Plain:
+        info = base.info
+
+    engine = Engine(Plain(), {}, EngineSettings())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no adapters"):
+        engine.adapters.register(AdapterOrder("a@", "a", 16))
+    engine.submit(ask("r", "a@"))
+    assert finish(engine)["r", 0].error_code == "model_not_found"
+
+
+def test_a_scope_is_of_one_adapter_whatever_the_salt() -> None:
+    scopes = {
+        scope_of(tenant, salt, adapter)
+        for tenant in ("", "t")
+        for salt in ("", "a@1", "a@1\1", "t\0", "\1t\0")
+        for adapter in ("", "a@1", "b@1")
+    }
+    assert len(scopes) == 2 * 5 * 3
+
+
+def test_masks_of_two_lengths_stand_in_one_batch() -> None:
+    from server.engine.build import _together
+
+    together = _together([np.full((2, 1), 7, np.uint32), np.full((1, 2), 9, np.uint32)])
+    assert together.tolist() == [[7, 0], [7, 0], [9, 9]]
