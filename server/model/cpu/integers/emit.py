@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from server.model.cpu.vector_ir import F32, I16, I32, I64, Loop
 
-__all__ = ["F16", "F32", "I8", "I16", "I32", "I64", "Loop", "at", "call", "i32", "i64", "splat"]
+__all__ = ["F16", "F32", "I8", "I16", "I32", "I64", "Loop", "at", "call", "i32", "i64", "prefetch", "splat"]
 
 I8 = ir.IntType(8)
 F16 = ir.HalfType()
@@ -38,6 +38,13 @@ def at(b: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
     value = b.load(b.inttoptr(where, kind.as_pointer()))
     value.align = align
     return value
+
+
+def prefetch(b: Any, address: Any) -> None:
+    """Have the cache line at an address brought into the L2 cache."""
+    pointer = ir.IntType(8).as_pointer()
+    numbers = [b.inttoptr(address, pointer), i32(0), i32(2), i32(1)]
+    call(b, "llvm.prefetch.p0", ir.VoidType(), numbers)
 
 
 def splat(b: Any, scalar: Any, vector: Any) -> Any:

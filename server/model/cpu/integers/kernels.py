@@ -22,7 +22,7 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
-from server.model.cpu.integers.emit import F32, I32, I64, Loop, at, i32, i64, splat
+from server.model.cpu.integers.emit import F32, I32, I64, Loop, at, i32, i64, prefetch, splat
 from server.model.cpu.integers.forms import BLOCK, FORMS, PANEL, Form
 from server.model.cpu.integers.instructions import (
     FLOATS,
@@ -42,11 +42,12 @@ from server.model.cpu.vector_ir import intrinsic
 
 __all__ = ["JOB_ITEMS", "call_kernel", "kernel_address"]
 
-JOB_ITEMS = 9
+JOB_ITEMS = 10
 """int64 numbers that tell a kernel what to do: x, bytes between its rows, figures, bytes between
-their rows, rows, panel, count, out, bytes between its rows. x int8 [rows, padded inputs], figures
-as quantise.py writes them, out float32; x, figures, panel, out: addresses; count: blocks of 32
-inputs of the form `int8`, else super-blocks."""
+their rows, rows, panel, count, out, bytes between its rows, next panel. x int8 [rows, padded
+inputs], figures as quantise.py writes them, out float32; x, figures, panel, out, next panel:
+addresses; count: blocks of 32 inputs of the form `int8`, else super-blocks. The next panel, as long
+as this one, is fetched from memory while the first rows are multiplied; 0: none."""
 
 # (rows, vectors of outputs) of the kernels, largest first: as many as the registers hold.
 _Sizes = tuple[tuple[int, int], ...]
@@ -86,12 +87,20 @@ def _rows_at(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
     return [b.add(address, b.mul(stride, i64(m))) for m in range(num_rows)]
 
 
+def _fetch(b: Any, following: Any, offset: Any, num_bytes: int) -> None:
+    """Ask memory for num_bytes from following + offset, into the L2 cache; not where it is 0."""
+    with b.if_then(b.icmp_signed("!=", following, i64(0))):
+        first = b.add(following, offset)
+        for line in range(0, num_bytes, 64):
+            prefetch(b, b.add(first, i64(line)))
+
+
 class _Kernel:
     """Emits out[m, column : column + LANES * vectors] for m < num_rows.
 
     Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
     their rows, panel, column, count (blocks of the form `int8`, else super-blocks), out, bytes
-    between its rows.
+    between its rows, next panel or 0.
     """
 
     def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
@@ -102,7 +111,7 @@ class _Kernel:
         """The function in a module, made when it is not there."""
         fn = module.globals.get(self.name)
         if fn is None:
-            fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), self.name)
+            fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), self.name)
             fn.linkage = "internal"
             fn.attributes.add("noinline")
             b = ir.IRBuilder(fn.append_basic_block("entry"))
@@ -135,13 +144,14 @@ class _Kernel:
         return [splat(b, offset, INTS)] * self.vectors
 
     def _channel(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, panel, column, count, out, ldo = args
+        x, ldx, figures, ldf, panel, column, count, out, ldo, following = args
         rows = _rows_at(b, x, ldx, self.num_rows)
         own = [_figures(b, row) for row in _rows_at(b, figures, ldf, self.num_rows)]
         at_column = b.add(panel, b.mul(column, i64(4)))
         loop = Loop(b, count, [t for f in own for t in self._start(b, f.whole)])
         words = b.add(at_column, i64(self.form.header_bytes))
         words = b.add(words, b.mul(loop.index, i64(self.form.record_bytes)))
+        _fetch(b, following, b.mul(loop.index, i64(self.form.record_bytes)), self.form.record_bytes)
         here = b.mul(loop.index, i64(BLOCK))
         inputs = [b.add(row, here) for row in rows]
         totals = loop.close(self._sums(b, words, inputs, loop.carried, range(8)))
@@ -155,20 +165,23 @@ class _Kernel:
                 store(b, value, targets[m], 4 * LANES * v)
 
     def _blocks(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, panel, column, count, out, ldo = args
+        x, ldx, figures, ldf, panel, column, count, out, ldo, following = args
         form = self.form
         rows = _rows_at(b, x, ldx, self.num_rows)
         figure_rows = _rows_at(b, figures, ldf, self.num_rows)
         per = form.blocks_per_super
         zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * (self.num_rows * self.vectors)
         outer = Loop(b, count, zeros)
-        top = b.add(panel, b.mul(outer.index, i64(form.header_bytes + per * form.record_bytes)))
+        offset = b.mul(outer.index, i64(form.header_bytes + per * form.record_bytes))
+        top = b.add(panel, offset)
         head = self._header(b, b.add(top, b.mul(column, i64(2))))
         block, record = b.mul(outer.index, i64(per)), b.add(top, i64(form.header_bytes))
         inner = Loop(b, i64(per), outer.carried) if per > 1 else None
         if inner is not None:
+            offset = b.add(offset, b.mul(inner.index, i64(form.record_bytes)))
             block = b.add(block, inner.index)
             record = b.add(record, b.mul(inner.index, i64(form.record_bytes)))
+        _fetch(b, following, offset, form.record_bytes)
         inputs = [b.add(row, b.mul(block, i64(BLOCK))) for row in rows]
         own = [_figures(b, b.add(row, b.mul(block, i64(16)))) for row in figure_rows]
         acc = self._record(b, record, column, head, inputs, own, (inner or outer).carried)
@@ -243,10 +256,10 @@ def _define_rows(module: Any, form: Form) -> Any:
     fn = module.globals.get(name)
     if fn is not None:
         return fn
-    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), name)
     fn.linkage = "internal"
     fn.attributes.add("noinline")
-    x, ldx, figures, ldf, num_rows, panel, count, out, ldo = fn.args
+    x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
     b = ir.IRBuilder(fn.append_basic_block("entry"))
     sizes = _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
     done: Any = i64(0)
@@ -261,8 +274,11 @@ def _define_rows(module: Any, form: Form) -> Any:
         b.cbranch(b.icmp_signed(">=", b.sub(num_rows, m), i64(rows)), body, after)
         b.position_at_end(body)
         own = [b.add(base, b.mul(m, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
+        wanted = b.select(b.icmp_signed("==", m, i64(0)), following, i64(0))
         for column in range(0, PANEL, LANES * vectors):
-            b.call(kernel, [own[0], ldx, own[1], ldf, panel, i64(column), count, own[2], ldo])
+            last = column + LANES * vectors == PANEL
+            arguments = [own[0], ldx, own[1], ldf, panel, i64(column), count, own[2], ldo]
+            b.call(kernel, [*arguments, wanted if last else i64(0)])
         m.add_incoming(b.add(m, i64(rows)), b.block)
         b.branch(test)
         b.position_at_end(after)

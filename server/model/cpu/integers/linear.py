@@ -68,12 +68,18 @@ def _gated_share(rows, num_rows, matrix, out, gelu, work):
     pairs = work.pairs[work.thread].ctypes.data
     item = take(work)
     while item < total:
+        following = take(work)
         p = item // spans
         first = item % spans * span
         num = min(span, num_rows - first)
         set_job(job, rows, first, num, pairs, 8 * PANEL)
         for half in range(2):
             line = gate if half == 0 else up
+            then = up if half == 0 else gate
+            place = p if half == 0 else following // spans
+            job[9] = 0
+            if then[2] == line[2] and (half == 0 or following < total):
+                job[9] = then[0] + place * then[2]
             job[5] = line[0] + p * line[2]
             job[6] = line[3]
             job[7] = pairs + half * PANEL * 4
@@ -85,7 +91,7 @@ def _gated_share(rows, num_rows, matrix, out, gelu, work):
                 gelu_gate(left, left + PANEL * 4, target, PANEL // LANES)
             else:
                 silu_gate(left, left + PANEL * 4, target, PANEL // LANES)
-        item = take(work)
+        item = following
 
 
 @_serial

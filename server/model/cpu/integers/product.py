@@ -86,7 +86,7 @@ def num_panels(part):
 
 @_serial
 def set_job(job, rows, first, num, out, ldo):
-    """A kernel's job for `num` rows from row `first`: all but panel and count (kernels.py).
+    """A kernel's job for `num` rows from row `first`: all but panels and count (kernels.py).
 
     rows: Activations. out: address; ldo: bytes between its rows.
     """
@@ -102,21 +102,32 @@ def set_job(job, rows, first, num, out, ldo):
 
 
 @_serial
-def _one_item(item, rows, num_rows, matrix, out, short, job):
+def _find_panel(p, parts):
+    """(part, panel in it) of panel p of all parts."""
+    part = 0
+    while p >= num_panels(parts[part]):
+        p -= num_panels(parts[part])
+        part += 1
+    return part, p
+
+
+@_serial
+def _one_item(item, following, span, rows, num_rows, matrix, out, short, job):
     """One panel for one span of rows: its columns of out, float32 [*, >= outputs].
 
-    short: float32 [span, PANEL], where a last panel goes that has columns past the outputs.
+    following: the item that this thread takes next, or -1. short: float32 [span, PANEL], where a
+    last panel goes that has columns past the outputs.
     """
-    span = short.shape[0]
     spans = (num_rows + span - 1) // span
-    p = item // spans
     first = item % spans * span
     num = min(span, num_rows - first)
-    part = 0
-    while p >= num_panels(matrix.parts[part]):
-        p -= num_panels(matrix.parts[part])
-        part += 1
+    part, p = _find_panel(item // spans, matrix.parts)
     line = matrix.parts[part]
+    job[9] = 0
+    if following >= 0:
+        then, place = _find_panel(following // spans, matrix.parts)
+        if matrix.parts[then, 2] == line[2]:
+            job[9] = matrix.parts[then, 0] + place * line[2]
     width = min(PANEL, line[5] - p * PANEL)
     column = line[4] + p * PANEL
     ldo = out.shape[1] * 4
@@ -137,12 +148,15 @@ def _one_item(item, rows, num_rows, matrix, out, short, job):
 def product_share(rows, num_rows, matrix, out, work):
     """One thread's share of out[:num_rows, :outputs] = W @ rows."""
     spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    short = np.empty(((num_rows + spans - 1) // spans, PANEL), np.float32)
+    span = (num_rows + spans - 1) // spans
+    short = work.pairs[work.thread].reshape(-1, PANEL)
     job = np.empty(JOB_ITEMS, np.int64)
     total = 0
     for part in range(matrix.parts.shape[0]):
         total += num_panels(matrix.parts[part]) * spans
     item = take(work)
     while item < total:
-        _one_item(item, rows, num_rows, matrix, out, short, job)
-        item = take(work)
+        following = take(work)
+        wanted = following if following < total else -1
+        _one_item(item, wanted, span, rows, num_rows, matrix, out, short, job)
+        item = following
