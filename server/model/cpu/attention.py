@@ -17,10 +17,13 @@ from server.model.cpu.attention_kernels import (
     Plane,
     add_weighted,
     block_scores,
+    int32_at,
+    one_score,
+    rotate,
     store_key,
     store_value,
 )
-from server.model.cpu.kernels import exp_shifted, max_of, rms_norm
+from server.model.cpu.kernels import exp_shifted, float_at, max_of, rms_norm, set_float
 from server.model.cpu.records import RowKeys
 from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.team import barrier, take
@@ -30,54 +33,82 @@ _serial = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_serial
-def _rotate(x, cos, sin):
-    """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
-    half = cos.shape[0]
-    for i in range(half):
-        a = x[i]
-        b = x[half + i]
-        x[i] = a * cos[i] - b * sin[i]
-        x[half + i] = b * cos[i] + a * sin[i]
+def _place_row(row, position, slot, layer, planes, shape):
+    """One row of qkv, at address `row`: norms and rope on q and k in place, K and V to a slot."""
+    d = shape.head_dim
+    num_heads, num_kv_heads = shape.num_heads, layer.keys.shape[0]
+    normed = layer.q_norm.shape[0]
+    q_norm, k_norm = layer.q_norm.ctypes.data, layer.k_norm.ctypes.data
+    if normed > d:
+        keys = row + num_heads * d * 4
+        rms_norm(row, q_norm, row, normed, shape.eps)
+        rms_norm(keys, k_norm, keys, num_kv_heads * d, shape.eps)
+    half = layer.cos.shape[1]
+    cos = layer.cos.ctypes.data + position * half * 4
+    sin = layer.sin.ctypes.data + position * half * 4
+    for h in range(num_heads + num_kv_heads):
+        head = row + h * d * 4
+        norm = q_norm if h < num_heads else k_norm
+        if normed == d and not shape.norm_after_rope:
+            rms_norm(head, norm, head, d, shape.eps)
+        rotate(head, cos, sin, half)
+        if normed == d and shape.norm_after_rope:
+            rms_norm(head, norm, head, d, shape.eps)
+    if layer.query_scales.shape[0] > 0:
+        scale = layer.query_scales[position]
+        for i in range(num_heads * d):
+            set_float(row, i, float_at(row, i) * scale)
+    scaled = layer.key_scales.shape[3] > 0
+    for h in range(num_kv_heads):
+        key = row + (num_heads + h) * d * 4
+        keys, values = _planes(planes, h)
+        store_key(keys, scaled, slot, key, d)
+        store_value(values, scaled, slot, key + num_kv_heads * d * 4, d)
+
+
+@_serial
+def _all_planes(layer):
+    """The keys and the values of a layer, those of head 0, and the bytes from head to head."""
+    zero = layer.keys.dtype.type(0)
+    keys = Plane(layer.keys.ctypes.data, layer.key_scales.ctypes.data, layer.keys.shape[2], zero)
+    values = Plane(
+        layer.values.ctypes.data, layer.value_scales.ctypes.data, layer.values.shape[3], zero
+    )
+    strides = (
+        layer.keys.strides[0], layer.key_scales.strides[0], layer.values.strides[0],
+        layer.value_scales.strides[0],
+    )  # fmt: skip
+    return keys, values, strides
+
+
+@_serial
+def _planes(planes, h):
+    """Keys and values of head h."""
+    keys, values, strides = planes
+    return (
+        Plane(keys.numbers + h * strides[0], keys.scales + h * strides[1], keys.width, keys.zero),
+        Plane(
+            values.numbers + h * strides[2], values.scales + h * strides[3], values.width,
+            values.zero,
+        ),
+    )  # fmt: skip
 
 
 @_serial
 def place(rows, qkv, layer, shape, work):
     """Write the K and V of all rows; qkv [R, outputs] becomes normed and rotated in place.
 
-    Bias, norms and rope on q and k, then K and V into their slots; each thread its own rows.
+    Bias, norms and rope on q and k, then K and V into their slots. A thread takes rows that follow
+    each other: keys of neighbouring slots share cache lines.
     """
-    num_kv_heads = layer.keys.shape[0]
-    num_heads = shape.num_heads
-    d = shape.head_dim
-    normed = layer.q_norm.shape[0]
-    norms_heads = normed == d
-    for r in range(work.thread, rows.num, work.threads):
-        row = qkv[r]
-        if layer.bias.shape[0] > 0:
-            for i in range(layer.bias.shape[0]):
-                row[i] += layer.bias[i]
-        if normed > d:
-            keys = row[num_heads * d : (num_heads + num_kv_heads) * d]
-            rms_norm(row[:normed], layer.q_norm, row[:normed], normed, shape.eps)
-            rms_norm(keys, layer.k_norm, keys, keys.shape[0], shape.eps)
-        c = layer.cos[rows.positions[r]]
-        s = layer.sin[rows.positions[r]]
-        for h in range(num_heads + num_kv_heads):
-            head = row[h * d : (h + 1) * d]
-            norm = layer.q_norm if h < num_heads else layer.k_norm
-            if norms_heads and not shape.norm_after_rope:
-                rms_norm(head, norm, head, d, shape.eps)
-            _rotate(head, c, s)
-            if norms_heads and shape.norm_after_rope:
-                rms_norm(head, norm, head, d, shape.eps)
-        if layer.query_scales.shape[0] > 0:
-            for i in range(num_heads * d):
-                row[i] *= layer.query_scales[rows.positions[r]]
-        for h in range(num_kv_heads):
-            key = row[(num_heads + h) * d : (num_heads + h + 1) * d]
-            value = row[(num_heads + num_kv_heads + h) * d : (num_heads + num_kv_heads + h + 1) * d]
-            store_key(Plane(layer.keys[h], layer.key_scales[h]), rows.slots[r], key)
-            store_value(Plane(layer.values[h], layer.value_scales[h]), rows.slots[r], value)
+    planes = _all_planes(layer)
+    share = (rows.num + work.threads - 1) // work.threads
+    first = work.thread * share
+    for r in range(first, min(rows.num, first + share)):
+        for i in range(layer.bias.shape[0]):
+            qkv[r, i] += layer.bias[i]
+        row = qkv.ctypes.data + r * qkv.shape[1] * 4
+        _place_row(row, rows.positions[r], np.int64(rows.slots[r]), layer, planes, shape)
     barrier(work)
 
 
@@ -85,26 +116,23 @@ def place(rows, qkv, layer, shape, work):
 def _score_row(q, group, keys, shape, scores, acc):
     """Softmax numerators of one row's keys into scores, 1 / their sum into acc[:, width]."""
     d = shape.head_dim
-    width = keys.values.numbers.shape[2]
+    width = keys.values.width
     room = scores.shape[1]
     prefix_len = keys.prefix_len
-    num_path = keys.path.shape[0]
-    num_keys = prefix_len + num_path
-    base = keys.start // LANES * LANES
+    num_keys = prefix_len + keys.num_path
+    first = keys.start // LANES
+    base = first * LANES
     end_block = (prefix_len + LANES - 1) // LANES
     padded = (num_keys - base + LANES - 1) // LANES * LANES
     s = scores.ctypes.data
-    for b in range(base // LANES, end_block):
-        block_scores(q, d, group, keys.keys, keys.table[b], s + (b * LANES - base) * 4, room)
+    if end_block > first:
+        block_scores(q, d, group, keys.keys, keys.table + first * 4, end_block - first, s, room)
     last = -1
-    for j in range(num_path):
-        slot = keys.path[j]
+    for j in range(keys.num_path):
+        slot = int32_at(keys.path, j)
         if slot // LANES != last:
             last = slot // LANES
-            block_scores(
-                q, d, group, keys.keys, last, acc.ctypes.data + width * 4,
-                acc.shape[1],
-            )  # fmt: skip
+            one_score(q, d, group, keys.keys, last, acc.ctypes.data + width * 4, acc.shape[1])
         for g in range(group):
             scores[g, prefix_len + j - base] = acc[g, width + slot % LANES]
     scale = shape.scale
@@ -124,14 +152,34 @@ def _score_row(q, group, keys, shape, scores, acc):
 
 
 @_serial
+def _add_path(group, keys, scores, acc):
+    """The values of a row's path, in order; slots that follow each other in a block at once."""
+    base = keys.start // LANES * LANES
+    room = scores.shape[1]
+    j = max(0, keys.start - keys.prefix_len)
+    while j < keys.num_path:
+        slot = int32_at(keys.path, j)
+        num = 1
+        while j + num < keys.num_path and (slot + num) % LANES > 0:
+            if int32_at(keys.path, j + num) != slot + num:
+                break
+            num += 1
+        add_weighted(
+            scores.ctypes.data + (keys.prefix_len + j - base) * 4, room, group, keys.values, slot,
+            num, acc.ctypes.data, acc.shape[1],
+        )  # fmt: skip
+        j += num
+
+
+@_serial
 def _attend_row(q, group, keys, shape, scores, acc, out):
     """One row, one KV head, its `group` query heads, at address q one after the other.
 
     scores: float32 [group, room]; acc: float32 [group, w + 16]. The last 16 columns of acc are
-    the scores of one block of path keys. out: float32 [group * head_dim].
+    the scores of one block of path keys. out: address of float32 [group * head_dim].
     """
     d = shape.head_dim
-    width = keys.values.numbers.shape[2]
+    width = keys.values.width
     room = scores.shape[1]
     start, prefix_len = keys.start, keys.prefix_len
     base = start // LANES * LANES
@@ -146,46 +194,46 @@ def _attend_row(q, group, keys, shape, scores, acc, out):
         if high > low:
             add_weighted(
                 s + (low - base) * 4, room, group, keys.values,
-                keys.table[b] * LANES + low - b * LANES, high - low, acc.ctypes.data, acc.shape[1],
+                int32_at(keys.table, b) * LANES + low - b * LANES, high - low, acc.ctypes.data,
+                acc.shape[1],
             )  # fmt: skip
-    for j in range(keys.path.shape[0]):
-        if prefix_len + j >= start:
-            add_weighted(
-                s + (prefix_len + j - base) * 4, room, group, keys.values, keys.path[j], 1,
-                acc.ctypes.data, acc.shape[1],
-            )  # fmt: skip
+    _add_path(group, keys, scores, acc)
     for g in range(group):
         for i in range(d):
-            out[g * d + i] = acc[g, i] * acc[g, width]
+            set_float(out, g * d + i, acc[g, i] * acc[g, width])
 
 
 @_serial
 def attend(rows, qkv, layer, shape, scratch, out, work):
     """out[r] = attention of row r over its keys, all heads; K and V of all rows are in place.
 
-    Items are (row, KV head).
+    Items are (KV head, row).
     """
     scores, acc = scratch.scores[work.thread], scratch.acc[work.thread]
+    planes = _all_planes(layer)
     num_kv_heads = layer.keys.shape[0]
     group = shape.num_heads // num_kv_heads
     d = shape.head_dim
+    paths, tables = rows.path_slots.ctypes.data, rows.tables.ctypes.data
     item = take(work)
     while item < rows.num * num_kv_heads:
-        # Late rows have the most keys: hand them out first.
-        r = rows.num - 1 - item // num_kv_heads
-        h = item % num_kv_heads
-        begin = rows.path_start[r]
+        # Late rows have the most keys: hand them out first, and all of one head, whose keys and
+        # values of a prompt a core's L2 can hold, before those of the next.
+        r = rows.num - 1 - item % rows.num
+        h = item // rows.num
         start = 0
         if layer.window > 0 and rows.positions[r] - layer.window + 1 > 0:
             start = rows.positions[r] - layer.window + 1
+        key_plane, value_plane = _planes(planes, h)
         keys = RowKeys(
-            start, np.int64(rows.prefix_len[r]), rows.path_slots[begin : begin + rows.path_len[r]],
-            rows.tables[rows.seq_ids[r]], Plane(layer.keys[h], layer.key_scales[h]),
-            Plane(layer.values[h], layer.value_scales[h]),
+            start, np.int64(rows.prefix_len[r]), paths + rows.path_start[r] * 4,
+            np.int64(rows.path_len[r]), tables + rows.seq_ids[r] * rows.tables.shape[1] * 4,
+            key_plane, value_plane,
         )  # fmt: skip
+        column = h * group * d
         _attend_row(
-            qkv[r].ctypes.data + h * group * d * 4, group, keys, shape, scores, acc,
-            out[r, h * group * d :],
+            qkv.ctypes.data + (r * qkv.shape[1] + column) * 4, group, keys, shape, scores, acc,
+            out.ctypes.data + (r * out.shape[1] + column) * 4,
         )  # fmt: skip
         item = take(work)
     barrier(work)

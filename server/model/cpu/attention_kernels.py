@@ -20,11 +20,11 @@ from llvmlite import ir
 from numba import types
 
 from server.model.cpu.integers.quantise import factor_of
-from server.model.cpu.kernels import inline
-from server.model.cpu.records import Float32, Numbers
+from server.model.cpu.kernels import float_at, has_avx512, inline, set_float
 from server.model.cpu.vector_ir import (
     F32,
     I16,
+    I32,
     I64,
     LANES,
     VEC,
@@ -40,7 +40,15 @@ from server.model.cpu.vector_ir import (
     store,
 )
 
-__all__ = ["KV_TYPES", "Plane", "add_weighted", "block_scores", "store_key", "store_value"]
+__all__ = [
+    "KV_TYPES",
+    "Plane",
+    "add_weighted",
+    "block_scores",
+    "rotate",
+    "store_key",
+    "store_value",
+]
 
 KV_TYPES: dict[str, type[Any]] = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 """Type of the cache's numbers by the name of `engine.kv_cache_dtype`."""
@@ -50,73 +58,82 @@ _HALF = ir.HalfType()
 _MOST_HALF = 65504.0
 
 
-def _address(context: Any, b: Any, kind: Any, array: Any) -> Any:
-    """Where an array's numbers begin, as int64."""
-    return b.ptrtoint(context.make_array(kind)(context, b, array).data, I64)
-
-
-def _extent(context: Any, b: Any, kind: Any, array: Any, axis: int) -> Any:
-    """An array's length along an axis, as int64."""
-    return b.extract_value(context.make_array(kind)(context, b, array).shape, axis)
-
-
 def _size(kind: Any) -> int:
-    """Bytes of a number of an array type."""
-    return int(kind.dtype.bitwidth) // 8
+    """Bytes of a number type."""
+    return int(kind.bitwidth) // 8
 
 
 def _widened(b: Any, kind: Any, address: Any) -> Any:
-    """16 numbers of an array type at an address, as float32."""
-    if kind.dtype == types.float32:
+    """16 numbers of a type at an address, as float32."""
+    if kind == types.float32:
         return load(b, floats(b, address), i64(0))
-    narrow = ir.VectorType(_HALF if kind.dtype == types.uint16 else _I8, LANES)
+    narrow = ir.VectorType(_HALF if kind == types.uint16 else _I8, LANES)
     raw = b.load(b.inttoptr(address, narrow.as_pointer()))
     raw.align = _size(kind)
-    if kind.dtype == types.uint16:
+    if kind == types.uint16:
         return b.fpext(raw, VEC)
     return b.sitofp(b.sext(raw, VECI), VEC)
 
 
 class Plane(NamedTuple):
-    """The keys or the values of one KV head. numbers: keys [blocks, head_dim, 16] or values
-    [blocks, 16, width] of a type of KV_TYPES. scales: float32 [blocks, 1, 16 or 0]."""
+    """The keys or the values of one KV head, in addresses.
 
-    numbers: Numbers
-    scales: Float32
+    numbers: of keys [blocks, width = head_dim, 16] or values [blocks, 16, width]. scales: of
+    float32 [blocks, 1, 16], used with int8. zero: 0 of the numbers' type, one of KV_TYPES.
+    """
+
+    numbers: int
+    scales: int
+    width: int
+    zero: Any
 
 
-def _make_scores(num_heads: int) -> Any:
-    """s[g, 0:16] = sum_d q[g, d] * keys[block, d, 0:16], d in order: one block of 16 keys.
+SCORE_BLOCKS = 4 if has_avx512() else 1
+"""Blocks of keys of the largest kernel: with 3 or 4 heads, enough sums that none waits for the one
+before it, and no more than registers."""
 
-    (q address, q head stride, Plane of keys, block, s address, s head stride).
+
+def _make_scores(num_heads: int, num_blocks: int) -> Any:
+    """s[g, 16 i : 16 i + 16] = sum_d q[g, d] * keys[block i, d, 0:16], d in order, i < num_blocks.
+
+    (q address, q head stride, Plane of keys, table, s address, s head stride). table: the address
+    of the blocks' int32 numbers; for one block, its number.
     """
 
     @intrinsic
-    def scores(typingctx: Any, q: Any, ldq: Any, plane: Any, block: Any, s: Any, lds: Any) -> Any:
-        sig = types.void(types.intp, types.intp, plane, types.intp, types.intp, types.intp)
-        keys, scales = plane.types
+    def scores(typingctx: Any, q: Any, ldq: Any, plane: Any, table: Any, s: Any, lds: Any) -> Any:
+        i = types.intp
+        sig = types.void(i, i, plane, i, i, i)
+        kind = plane.types[3]
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            q, ldq, plane, block, s, lds = args
-            array = b.extract_value(plane, 0)
-            d = _extent(context, b, keys, array, 1)
-            step = LANES * _size(keys)
-            at = b.add(_address(context, b, keys, array), b.mul(b.mul(block, d), i64(step)))
+            q, ldq, plane, table, s, lds = args
+            numbers, scales, d = (b.extract_value(plane, i) for i in range(3))
+            step = LANES * _size(kind)
+            blocks = [table]
+            if num_blocks > 1:
+                entries = b.inttoptr(table, I32.as_pointer())
+                blocks = [b.sext(b.load(b.gep(entries, [i64(i)])), I64) for i in range(num_blocks)]
+            starts = [b.add(numbers, b.mul(b.mul(block, d), i64(step))) for block in blocks]
             qf, sf = floats(b, q), floats(b, s)
             heads = [b.gep(qf, [b.mul(ldq, i64(g))]) for g in range(num_heads)]
-            loop = Loop(b, d, [const(0.0)] * num_heads)
-            key = _widened(b, keys, b.add(at, b.mul(loop.index, i64(step))))
-            new = [
-                fma(b, splat(b, b.load(b.gep(heads[g], [loop.index]))), key, loop.carried[g])
-                for g in range(num_heads)
-            ]
-            acc = loop.close(new)
-            if keys.dtype == types.int8:
-                own = floats(b, _address(context, b, scales, b.extract_value(plane, 1)))
-                scale = load(b, own, b.mul(block, i64(LANES)))
-                acc = [b.fmul(value, scale) for value in acc]
+            loop = Loop(b, d, [const(0.0)] * (num_heads * num_blocks))
+            here = b.mul(loop.index, i64(step))
+            key = [_widened(b, kind, b.add(start, here)) for start in starts]
+            new = []
             for g in range(num_heads):
-                store(b, acc[g], sf, b.mul(lds, i64(g)))
+                query = splat(b, b.load(b.gep(heads[g], [loop.index])))
+                old = loop.carried[g * num_blocks : (g + 1) * num_blocks]
+                new += [fma(b, query, key[i], old[i]) for i in range(num_blocks)]
+            acc = loop.close(new)
+            for i in range(num_blocks):
+                scale = None
+                if kind == types.int8:
+                    scale = load(b, floats(b, scales), b.mul(blocks[i], i64(LANES)))
+                for g in range(num_heads):
+                    value = acc[g * num_blocks + i]
+                    value = value if scale is None else b.fmul(value, scale)
+                    store(b, value, sf, b.add(b.mul(lds, i64(g)), i64(i * LANES)))
             return context.get_dummy_value()
 
         return sig, codegen
@@ -124,7 +141,8 @@ def _make_scores(num_heads: int) -> Any:
     return scores
 
 
-_scores1, _scores2, _scores3, _scores4 = (_make_scores(g) for g in (1, 2, 3, 4))
+_scores1, _scores2, _scores3, _scores4 = (_make_scores(g, 1) for g in (1, 2, 3, 4))
+_many1, _many2, _many3, _many4 = (_make_scores(g, SCORE_BLOCKS) for g in (1, 2, 3, 4))
 
 
 def _make_weighted(num_heads: int, vectors: int) -> Any:
@@ -141,19 +159,17 @@ def _make_weighted(num_heads: int, vectors: int) -> Any:
     ) -> Any:
         i = types.intp
         sig = types.void(i, i, plane, i, i, i, i)
-        values, scales = plane.types
+        kind = plane.types[3]
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             p, ldp, plane, first, num, acc, lda = args
             pf, af = floats(b, p), floats(b, acc)
-            size = _size(values)
-            array = b.extract_value(plane, 0)
-            width = _extent(context, b, values, array, 2)
-            at = b.add(_address(context, b, values, array), b.mul(first, i64(size)))
+            size = _size(kind)
+            numbers, scales, width = (b.extract_value(plane, i) for i in range(3))
+            at = b.add(numbers, b.mul(first, i64(size)))
             own = None
-            if values.dtype == types.int8:
-                own = floats(b, _address(context, b, scales, b.extract_value(plane, 1)))
-                own = b.gep(own, [b.sdiv(first, width)])
+            if kind == types.int8:
+                own = b.gep(floats(b, scales), [b.sdiv(first, width)])
             where = [
                 b.add(b.mul(lda, i64(g)), i64(c * LANES))
                 for g in range(num_heads)
@@ -161,7 +177,7 @@ def _make_weighted(num_heads: int, vectors: int) -> Any:
             ]
             loop = Loop(b, num, [load(b, af, place) for place in where])
             row = b.add(at, b.mul(b.mul(loop.index, width), i64(size)))
-            value = [_widened(b, values, b.add(row, i64(c * LANES * size))) for c in range(vectors)]
+            value = [_widened(b, kind, b.add(row, i64(c * LANES * size))) for c in range(vectors)]
             new = []
             for g in range(num_heads):
                 weight = b.load(b.gep(pf, [b.add(b.mul(ldp, i64(g)), loop.index)]))
@@ -187,16 +203,27 @@ _weighted4x1, _weighted4x4 = _make_weighted(4, 1), _make_weighted(4, 4)
 
 
 @intrinsic
-def _as_stored(typingctx: Any, cache: Any, x: Any, factor: Any) -> Any:
-    """x as a number of the cache's type: itself; the bits of the nearest float16, at most 65504; or
-    round_to_even(x * factor), 0 where factor is."""
-    sig = cache.dtype(cache, types.float32, types.float32)
+def int32_at(typingctx: Any, address: Any, index: Any) -> Any:
+    """The int32 number `index` of those at an address."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _, x, factor = args
-        if cache.dtype == types.float32:
+        entry = b.gep(b.inttoptr(args[0], I32.as_pointer()), [args[1]])
+        return b.sext(b.load(entry), I64)
+
+    return types.intp(types.intp, types.intp), codegen
+
+
+@intrinsic
+def _put(typingctx: Any, plane: Any, index: Any, x: Any, factor: Any) -> Any:
+    """Number `index` of a Plane = x: itself; the bits of the nearest float16, at most 65504; or
+    round_to_even(x * factor), 0 where factor is."""
+    sig = types.void(plane, types.intp, types.float32, types.float32)
+    kind = plane.types[3]
+
+    def stored(b: Any, x: Any, factor: Any) -> Any:
+        if kind == types.float32:
             return x
-        if cache.dtype == types.uint16:
+        if kind == types.uint16:
             for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
                 end = ir.Constant(F32, most)
                 x = b.select(b.fcmp_ordered(sign, x, end), end, x)
@@ -207,7 +234,35 @@ def _as_stored(typingctx: Any, cache: Any, x: Any, factor: Any) -> Any:
         fn = b.module.globals.get(name)
         if fn is None:
             fn = ir.Function(b.module, ir.FunctionType(F32, [F32]), name)
-        return b.trunc(b.fptosi(b.call(fn, [scaled]), ir.IntType(32)), _I8)
+        return b.trunc(b.fptosi(b.call(fn, [scaled]), I32), _I8)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        plane, index, x, factor = args
+        value = stored(b, x, factor)
+        at = b.add(b.extract_value(plane, 0), b.mul(index, i64(_size(kind))))
+        b.store(value, b.inttoptr(at, value.type.as_pointer()))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic
+def _rotate_vectors(typingctx: Any, x: Any, cos: Any, sin: Any, half: Any, num: Any) -> Any:
+    """(a, b) = (a cos - b sin, b cos + a sin) in place for a the first 16 * num floats at address
+    x, b as many at x + half floats."""
+    sig = types.void(*([types.intp] * 5))
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, cos, sin, half, num = args
+        xf, cf, sf = floats(b, x), floats(b, cos), floats(b, sin)
+        loop = Loop(b, num, [])
+        at = b.mul(loop.index, i64(LANES))
+        low, high = load(b, xf, at), load(b, xf, b.add(at, half))
+        c, s = load(b, cf, at), load(b, sf, at)
+        store(b, b.fsub(b.fmul(low, c), b.fmul(high, s)), xf, at)
+        store(b, b.fadd(b.fmul(high, c), b.fmul(low, s)), xf, b.add(at, half))
+        loop.close([])
+        return context.get_dummy_value()
 
     return sig, codegen
 
@@ -216,7 +271,23 @@ def _as_stored(typingctx: Any, cache: Any, x: Any, factor: Any) -> Any:
 
 
 @inline
-def block_scores(q, ldq, num_heads, keys, block, s, lds):
+def rotate(x, cos, sin, half):
+    """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    x: 2 * half floats; cos, sin: half floats; addresses.
+    """
+    whole = half // LANES
+    if whole > 0:
+        _rotate_vectors(x, cos, sin, half, whole)
+    for i in range(whole * LANES, half):
+        a, b = float_at(x, i), float_at(x, half + i)
+        c, s = float_at(cos, i), float_at(sin, i)
+        set_float(x, i, a * c - b * s)
+        set_float(x, half + i, b * c + a * s)
+
+
+@inline
+def one_score(q, ldq, num_heads, keys, block, s, lds):
     """Scores of all query heads of one KV head against one block of 16 keys.
 
     q, s: addresses, head strides ldq and lds. keys: Plane.
@@ -225,12 +296,42 @@ def block_scores(q, ldq, num_heads, keys, block, s, lds):
     while num_heads - g >= 4:
         _scores4(q + g * ldq * 4, ldq, keys, block, s + g * lds * 4, lds)
         g += 4
+    q, s = q + g * ldq * 4, s + g * lds * 4
     if num_heads - g == 3:
-        _scores3(q + g * ldq * 4, ldq, keys, block, s + g * lds * 4, lds)
+        _scores3(q, ldq, keys, block, s, lds)
     elif num_heads - g == 2:
-        _scores2(q + g * ldq * 4, ldq, keys, block, s + g * lds * 4, lds)
+        _scores2(q, ldq, keys, block, s, lds)
     elif num_heads - g == 1:
-        _scores1(q + g * ldq * 4, ldq, keys, block, s + g * lds * 4, lds)
+        _scores1(q, ldq, keys, block, s, lds)
+
+
+@inline
+def _many_scores(q, ldq, num_heads, keys, table, s, lds):
+    """As one_score, for SCORE_BLOCKS blocks, whose int32 numbers are at address table."""
+    g = 0
+    while num_heads - g >= 4:
+        _many4(q + g * ldq * 4, ldq, keys, table, s + g * lds * 4, lds)
+        g += 4
+    q, s = q + g * ldq * 4, s + g * lds * 4
+    if num_heads - g == 3:
+        _many3(q, ldq, keys, table, s, lds)
+    elif num_heads - g == 2:
+        _many2(q, ldq, keys, table, s, lds)
+    elif num_heads - g == 1:
+        _many1(q, ldq, keys, table, s, lds)
+
+
+@inline
+def block_scores(q, ldq, num_heads, keys, table, num_blocks, s, lds):
+    """As one_score, for blocks one after the other: their int32 numbers are at address table."""
+    b = 0
+    if SCORE_BLOCKS > 1:
+        while num_blocks - b >= SCORE_BLOCKS:
+            _many_scores(q, ldq, num_heads, keys, table + b * 4, s + b * LANES * 4, lds)
+            b += SCORE_BLOCKS
+    while num_blocks > b:
+        one_score(q, ldq, num_heads, keys, int32_at(table, b), s + b * LANES * 4, lds)
+        b += 1
 
 
 @inline
@@ -267,7 +368,7 @@ def add_weighted(p, ldp, num_heads, values, slot, num, acc, lda):
 
     p, acc: addresses, head strides ldp and lda. values: Plane, its width a multiple of 16.
     """
-    width = values.numbers.shape[2]
+    width = values.width
     first = slot * width
     c = 0
     while width - c >= 4 * LANES:
@@ -279,34 +380,30 @@ def add_weighted(p, ldp, num_heads, values, slot, num, acc, lda):
 
 
 @inline
-def _factor(x, scales, slot):
+def _factor(plane, slot, x, num):
     """What a head's numbers are multiplied by before rounding; their scale goes to its place."""
-    if scales.shape[2] == 0:
-        return np.float32(1.0)
     top = np.float32(0.0)
-    for i in range(x.shape[0]):
-        size = abs(x[i])
+    for i in range(num):
+        size = abs(float_at(x, i))
         if size > top or size != size:  # NaN stays
             top = size
     scale, factor = factor_of(top)
-    scales[slot // LANES, 0, slot % LANES] = scale
+    set_float(plane.scales, slot, scale)
     return factor
 
 
 @inline
-def store_key(keys, slot, x):
-    """x float32 [head_dim] into its slot of a Plane of keys."""
-    factor = _factor(x, keys.scales, slot)
-    lane = slot % LANES
-    block = keys.numbers[slot // LANES]
-    for i in range(x.shape[0]):
-        block[i, lane] = _as_stored(keys.numbers, x[i], factor)
+def store_key(keys, scaled, slot, x, num):
+    """`num` floats at address x into their slot of a Plane of keys; scaled: it has scales."""
+    factor = _factor(keys, slot, x, num) if scaled else np.float32(1.0)
+    first = slot // LANES * num * LANES + slot % LANES
+    for i in range(num):
+        _put(keys, first + i * LANES, float_at(x, i), factor)
 
 
 @inline
-def store_value(values, slot, x):
-    """x float32 [head_dim] into its slot of a Plane of values."""
-    factor = _factor(x, values.scales, slot)
-    row = values.numbers[slot // LANES, slot % LANES]
-    for i in range(x.shape[0]):
-        row[i] = _as_stored(values.numbers, x[i], factor)
+def store_value(values, scaled, slot, x, num):
+    """`num` floats at address x into their slot of a Plane of values; scaled: it has scales."""
+    factor = _factor(values, slot, x, num) if scaled else np.float32(1.0)
+    for i in range(num):
+        _put(values, slot * values.width + i, float_at(x, i), factor)

@@ -42,11 +42,17 @@ NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
 
 
 @_serial
+def _row(x, r):
+    """Address of row r of a float32 array in C order."""
+    return x.ctypes.data + r * x.shape[1] * 4
+
+
+@_serial
 def _norm_rows(num_rows, x, weight, out, eps, work):
     """out[r] = RMSNorm(x[r]) * weight for this thread's rows r < num_rows."""
     n = weight.shape[0]
     for r in range(work.thread, num_rows, work.threads):
-        rms_norm(x[r], weight, out[r], n, eps)
+        rms_norm(_row(x, r), weight.ctypes.data, _row(out, r), n, eps)
 
 
 @_serial
@@ -60,7 +66,7 @@ def residual(num_rows, x, y, norms, out, work):
     n = norms.following.shape[0]
     for r in range(work.thread, num_rows, work.threads):
         if norms.has_post:
-            rms_norm(y[r], norms.post, y[r], n, norms.eps)
+            rms_norm(_row(y, r), norms.post.ctypes.data, _row(y, r), n, norms.eps)
         if norms.bias.shape[0] > 0:
             for i in range(n):
                 x[r, i] += (y[r, i] + norms.bias[i]) * norms.scale
@@ -68,7 +74,7 @@ def residual(num_rows, x, y, norms, out, work):
             for i in range(n):
                 x[r, i] += y[r, i] * norms.scale
         if norms.has_following:
-            rms_norm(x[r], norms.following, out[r], n, norms.eps)
+            rms_norm(_row(x, r), norms.following.ctypes.data, _row(out, r), n, norms.eps)
         else:
             for i in range(n):
                 out[r, i] = x[r, i]

@@ -50,7 +50,7 @@ from server.model.cpu.vector_ir import (
 from server.model.cpu.vector_ir import exp as exp_vector
 
 
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
     """Whether numba compiles for 512-bit registers (NUMBA_CPU_FEATURES overrides the host's)."""
     features: str | None = getattr(config, "CPU_FEATURES", None)
     if features is not None:
@@ -58,7 +58,7 @@ def _has_avx512() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
-VECTORS_PER_PANEL = 4 if _has_avx512() else 1
+VECTORS_PER_PANEL = 4 if has_avx512() else 1
 """Vectors of outputs in a panel. A kernel of 6 rows x 4 vectors fills 32 zmm registers, one of
 6 x 1 (two ymm each) 16 ymm registers."""
 
@@ -256,6 +256,46 @@ silu_gate = _make_gate(gelu=False)
 gelu_gate = _make_gate(gelu=True)
 
 
+@intrinsic
+def scaled_product(typingctx: Any, x: Any, scale: Any, y: Any, out: Any, num: Any) -> Any:
+    """out[i] = (x[i] * scale) * y[i] for 16 * num floats at addresses x, y and out."""
+    i = types.intp
+    sig = types.void(i, types.float32, i, i, i)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, scale, y, out, num = args
+        xf, yf, of = floats(b, x), floats(b, y), floats(b, out)
+        scale_v = splat(b, scale)
+        loop = Loop(b, num, [])
+        at = b.mul(loop.index, i64(LANES))
+        store(b, b.fmul(b.fmul(load(b, xf, at), scale_v), load(b, yf, at)), of, at)
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic
+def float_at(typingctx: Any, address: Any, index: Any) -> Any:
+    """The float32 number `index` of those at an address."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load(b.gep(floats(b, args[0]), [args[1]]))
+
+    return types.float32(types.intp, types.intp), codegen
+
+
+@intrinsic
+def set_float(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write the float32 number `index` of those at an address."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store(args[2], b.gep(floats(b, args[0]), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32), codegen
+
+
 # --- numba functions ------------------------------------------------------------------------
 
 inline: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")
@@ -321,16 +361,22 @@ def half_panel_product(x, ldx, num_rows, panel, k, c, ldc, bf16):
 
 @inline
 def rms_norm(x, weight, out, n, eps):
-    """out = x / sqrt(mean(x^2) + eps) * weight over 1-D float32 arrays of n elements."""
+    """out = x / sqrt(mean(x^2) + eps) * weight over n float32 at addresses x, weight and out.
+
+    Addresses, here and in attention: a view of an array in compiled code counts its references,
+    and threads that count the same array's wait for each other.
+    """
     whole = n // LANES
     total = np.float32(0.0)
     if whole > 0:
-        total = sum_of_squares(x.ctypes.data, whole)
+        total = sum_of_squares(x, whole)
     for i in range(whole * LANES, n):
-        total += x[i] * x[i]
+        total += float_at(x, i) * float_at(x, i)
     scale = np.float32(1.0) / np.sqrt(total / np.float32(n) + eps)
-    for i in range(n):
-        out[i] = (x[i] * scale) * weight[i]
+    if whole > 0:
+        scaled_product(x, scale, weight, out, whole)
+    for i in range(whole * LANES, n):
+        set_float(out, i, (float_at(x, i) * scale) * float_at(weight, i))
 
 
 def pack_panels(weight: npt.NDArray[Any], out: npt.NDArray[Any], *, first_panel: int = 0) -> None:

@@ -169,12 +169,14 @@ class AttentionLayer(NamedTuple):
 
 class RowKeys(NamedTuple):
     """The keys of one row and one KV head: positions [start, prefix_len) through `table`, then the
-    slots of `path`. start, prefix_len: int64. keys, values: attention_kernels.Plane."""
+    slots of `path`. start, prefix_len, num_path: int64; path, table: addresses of int32. keys,
+    values: attention_kernels.Plane."""
 
     start: Any
     prefix_len: Any
-    path: Int32
-    table: Int32
+    path: Any
+    num_path: Any
+    table: Any
     keys: Any
     values: Any
 

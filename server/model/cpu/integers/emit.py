@@ -8,7 +8,21 @@ from llvmlite import ir
 
 from server.model.cpu.vector_ir import F32, I16, I32, I64, Loop
 
-__all__ = ["F16", "F32", "I8", "I16", "I32", "I64", "Loop", "at", "call", "i32", "i64", "prefetch", "splat"]
+__all__ = [
+    "F16",
+    "F32",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "Loop",
+    "at",
+    "call",
+    "i32",
+    "i64",
+    "prefetch",
+    "splat",
+]
 
 I8 = ir.IntType(8)
 F16 = ir.HalfType()

@@ -40,7 +40,7 @@ from server.model.cpu.integers.instructions import (
 )
 from server.model.cpu.vector_ir import intrinsic
 
-__all__ = ["JOB_ITEMS", "call_kernel", "kernel_address"]
+__all__ = ["JOB_ITEMS", "call_kernel", "fetch", "kernel_address"]
 
 JOB_ITEMS = 10
 """int64 numbers that tell a kernel what to do: x, bytes between its rows, figures, bytes between
@@ -87,12 +87,22 @@ def _rows_at(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
     return [b.add(address, b.mul(stride, i64(m))) for m in range(num_rows)]
 
 
-def _fetch(b: Any, following: Any, offset: Any, num_bytes: int) -> None:
-    """Ask memory for num_bytes from following + offset, into the L2 cache; not where it is 0."""
-    with b.if_then(b.icmp_signed("!=", following, i64(0))):
-        first = b.add(following, offset)
-        for line in range(0, num_bytes, 64):
-            prefetch(b, b.add(first, i64(line)))
+_QUARTERS = 4
+"""Parts of a record of the next panel, that the tiles of a panel fetch between them."""
+
+
+def _fetch(b: Any, following: Any, quarters: Any, offset: Any, num_bytes: int) -> None:
+    """Ask memory for some of num_bytes from following + offset, into the L2 cache.
+
+    quarters: a bit for each quarter of the bytes' cache lines.
+    """
+    first = b.add(following, offset)
+    lines = -(-num_bytes // 64)
+    each = -(-lines // _QUARTERS)
+    for quarter in range(_QUARTERS):
+        with b.if_then(b.icmp_signed("!=", b.and_(quarters, i64(1 << quarter)), i64(0))):
+            for line in range(quarter * each, min(lines, (quarter + 1) * each)):
+                prefetch(b, b.add(first, i64(64 * line)))
 
 
 class _Kernel:
@@ -100,7 +110,7 @@ class _Kernel:
 
     Arguments of the emitted function, all int64: x, bytes between its rows, figures, bytes between
     their rows, panel, column, count (blocks of the form `int8`, else super-blocks), out, bytes
-    between its rows, next panel or 0.
+    between its rows, next panel, the quarters of it to fetch.
     """
 
     def __init__(self, form: Form, num_rows: int, vectors: int) -> None:
@@ -111,7 +121,7 @@ class _Kernel:
         """The function in a module, made when it is not there."""
         fn = module.globals.get(self.name)
         if fn is None:
-            fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), self.name)
+            fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), self.name)
             fn.linkage = "internal"
             fn.attributes.add("noinline")
             b = ir.IRBuilder(fn.append_basic_block("entry"))
@@ -144,14 +154,15 @@ class _Kernel:
         return [splat(b, offset, INTS)] * self.vectors
 
     def _channel(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, panel, column, count, out, ldo, following = args
+        x, ldx, figures, ldf, panel, column, count, out, ldo, following, quarters = args
         rows = _rows_at(b, x, ldx, self.num_rows)
         own = [_figures(b, row) for row in _rows_at(b, figures, ldf, self.num_rows)]
         at_column = b.add(panel, b.mul(column, i64(4)))
         loop = Loop(b, count, [t for f in own for t in self._start(b, f.whole)])
         words = b.add(at_column, i64(self.form.header_bytes))
         words = b.add(words, b.mul(loop.index, i64(self.form.record_bytes)))
-        _fetch(b, following, b.mul(loop.index, i64(self.form.record_bytes)), self.form.record_bytes)
+        size = self.form.record_bytes
+        _fetch(b, following, quarters, b.mul(loop.index, i64(size)), size)
         here = b.mul(loop.index, i64(BLOCK))
         inputs = [b.add(row, here) for row in rows]
         totals = loop.close(self._sums(b, words, inputs, loop.carried, range(8)))
@@ -165,7 +176,7 @@ class _Kernel:
                 store(b, value, targets[m], 4 * LANES * v)
 
     def _blocks(self, b: Any, args: Any) -> None:
-        x, ldx, figures, ldf, panel, column, count, out, ldo, following = args
+        x, ldx, figures, ldf, panel, column, count, out, ldo, following, quarters = args
         form = self.form
         rows = _rows_at(b, x, ldx, self.num_rows)
         figure_rows = _rows_at(b, figures, ldf, self.num_rows)
@@ -181,7 +192,7 @@ class _Kernel:
             offset = b.add(offset, b.mul(inner.index, i64(form.record_bytes)))
             block = b.add(block, inner.index)
             record = b.add(record, b.mul(inner.index, i64(form.record_bytes)))
-        _fetch(b, following, offset, form.record_bytes)
+        _fetch(b, following, quarters, offset, form.record_bytes)
         inputs = [b.add(row, b.mul(block, i64(BLOCK))) for row in rows]
         own = [_figures(b, b.add(row, b.mul(block, i64(16)))) for row in figure_rows]
         acc = self._record(b, record, column, head, inputs, own, (inner or outer).carried)
@@ -250,6 +261,16 @@ class _Kernel:
         return b.fneg(b.fmul(head[1][v], load_small(b, tail, LANES * v, False)))
 
 
+def _share_of(b: Any, tile: Any, tiles: Any, following: Any) -> Any:
+    """The quarters of the next panel that one of the tiles fetches, as bits: memory is then busy
+    for as long as the panel's rows are multiplied, and not only at first."""
+    ends = []
+    for number in (tile, b.add(tile, i64(1))):
+        ends.append(b.shl(i64(1), b.sdiv(b.mul(number, i64(_QUARTERS)), tiles)))
+    some = b.sub(ends[1], ends[0])
+    return b.select(b.icmp_signed("==", following, i64(0)), i64(0), some)
+
+
 def _define_rows(module: Any, form: Form) -> Any:
     """A function of the module: all rows against one panel, the largest kernels first."""
     name = f"tailor_integers_{form.name}"
@@ -262,27 +283,34 @@ def _define_rows(module: Any, form: Form) -> Any:
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
     b = ir.IRBuilder(fn.append_basic_block("entry"))
     sizes = _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
-    done: Any = i64(0)
+    tiles: Any = i64(0)
+    left = num_rows
+    for rows, _ in sizes:
+        tiles = b.add(tiles, b.sdiv(left, i64(rows)))
+        left = b.srem(left, i64(rows))
+    done, tile = i64(0), i64(0)
     for rows, vectors in sizes:
         kernel = _Kernel(form, rows, vectors).define(module)
         before = b.block
         test, body, after = (b.append_basic_block(n) for n in ("test", "rows", "after"))
         b.branch(test)
         b.position_at_end(test)
-        m = b.phi(I64)
+        m, number = b.phi(I64), b.phi(I64)
         m.add_incoming(done, before)
+        number.add_incoming(tile, before)
         b.cbranch(b.icmp_signed(">=", b.sub(num_rows, m), i64(rows)), body, after)
         b.position_at_end(body)
         own = [b.add(base, b.mul(m, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
-        wanted = b.select(b.icmp_signed("==", m, i64(0)), following, i64(0))
+        quarters = _share_of(b, number, tiles, following)
         for column in range(0, PANEL, LANES * vectors):
             last = column + LANES * vectors == PANEL
             arguments = [own[0], ldx, own[1], ldf, panel, i64(column), count, own[2], ldo]
-            b.call(kernel, [*arguments, wanted if last else i64(0)])
+            b.call(kernel, [*arguments, following, quarters if last else i64(0)])
         m.add_incoming(b.add(m, i64(rows)), b.block)
+        number.add_incoming(b.add(number, i64(1)), b.block)
         b.branch(test)
         b.position_at_end(after)
-        done = m
+        done, tile = m, number
     b.ret_void()
     return fn
 
@@ -359,6 +387,20 @@ def kernel_address(form: Form) -> int:
         sig = types.void(types.intp)
         made = _made[form.number] = cfunc(sig, cache=True)(_PYTHON[form.number])
     return int(made.address or 0)
+
+
+@intrinsic
+def fetch(typingctx: Any, address: Any, num_bytes: Any) -> Any:
+    """Ask memory for num_bytes (at least 1) from an address, into the L2 cache."""
+    sig = types.void(types.intp, types.intp)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        loop = Loop(b, args[1], [], step=64)
+        prefetch(b, b.add(args[0], loop.index))
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
 
 
 @intrinsic

@@ -16,13 +16,15 @@ from numba import njit
 from numba.extending import overload
 
 from server.model.cpu.integers.forms import PANEL
-from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel
+from server.model.cpu.integers.kernels import call_kernel
 from server.model.cpu.integers.product import (
-    ROW_SPAN,
     IntegerMatrix,
+    even_span,
+    fetch_first,
+    new_job,
     num_panels,
     product_share,
-    set_job,
+    set_rows,
 )
 from server.model.cpu.integers.quantise import Activations, quantise_rows
 from server.model.cpu.kernels import gelu_gate, silu_gate
@@ -58,32 +60,34 @@ def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> Inte
 
 
 @_serial
-def _gated_share(rows, num_rows, matrix, out, gelu, work):
+def _gated_share(weights, layer, num_rows, out, gelu, work):
     """One thread's share of out = act(gate) * up: the panel of the same outputs of both parts."""
-    gate, up = matrix.parts[0], matrix.parts[1]
-    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    span = (num_rows + spans - 1) // spans
-    total = num_panels(gate) * spans
-    job = np.empty(JOB_ITEMS, np.int64)
-    pairs = work.pairs[work.thread].ctypes.data
-    item = take(work)
+    parts = weights.parts
+    span, spans = even_span(num_rows)
+    q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
+    job = new_job(weights.rows, out)
+    job[8] = 8 * PANEL
+    pairs = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
+    total = num_panels(parts, layer, 0) * spans
+    alike = parts[layer, 0, 2] == parts[layer, 1, 2]
+    item = work.thread
     while item < total:
-        following = take(work)
+        following = take(work) + work.threads
         p = item // spans
         first = item % spans * span
         num = min(span, num_rows - first)
-        set_job(job, rows, first, num, pairs, 8 * PANEL)
+        set_rows(job, q, figures, first, num)
         for half in range(2):
-            line = gate if half == 0 else up
-            then = up if half == 0 else gate
-            place = p if half == 0 else following // spans
+            size = parts[layer, half, 2]
             job[9] = 0
-            if then[2] == line[2] and (half == 0 or following < total):
-                job[9] = then[0] + place * then[2]
-            job[5] = line[0] + p * line[2]
-            job[6] = line[3]
+            if half == 0 and alike:
+                job[9] = parts[layer, 1, 0] + p * size
+            elif alike and following < total:
+                job[9] = parts[layer, 0, 0] + following // spans * size
+            job[5] = parts[layer, half, 0] + p * size
+            job[6] = parts[layer, half, 3]
             job[7] = pairs + half * PANEL * 4
-            call_kernel(line[1], job.ctypes.data)
+            call_kernel(parts[layer, half, 1], job.ctypes.data)
         for m in range(num):
             target = out.ctypes.data + ((first + m) * out.shape[1] + p * PANEL) * 4
             left = pairs + m * 8 * PANEL
@@ -95,14 +99,14 @@ def _gated_share(rows, num_rows, matrix, out, gelu, work):
 
 
 @_serial
-def _prepared(x, num_rows, weights, layer, work):
-    """The layer's matrix, once the inputs of all rows are integers."""
+def _prepare(x, num_rows, weights, layer, work):
+    """The inputs of all rows as integers."""
     if num_rows > weights.rows.q.shape[0]:
         raise ValueError("more rows than the buffer of quantised inputs has")
+    fetch_first(weights, layer, work)
     width = min(weights.inputs, x.shape[1])
     quantise_rows(work.thread, work.threads, num_rows, x, width, weights.per_row, weights.rows)
     barrier(work)
-    return IntegerMatrix(weights.parts[layer], weights.inputs, weights.outputs, weights.per_row)
 
 
 @overload(linear)
@@ -111,8 +115,8 @@ def _integer_linear(x, num_rows, weights, layer, out, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, work):
-        matrix = _prepared(x, num_rows, weights, layer, work)
-        product_share(weights.rows, num_rows, matrix, out, work)
+        _prepare(x, num_rows, weights, layer, work)
+        product_share(weights, layer, num_rows, out, work)
         barrier(work)
 
     return multiply
@@ -124,8 +128,8 @@ def _integer_gated_linear(x, num_rows, weights, layer, out, gelu, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, gelu, work):
-        matrix = _prepared(x, num_rows, weights, layer, work)
-        _gated_share(weights.rows, num_rows, matrix, out, gelu, work)
+        _prepare(x, num_rows, weights, layer, work)
+        _gated_share(weights, layer, num_rows, out, gelu, work)
         barrier(work)
 
     return multiply

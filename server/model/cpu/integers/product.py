@@ -16,16 +16,22 @@ import numpy.typing as npt
 from numba import njit
 
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
-from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, kernel_address
+from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, fetch, kernel_address
 from server.model.cpu.integers.weights import Stored, pack_rows
+from server.model.cpu.kernels import float_at
 from server.model.cpu.team import take
 
-__all__ = ["ROW_SPAN", "IntegerMatrix", "aligned", "count_of", "pack", "product_share"]
+__all__ = [
+    "ROW_SPAN", "IntegerMatrix", "aligned", "count_of", "even_span", "fetch_first", "new_job",
+    "num_panels", "pack", "product_share", "set_rows",
+]  # fmt: skip
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
 ROW_SPAN = 96
 """Most rows of one work item: their inputs stay in a core's L2."""
+
+_FIRST_BYTES = 8192
 
 
 class IntegerMatrix(NamedTuple):
@@ -79,84 +85,108 @@ def count_of(form: Form, num_inputs: int) -> int:
 
 
 @_serial
-def num_panels(part):
-    """Panels of one part (a line of IntegerMatrix.parts)."""
-    return (part[5] + PANEL - 1) // PANEL
+def new_job(rows, out):
+    """A kernel's job (kernels.py) with the strides of rows (Activations) and of out filled in."""
+    job = np.empty(JOB_ITEMS, np.int64)
+    job[1] = rows.q.shape[1]
+    job[3] = rows.figures.shape[1] * 16
+    job[8] = out.shape[1] * 4
+    return job
 
 
 @_serial
-def set_job(job, rows, first, num, out, ldo):
-    """A kernel's job for `num` rows from row `first`: all but panels and count (kernels.py).
-
-    rows: Activations. out: address; ldo: bytes between its rows.
-    """
-    ldq = rows.q.shape[1]
-    ldf = rows.figures.shape[1] * 16
-    job[0] = rows.q.ctypes.data + first * ldq
-    job[1] = ldq
-    job[2] = rows.figures.ctypes.data + first * ldf
-    job[3] = ldf
+def set_rows(job, q, figures, first, num):
+    """Rows first .. first + num - 1; q, figures: addresses of all rows' numbers and figures."""
+    job[0] = q + first * job[1]
+    job[2] = figures + first * job[3]
     job[4] = num
-    job[7] = out
-    job[8] = ldo
 
 
 @_serial
-def _find_panel(p, parts):
+def even_span(num_rows):
+    """(rows of a span, spans): at most ROW_SPAN rows, all spans alike."""
+    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
+    return (num_rows + spans - 1) // spans, spans
+
+
+@_serial
+def num_panels(parts, layer, part):
+    """Panels of one part. parts: IntegerLinear.parts, int64 [layers, parts, 6]."""
+    return (parts[layer, part, 5] + PANEL - 1) // PANEL
+
+
+@_serial
+def _find_panel(parts, layer, p):
     """(part, panel in it) of panel p of all parts."""
     part = 0
-    while p >= num_panels(parts[part]):
-        p -= num_panels(parts[part])
+    num = num_panels(parts, layer, 0)
+    while p >= num:
+        p -= num
         part += 1
+        num = num_panels(parts, layer, part)
     return part, p
 
 
 @_serial
-def _one_item(item, following, span, rows, num_rows, matrix, out, short, job):
-    """One panel for one span of rows: its columns of out, float32 [*, >= outputs].
-
-    following: the item that this thread takes next, or -1. short: float32 [span, PANEL], where a
-    last panel goes that has columns past the outputs.
-    """
-    spans = (num_rows + span - 1) // span
-    first = item % spans * span
-    num = min(span, num_rows - first)
-    part, p = _find_panel(item // spans, matrix.parts)
-    line = matrix.parts[part]
+def _set_panels(job, parts, layer, part, p, following):
+    """Panel p of a part, and panel `following` of all parts to fetch, or -1."""
+    size = parts[layer, part, 2]
+    job[5] = parts[layer, part, 0] + p * size
+    job[6] = parts[layer, part, 3]
     job[9] = 0
     if following >= 0:
-        then, place = _find_panel(following // spans, matrix.parts)
-        if matrix.parts[then, 2] == line[2]:
-            job[9] = matrix.parts[then, 0] + place * line[2]
-    width = min(PANEL, line[5] - p * PANEL)
-    column = line[4] + p * PANEL
-    ldo = out.shape[1] * 4
-    if width < PANEL:
-        set_job(job, rows, first, num, short.ctypes.data, PANEL * 4)
-    else:
-        set_job(job, rows, first, num, out.ctypes.data + first * ldo + column * 4, ldo)
-    job[5] = line[0] + p * line[2]
-    job[6] = line[3]
-    call_kernel(line[1], job.ctypes.data)
-    if width < PANEL:
-        for m in range(num):
-            for i in range(width):
-                out[first + m, column + i] = short[m, i]
+        then, place = _find_panel(parts, layer, following)
+        if parts[layer, then, 2] == size:
+            job[9] = parts[layer, then, 0] + place * size
 
 
 @_serial
-def product_share(rows, num_rows, matrix, out, work):
-    """One thread's share of out[:num_rows, :outputs] = W @ rows."""
-    spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    span = (num_rows + spans - 1) // spans
-    short = work.pairs[work.thread].reshape(-1, PANEL)
-    job = np.empty(JOB_ITEMS, np.int64)
+def _narrow_panel(job, kernel, width, out, first, column, work):
+    """A last panel, `width` columns wide, by way of this thread's buffer."""
+    pairs, whole = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4, job[8]
+    job[7], job[8] = pairs, PANEL * 4
+    call_kernel(kernel, job.ctypes.data)
+    job[8] = whole
+    for m in range(job[4]):
+        for i in range(width):
+            out[first + m, column + i] = float_at(pairs, m * PANEL + i)
+
+
+@_serial
+def product_share(weights, layer, num_rows, out, work):
+    """One thread's share of out[:num_rows, :outputs] = W @ rows. weights: IntegerLinear.
+
+    Item t is thread t's first; views of arrays are not made here (kernels.rms_norm).
+    """
+    parts = weights.parts
+    span, spans = even_span(num_rows)
+    q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
+    job = new_job(weights.rows, out)
     total = 0
-    for part in range(matrix.parts.shape[0]):
-        total += num_panels(matrix.parts[part]) * spans
-    item = take(work)
+    for part in range(parts.shape[1]):
+        total += num_panels(parts, layer, part) * spans
+    item = work.thread
     while item < total:
-        following = take(work)
-        wanted = following if following < total else -1
-        _one_item(item, wanted, span, rows, num_rows, matrix, out, short, job)
+        following = take(work) + work.threads
+        first = item % spans * span
+        set_rows(job, q, figures, first, min(span, num_rows - first))
+        part, p = _find_panel(parts, layer, item // spans)
+        then = following // spans if following < total else -1
+        _set_panels(job, parts, layer, part, p, then)
+        width = min(PANEL, parts[layer, part, 5] - p * PANEL)
+        column = parts[layer, part, 4] + p * PANEL
+        if width < PANEL:
+            _narrow_panel(job, parts[layer, part, 1], width, out, first, column, work)
+        else:
+            job[7] = out.ctypes.data + first * job[8] + column * 4
+            call_kernel(parts[layer, part, 1], job.ctypes.data)
         item = following
+
+
+@_serial
+def fetch_first(weights, layer, work):
+    """Have this thread's first panel on its way before the inputs are integers: its first bytes."""
+    part, p = 0, work.thread
+    if p < num_panels(weights.parts, layer, 0):
+        size = weights.parts[layer, part, 2]
+        fetch(weights.parts[layer, part, 0] + p * size, min(size, _FIRST_BYTES))

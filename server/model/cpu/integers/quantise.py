@@ -21,7 +21,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
-from server.model.cpu.integers.emit import F32, I8, I32, I64, Loop, at, call, i64, splat
+from server.model.cpu.integers.emit import F32, I8, I32, Loop, at, call, i64, splat
 from server.model.cpu.kernels import inline
 from server.model.cpu.vector_ir import LANES, intrinsic
 
@@ -52,6 +52,18 @@ def activations(num_rows: int, num_inputs: int) -> Activations:
     return Activations(np.zeros((num_rows, padded), np.int8), figures, figures.view(np.float32))
 
 
+def _larger(b: Any, best: Any, x: Any, part: int) -> Any:
+    """The larger of `best` and the bits of |x| in one vector of the block at address x, by lane."""
+    value = b.bitcast(at(b, x, 4 * LANES * part, _FLOATS, 4), _INTS)
+    bits = b.and_(value, ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+    return call(b, f"llvm.umax.v{LANES}i32", _INTS, [bits, best])
+
+
+def _largest(b: Any, bits: Any) -> Any:
+    """The largest lane, a float."""
+    return b.bitcast(call(b, f"llvm.vector.reduce.umax.v{LANES}i32", I32, [bits]), F32)
+
+
 @intrinsic
 def _top_of(typingctx: Any, x: Any, blocks: Any) -> Any:
     """max |x[i]| of 32 * blocks floats at address x; NaN where there is one, whatever the order:
@@ -60,40 +72,104 @@ def _top_of(typingctx: Any, x: Any, blocks: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         x, blocks = args
-        mask = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
         loop = Loop(b, blocks, [ir.Constant(_INTS, [0] * LANES)])
         block = b.add(x, b.mul(loop.index, i64(4 * _BLOCK)))
         best = loop.carried[0]
         for part in range(_BLOCK // LANES):
-            value = at(b, block, 4 * LANES * part, _FLOATS, 4)
-            bits = b.and_(b.bitcast(value, _INTS), mask)
-            best = call(b, f"llvm.umax.v{LANES}i32", _INTS, [bits, best])
+            best = _larger(b, best, block, part)
         (best,) = loop.close([best])
-        top = call(b, f"llvm.vector.reduce.umax.v{LANES}i32", I32, [best])
-        return b.bitcast(top, F32)
+        return _largest(b, best)
+
+    return sig, codegen
+
+
+def _rounded(b: Any, x: Any, factor: Any, known: Any, out: Any) -> list[Any]:
+    """out[i] = int8(round(x[i] * factor)) for 32 floats at address x, zeros unless `known`; the
+    numbers as vectors of int32."""
+    factors = splat(b, factor, _FLOATS)
+    numbers = []
+    for part in range(_BLOCK // LANES):
+        scaled = b.fmul(at(b, x, 4 * LANES * part, _FLOATS, 4), factors)
+        scaled = b.select(known, scaled, ir.Constant(_FLOATS, [0.0] * LANES))
+        whole = b.fptosi(call(b, f"llvm.rint.v{LANES}f32", _FLOATS, [scaled]), _INTS)
+        where = b.inttoptr(b.add(out, i64(part * LANES)), _BYTES.as_pointer())
+        b.store(b.trunc(whole, _BYTES), where).align = 1
+        numbers.append(whole)
+    return numbers
+
+
+def _sum(b: Any, numbers: Any) -> Any:
+    return call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, [numbers])
+
+
+def _put_figure(b: Any, figure: Any, scale: Any, first: Any, whole: Any) -> None:
+    """Write one figure at an address."""
+    of_sum = b.fmul(scale, b.sitofp(whole, F32))
+    for i, value in enumerate((scale, first, whole, of_sum)):
+        where = b.inttoptr(b.add(figure, i64(4 * i)), value.type.as_pointer())
+        b.store(value, where).align = 4
+
+
+@intrinsic
+def _write_figure(typingctx: Any, figure: Any, scale: Any, whole: Any) -> Any:
+    """The figure of a row with one scale."""
+    sig = types.void(types.intp, types.float32, types.int32)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _put_figure(b, args[0], args[1], ir.Constant(I32, 0), args[2])
+        return context.get_dummy_value()
 
     return sig, codegen
 
 
 @intrinsic
-def _round_block(typingctx: Any, x: Any, factor: Any, out: Any) -> Any:
-    """out[i] = int8(round(x[i] * factor)) for 32 floats at address x; their sums: of the first 16
-    in the low, of all in the high 32 bits."""
-    sig = types.int64(types.intp, types.float32, types.intp)
+def _round_row(typingctx: Any, x: Any, blocks: Any, factor: Any, out: Any) -> Any:
+    """out[i] = int8(round(x[i] * factor)) for 32 * blocks floats at address x, zeros for a factor
+    of 0; their sum."""
+    sig = types.int32(types.intp, types.intp, types.float32, types.intp)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, factor, out = args
-        factors = splat(b, factor, _FLOATS)
-        sums = []
+        x, blocks, factor, out = args
+        known = b.fcmp_ordered("!=", factor, ir.Constant(F32, 0.0))
+        loop = Loop(b, blocks, [ir.Constant(_INTS, [0] * LANES)])
+        block = b.mul(loop.index, i64(_BLOCK))
+        total = loop.carried[0]
+        from_, to = b.add(x, b.mul(block, i64(4))), b.add(out, block)
+        for numbers in _rounded(b, from_, factor, known, to):
+            total = b.add(total, numbers)
+        (total,) = loop.close([total])
+        return _sum(b, total)
+
+    return sig, codegen
+
+
+@intrinsic
+def _round_blocks(typingctx: Any, x: Any, blocks: Any, out: Any, figures: Any) -> Any:
+    """32 * blocks floats at address x, each block with a scale of its own: numbers at address out,
+    figures at address figures."""
+    sig = types.void(*([types.intp] * 4))
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, blocks, out, figures = args
+        loop = Loop(b, blocks, [])
+        block = b.mul(loop.index, i64(_BLOCK))
+        from_ = b.add(x, b.mul(block, i64(4)))
+        best = ir.Constant(_INTS, [0] * LANES)
         for part in range(_BLOCK // LANES):
-            scaled = b.fmul(at(b, x, 4 * LANES * part, _FLOATS, 4), factors)
-            whole = b.fptosi(call(b, f"llvm.rint.v{LANES}f32", _FLOATS, [scaled]), _INTS)
-            sums.append(call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, [whole]))
-            where = b.inttoptr(b.add(out, i64(part * LANES)), _BYTES.as_pointer())
-            b.store(b.trunc(whole, _BYTES), where).align = 1
-        wide = [b.sext(s, I64) for s in (sums[0], b.add(sums[0], sums[1]))]
-        low = b.and_(wide[0], i64(0xFFFFFFFF))
-        return b.or_(low, b.shl(wide[1], i64(32)))
+            best = _larger(b, best, from_, part)
+        top = _largest(b, best)
+        finite = b.fcmp_ordered("<", top, ir.Constant(F32, float("inf")))
+        known = b.and_(finite, b.fcmp_ordered(">=", top, ir.Constant(F32, float(_LEAST))))
+        zero, levels = ir.Constant(F32, 0.0), ir.Constant(F32, float(_LEVELS))
+        scale = b.select(known, b.fdiv(top, levels), zero)
+        scale = b.select(finite, scale, ir.Constant(F32, float("nan")))
+        factor = b.select(known, b.fdiv(levels, top), zero)
+        parts = _rounded(b, from_, factor, known, b.add(out, block))
+        sums = [_sum(b, part) for part in parts]
+        whole = b.add(sums[0], sums[1])
+        _put_figure(b, b.add(figures, b.mul(loop.index, i64(16))), scale, sums[0], whole)
+        loop.close([])
+        return context.get_dummy_value()
 
     return sig, codegen
 
@@ -109,12 +185,24 @@ def factor_of(top):
 
 
 @inline
-def _figure(scale, first, whole, figures, scales):
-    """One figure: `figures` its four int32, `scales` the same bytes as float32."""
-    scales[0] = scale
-    figures[1] = first
-    figures[2] = whole
-    scales[3] = scale * np.float32(whole)
+def _quantise_row(x, num_inputs, pad, q, figures):
+    """One row with one scale, its figure in the first place. Addresses, as in kernels.rms_norm."""
+    blocks = num_inputs // _BLOCK
+    tail = num_inputs > blocks * _BLOCK
+    top = np.float32(0.0)
+    if blocks > 0:
+        top = _top_of(x, blocks)
+    if tail:
+        other = _top_of(pad, 1)
+        if top == top and not (other <= top):  # one that is NaN stays
+            top = other
+    scale, factor = factor_of(top)
+    total = np.int32(0)
+    if blocks > 0:
+        total += _round_row(x, blocks, factor, q)
+    if tail:
+        total += _round_row(pad, 1, factor, q + blocks * _BLOCK)
+    _write_figure(figures, scale, total)
 
 
 @inline
@@ -124,42 +212,20 @@ def quantise_rows(first, step, num_rows, x, num_inputs, per_row, rows):
     x: float32 [rows, >= num_inputs], C order. rows: Activations. per_row: one scale a row, in its
     first figure.
     """
-    q, figures, scales = rows
-    blocks = num_inputs // 32
-    tail = num_inputs - 32 * blocks
-    pad = np.zeros(32, np.float32)
+    blocks = num_inputs // _BLOCK
+    tail = num_inputs - _BLOCK * blocks
+    padded = np.zeros(_BLOCK, np.float32)
+    pad = padded.ctypes.data
     for r in range(first, num_rows, step):
-        row = x[r].ctypes.data
-        out = q[r].ctypes.data
-        scale = np.float32(0.0)
-        factor = np.float32(0.0)
+        row = x.ctypes.data + r * x.shape[1] * 4
+        q = rows.q.ctypes.data + r * rows.q.shape[1]
+        figures = rows.figures.ctypes.data + r * rows.figures.shape[1] * 16
+        for i in range(tail):
+            padded[i] = x[r, _BLOCK * blocks + i]
+        if per_row:
+            _quantise_row(row, num_inputs, pad, q, figures)
+            continue
+        if blocks > 0:
+            _round_blocks(row, blocks, q, figures)
         if tail > 0:
-            pad[:tail] = x[r, 32 * blocks : num_inputs]
-        if per_row:
-            top = np.float32(0.0)
-            if blocks > 0:
-                top = _top_of(row, blocks)
-            if tail > 0:
-                other = _top_of(pad.ctypes.data, 1)
-                if top == top and not (other <= top):  # one that is NaN stays
-                    top = other
-            scale, factor = factor_of(top)
-        total = np.int32(0)
-        for k in range(blocks + (1 if tail > 0 else 0)):
-            source = row + k * 128
-            if k == blocks:
-                source = pad.ctypes.data
-            if not per_row:
-                scale, factor = factor_of(_top_of(source, 1))
-            halves = np.int64(0)
-            if factor == np.float32(0.0):
-                q[r, 32 * k : 32 * k + 32] = 0
-            else:
-                halves = _round_block(source, factor, out + k * 32)
-            whole = np.int32(halves >> 32)
-            if per_row:
-                total += whole
-            else:
-                _figure(scale, np.int32(halves), whole, figures[r, k], scales[r, k])
-        if per_row:
-            _figure(scale, np.int32(0), total, figures[r, 0], scales[r, 0])
+            _round_blocks(pad, 1, q + blocks * _BLOCK, figures + blocks * 16)
