@@ -1,15 +1,24 @@
-"""loadtest/gpu_check.py where there is no GPU: it says so; and a dry run of its code on the CPU."""
+"""loadtest/gpu_check.py where there is no GPU: it says so; a dry run of its parts on the CPU; and
+what it keeps when a part fails, hangs or writes what is no result."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from loadtest import gpu_check
+from loadtest.gpu import parts, steps
+from loadtest.gpu.shapes import SHAPES, build, weight_bytes
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -20,18 +29,55 @@ def test_without_cuda_it_says_so_and_fails(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(lines[-1])["error"] == "no CUDA device"
 
 
-def test_dry_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--device", "cpu", "--shape", "tiny", "--repeats", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    report = json.loads(lines[-1])
-    assert report["ok"] and report["bandwidth_gb_s"] > 0
-    kinds = [step["kind"] for step in report["steps"]]
-    assert kinds == ["decode", "tree", "sampled", "chunk"]
-    assert all(step["wall_ms"] > 0 for step in report["steps"])
-    assert sum(line.startswith("tiny") for line in lines) == 4
-    found = report["vocabulary"]
+def found(part: str, shape: str) -> list[dict[str, Any]]:
+    return list(parts.lines_of(parts.Planned(part, shape, 0.0), CPU, torch.float32, 2))
+
+
+def test_every_part_of_the_plan_is_known() -> None:
+    assert {p.part for p in parts.PLAN} == set(parts.PARTS)
+    assert {p.shape for p in parts.PLAN if p.part == "steps"} == {
+        name for name in SHAPES if not name.startswith("tiny")
+    }
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
+def test_rows_of_a_step_are_what_transformers_says(shape: str) -> None:
+    lines = found("correct", shape)
+    assert [line["ok"] for line in lines] == [True] * 4
+    assert lines[0]["same_argmax"] == lines[1]["same_argmax"] == 1.0
+    assert lines[2]["what"] == "drafted rows against decoded ones" and lines[2]["same_ids"]
+
+
+def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that see one key too few: the chain's logprobs are not transformers'."""
+    rows_of = parts.correct.rows_of
+
+    def short(ids: Any, start: int, *, root: int | None, targets: Any) -> Any:
+        batch = rows_of(ids, start, root=root, targets=targets)
+        if root is not None:
+            batch.prefix_len[1:] -= 20
+        return batch
+
+    monkeypatch.setattr(parts.correct, "rows_of", short)
+    assert not found("correct", "tiny")[1]["ok"]
+
+
+def test_dry_run_of_the_other_parts() -> None:
+    versions, device = found("machine", "tiny")
+    assert versions["torch"] == torch.__version__ and device["gb_s"] > 0
+    table = found("steps", "tiny")
+    assert [row["kind"] for row in table] == ["decode", "tree", "sampled", "chunk"]
+    assert all(row["wall_ms"] > 0 and "error" not in row for row in table)
+    for line in found("profile", "tiny"):
+        assert line["kernels_per_step"] > 10 and len(line["longest"]) == 15
+    for line in found("engine", "tiny"):
+        assert line["tokens_per_s"] > 0 and 0 < line["device_share"] < 1
+
+
+def test_dry_run_of_vocabulary_slices() -> None:
+    lines = found("vocabulary", "tiny-gemma")
     for place in ("device", "stream", "cpu"):
-        mine = [line for line in found if line["place"] == place]
+        mine = [line for line in lines if line["place"] == place]
         checks = [line for line in mine if "ok" in line]
         assert len(checks) == 3 and all(line["ok"] for line in checks)
         assert all(line["other_ids"] == 0 for line in checks)
@@ -41,55 +87,95 @@ def test_dry_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(0 < line["head_ms"] < line["wall_ms"] for line in timed)
 
 
-def test_results_are_kept_as_they_come_whatever_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A case that fails is told with its error; those after it, and the other parts, are done."""
+@pytest.mark.filterwarnings("ignore")  # of transformers, about its own arguments
+def test_transformers_own_ways_are_lines_whatever_it_can() -> None:
+    lines = found("transformers", "tiny")
+    assert [line["streams"] for line in lines] == [1, 8, 1]  # its batching is CUDA's
+    assert all(line["tokens_per_s"] or line["error"] for line in lines)
+    assert lines[0]["tokens_per_s"] > 0 and lines[2]["tokens_per_s"] > 0
 
+
+def test_a_case_that_fails_is_told_and_those_after_it_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class OutOfResources(Exception):  # as Triton's: of no kind that is usual
         pass
 
-    measure, out = gpu_check.measure, tmp_path / "results.jsonl"
-    left: list[int] = []
+    measure, calls = steps.measure, iter(range(4))
 
     def fails_once(*arguments: Any) -> tuple[float, float]:
-        # What came before is on the disk by now.
-        left.append(len(out.read_text().splitlines()))
-        if len(left) == 2:
+        if next(calls) == 1:
             raise OutOfResources("shared memory")
         return measure(*arguments)
 
-    def no_vocabulary(*_: Any) -> Any:
-        raise TypeError("no vocabulary")
+    monkeypatch.setattr(steps, "measure", fails_once)
+    table = found("steps", "tiny")
+    assert table[1]["error"] == "OutOfResources: shared memory" and table[1]["wall_ms"] is None
+    assert all(row["wall_ms"] > 0 for row in table if "error" not in row) and len(table) == 4
 
-    monkeypatch.setattr(gpu_check, "measure", fails_once)
-    monkeypatch.setattr(gpu_check.gpu_vocabulary, "check", no_vocabulary)
-    words = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--out", str(out)]
-    assert gpu_check.main(words) == 1
-    assert left == [1, 2, 3, 4]
+
+def test_a_part_that_raises_ends_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"what": "first"}
+        raise TypeError("no more")
+
+    monkeypatch.setitem(parts.PARTS, "engine", broken)
+    assert [line.get("error") for line in found("engine", "tiny")] == [None, "TypeError: no more"]
+
+
+def test_what_came_before_a_hang_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts of other processes: one that ends well, one that dies, one that never ends and has a
+    child; then there is no time left."""
+    says = "import json, sys; print('words'); print(json.dumps({'what': 'a', 'ok': True}))"
+    hangs = (
+        'import subprocess, sys, time; print(\'{"what": "b"}\', flush=True);'
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    )
+    plan = [
+        ("well", [sys.executable, "-c", says], 30.0),
+        ("dies", [sys.executable, "-c", says + "; sys.exit(3)"], 30.0),
+        ("hangs", [sys.executable, "-c", hangs], 5.0),
+    ]
+    out = tmp_path / "results.jsonl"
+    results = gpu_check.Results(out)
+    began = time.monotonic()
+    outcomes = gpu_check.run_plan(plan, results, 300.0)
+    assert time.monotonic() - began < 40.0, "the child of the part that hangs was waited for"
+    late = gpu_check.run_plan(plan[:1], results, 0.5)
+    results.close()
+    assert [o["exit"] for o in outcomes] == [0, 3, None] and late[0]["exit"] == "no time left"
+    assert [o["lines"] for o in outcomes] == [1, 1, 1] and outcomes[2]["after_s"] == 5.0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["part"] for line in lines] == ["device", *["step"] * 4, "error"]
-    steps = lines[1:5]
-    assert steps[1]["error"] == "OutOfResources: shared memory" and steps[1]["wall_ms"] is None
-    assert all(step["wall_ms"] > 0 for step in steps if "error" not in step)
-    assert lines[5]["error"] == "TypeError: no vocabulary"
-    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["ok"]
+    assert [line.get("what") for line in lines] == ["a", None, "a", None, "b", None]
+    assert "| words" in capsys.readouterr().out
+
+
+def test_one_part_through_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.jsonl"
+    words = ["--device", "cpu", "--tiny", "--parts", "steps", "--repeats", "1", "--out", str(out)]
+    assert gpu_check.main(words) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["ok"] and report["parts"][0]["lines"] == 4
+    assert len(out.read_text().splitlines()) == 5
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--device", "cpu", "--parts", "nothing"])
 
 
 def test_a_tree_s_paths_lie_within_its_own_rows() -> None:
-    case = gpu_check.Case("tree", 3, 6, 20)
-    batch = gpu_check.batch_of(case, 256)
-    for r in range(batch.num_rows):
-        path = batch.path_slots[batch.path_start[r] :][: batch.path_len[r]]
-        own = batch.slots[batch.seq_ids == batch.seq_ids[r]]
-        assert set(path) <= set(own)
-        assert path.shape[0] == 0 or path[-1] == batch.slots[r]
-        assert batch.positions[r] == batch.prefix_len[r] - 1 + path.shape[0]
-    assert gpu_check.blocks_needed(case) == batch.block_tables.size
+    case = steps.Case("tree", 3, 6, 20)
+    batch = steps.batch_of(case, 256)
+    for row in range(batch.num_rows):
+        begin = batch.path_start[row]
+        path = batch.path_slots[begin : begin + batch.path_len[row]]
+        own = np.flatnonzero(batch.seq_ids == batch.seq_ids[row])
+        assert np.isin(path, batch.slots[own]).all()
+        assert batch.path_len[row] == 0 or path[-1] == batch.slots[row]
+    assert steps.blocks_needed(case) == batch.block_tables.size
 
 
-def test_the_floor_counts_a_tied_head_once() -> None:
-    """Weights of the tiny shape by hand."""
-    module = gpu_check.build(gpu_check.SHAPES["tiny"], torch.device("cpu"), torch.float32)
-    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64
-    assert gpu_check.weight_bytes(module) == 4 * (2 * layer + 64 + 256 * 64)
+def test_weights_are_counted_once() -> None:
+    module = build(SHAPES["tiny"], CPU, torch.float32)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert weight_bytes(module) == 4 * (2 * layer + 64 + 256 * 64)

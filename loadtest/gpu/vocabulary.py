@@ -1,102 +1,63 @@
-"""Vocabulary slices on a GPU: part of `python loadtest/gpu_check.py`, or alone:
+"""Vocabulary slices on a device: right, how fast, and with how much memory.
 
-    python loadtest/gpu_vocabulary.py [--device cuda:0] [--dtype bfloat16] [--repeats 20]
-
-A Gemma 3 270M shape with random weights, its full head on the device ("device"), streamed from CPU
-memory ("stream") or multiplied there in `verify` ("cpu"). For each: is a slice the full head
-restricted, and `verify` the full head; milliseconds of a decode step and of its head for the full
-head and for slices of 1 % and 10 %; milliseconds of verifying windows; and the peak of device
-memory beside the body's weights and the KV cache, which is head, embedding and the work on logits.
-Needs no model. `--device cpu --shape tiny` is a dry run of the code, without memory figures.
-Ends in one line of JSON; exits 1 when something is wrong, 2 without a CUDA device.
+A shape with random weights, its full head on the device ("device"), streamed from CPU memory
+("stream") or multiplied there in `verify` ("cpu"). For each: is a slice the full head restricted,
+and `verify` the full head; milliseconds of a decode step and of its head for the full head and for
+slices of 1 % and 10 %; milliseconds of verifying windows; and the peak of device memory beside the
+body's weights and the KV cache, which is head, embedding and the work on logits.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if __package__ in (None, ""):
-    sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-
-from server.engine.batch import Batch, Drawn, DrawParams, HeadSlice, Int32  # noqa: E402
-from server.model.gpu.runner import TorchRunner  # noqa: E402
-from server.types import SamplingParams  # noqa: E402
+from loadtest.gpu.shapes import SHAPES, Asked, build
+from loadtest.gpu.shapes import Shape as ModelShape
+from server.engine.batch import Batch, Drawn, DrawParams, HeadSlice, Int32
+from server.model.gpu.runner import TorchRunner
+from server.types import SamplingParams
 
 BLOCK_SIZE = 16
 PLACES = ("device", "stream", "cpu")
 TOLERANCE = 0.02
 """Most that a logprob may differ between two products of the same numbers in another order."""
 
+__all__ = ["PLACES", "check"]
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A Gemma 3 text model's sizes; every sixth layer attends to everything."""
+    """A model's shape, and what is asked of it. windows: rows that are verified at once."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
+    model: ModelShape
     num_seqs: int
     history: int
     windows: tuple[int, ...]
 
-
-SHAPES = {
-    "gemma-3-270m": Shape(262144, 640, 2048, 18, 4, 256, 8, 1024, (4, 16, 64)),
-    "tiny": Shape(1024, 32, 64, 2, 2, 16, 2, 40, (4, 6)),
-}
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
-    """Random weights, the same for every place."""
-    config = transformers.Gemma3TextConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=1,
-        head_dim=shape.head_dim,
-        query_pre_attn_scalar=shape.head_dim,
-        sliding_window=512,
-        layer_types=[
-            "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(shape.num_layers)
-        ],
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            module = transformers.Gemma3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return module.eval()  # type: ignore[no-untyped-call]
+def shape_of(name: str) -> Shape:
+    """What is asked of a shape of that name."""
+    if name.startswith("tiny"):
+        return Shape(SHAPES[name], 2, 40, (4, 6))
+    return Shape(SHAPES[name], 8, 1024, (4, 16, 64))
 
 
 def build_runner(
     shape: Shape, place: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[TorchRunner, int]:
     """(a runner with its head there, bytes of the body's weights and the KV cache)."""
-    module = build(shape, device, dtype)
+    module: Any = build(shape.model, device, dtype)
     tables: dict[str, Any] = {}
     if place != "device":
         table = module.lm_head.weight.detach().cpu()
@@ -111,7 +72,7 @@ def build_runner(
         device=device,
         num_blocks=shape.num_seqs * -(-(shape.history + 1) // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        max_model_len=2048,
+        max_model_len=min(2048, shape.model.max_model_len),
         max_num_seqs=shape.num_seqs,
         max_num_batched_tokens=256,
         **tables,
@@ -205,10 +166,9 @@ def differences(got: Drawn, want: Drawn) -> dict[str, Any]:
     }
 
 
-def check_place(
-    shape: Shape, place: str, device: torch.device, dtype: torch.dtype, repeats: int
-) -> Iterator[dict[str, Any]]:
+def check_place(shape: Shape, place: str, asked: Asked) -> Iterator[dict[str, Any]]:
     """Lines of one place of the full head: {"what": ..., "place": ..., figures}."""
+    device, dtype, repeats = asked.device, asked.dtype, asked.repeats
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
@@ -250,11 +210,11 @@ def check_place(
             for n, step in steps.items():
                 cut = replace(step, draw_slice=chosen[n], slices=tuple(slices[:n]))
                 yield timed(name, cut)
-            asked = replace(decode(shape, many, logprobs=True), draw_slice=chosen[many])
-            got = run(runner, replace(asked, slices=tuple(slices)))
+            scored = replace(decode(shape, many, logprobs=True), draw_slice=chosen[many])
+            got = run(runner, replace(scored, slices=tuple(slices)))
             none = np.empty(0, np.int32)
             plain = tuple(HeadSlice(s.ids, none, -1, 0) for s in slices)
-            found = differences(got, run(runner, replace(asked, slices=plain)))
+            found = differences(got, run(runner, replace(scored, slices=plain)))
             inside = all(t in s.ids for t, s in zip(got.token_ids, slices, strict=True))
             found["ok"] = found["ok"] and inside
             yield {"what": f"{name} = full restricted", "place": place, **found}
@@ -293,56 +253,7 @@ def check_place(
         runner.close()
 
 
-def check(
-    name: str, device: torch.device, dtype: torch.dtype, repeats: int
-) -> tuple[list[dict[str, Any]], bool]:
-    """(all lines, printed as they come; whether everything was right)."""
-    lines: list[dict[str, Any]] = []
-    print(f"vocabulary slices, {name}, {dtype}: peak = device memory of head, embedding and logits")
+def check(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Lines of check_place for every place of the head."""
     for place in PLACES:
-        for line in check_place(SHAPES[name], place, device, dtype, repeats):
-            lines.append(line)
-            print("  " + "  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
-    return lines, all(line.get("ok", True) for line in lines)
-
-
-def begin_report(what: str, device: torch.device) -> dict[str, Any] | None:
-    """What the JSON line of a check begins with; None, and all is said, without the CUDA device."""
-    report: dict[str, Any] = {
-        "check": what,
-        "device": str(device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device here (torch.cuda.is_available() is False).")
-        print(json.dumps(report | {"ok": False, "error": "no CUDA device"}))
-        return None
-    return report
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", default="gemma-3-270m", choices=tuple(SHAPES))
-    parser.add_argument("--dtype", default=None, choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    report = begin_report("gpu vocabulary", device)
-    if report is None:
-        return 2
-    if device.type == "cuda":
-        report["name"] = torch.cuda.get_device_name(device)
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    lines, ok = check(options.shape, device, dtype, options.repeats)
-    print(json.dumps(report | {"dtype": str(dtype), "vocabulary": lines, "ok": ok}))
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield from check_place(shape_of(asked.name), place, asked)

@@ -1,0 +1,169 @@
+"""One part of the GPU check, in this process: a line of JSON for each result, as it comes.
+
+    python -m loadtest.gpu.parts steps --shape llama-3.2-1b --device cuda:0 --dtype bfloat16
+
+The parts and their order are PLAN's; `python loadtest/gpu_check.py` runs them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadtest.gpu import correct, peers, steps, vocabulary
+from loadtest.gpu.shapes import SHAPES, Asked, build
+
+__all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
+
+Part = Callable[[Asked], Iterator[dict[str, Any]]]
+
+PACKAGES = ("torch", "transformers", "triton", "numpy", "numba", "pytest")
+
+
+def machine(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Versions, the device's name and memory, its copy bandwidth, and on CUDA what a launch costs:
+    of a kernel in a graph of 1,000, and of 4 bytes on their way back."""
+    device = asked.device
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "missing"
+    yield {"what": "versions", **versions}
+    line: dict[str, Any] = {
+        "what": "device", "name": str(device), "gb_s": round(steps.bandwidth(device) / 1e9, 1)
+    }  # fmt: skip
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        line |= {"name": torch.cuda.get_device_name(device), "free_gib": round(free / 2**30, 1)}
+        line |= {"total_gib": round(total / 2**30, 1), "cuda": torch.version.cuda}
+        x = torch.zeros(1, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(1000):
+                x += 1
+        seconds = min(steps.timed(graph.replay, device) for _ in range(10))
+        line["graph_kernel_us"] = round(1e3 * seconds, 3)
+        line["launch_us"] = round(
+            1e6 * min(steps.timed(lambda: x.add_(1), device) for _ in range(50)), 2
+        )
+        line["copy_back_us"] = round(1e6 * min(steps.timed(x.item, device) for _ in range(50)), 2)
+    yield line
+
+
+def step_table(asked: Asked) -> Iterator[dict[str, Any]]:
+    """The step table of a shape (loadtest/gpu/steps.py)."""
+    yield from steps.time_shape(asked, steps.bandwidth(asked.device))
+
+
+def profile(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Kernels of one decode step and of one tree: how many, how long, and the longest fifteen."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    name, device, dtype = asked.name, asked.device, asked.dtype
+    on_gpu = device.type == "cuda"
+    for graphs in (False, True) if on_gpu else (False,):
+        for case in (steps.Case("decode", 1, 1, 32), steps.Case("tree", 1, 8, 32)):
+            runner = steps.make_runner(name, build(SHAPES[name], device, dtype), [case], graphs)
+            batch = steps.batch_of(case, SHAPES[name].vocab_size)
+            for _ in range(3):
+                runner.launch(batch)
+                runner.wait()
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+            with profiled(activities=kinds) as found:
+                for _ in range(3):
+                    runner.launch(batch)
+                    runner.wait()
+            time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+            kernels = [
+                (str(event.key), int(event.count), float(getattr(event, time_of)))
+                for event in found.key_averages()
+            ]
+            kernels = sorted((k for k in kernels if k[2] > 0), key=lambda k: -k[2])
+            yield {
+                "what": f"profile, {case.kind}", "shape": name, "graphs": graphs,
+                "kernels_per_step": round(sum(k[1] for k in kernels) / 3, 1),
+                "busy_us_per_step": round(sum(k[2] for k in kernels) / 3, 1),
+                "longest": [[k[0][:60], k[1], round(k[2] / 3, 1)] for k in kernels[:15]],
+            }  # fmt: skip
+            runner.close()
+
+
+PARTS: dict[str, Part] = {
+    "machine": machine,
+    "correct": correct.check,
+    "profile": profile,
+    "steps": step_table,
+    "transformers": peers.transformers_own,
+    "engine": peers.engine,
+    "vocabulary": vocabulary.check,
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A part on a shape, and the most seconds that it may take."""
+
+    part: str
+    shape: str
+    limit_s: float
+
+
+# What says most comes first: a run that is cut off after any part has been worth its time.
+PLAN = (
+    Planned("machine", "smollm2-135m", 40),
+    Planned("correct", "smollm2-135m", 60),
+    Planned("correct", "qwen3-0.6b", 60),
+    Planned("correct", "gemma-3-270m", 60),
+    Planned("profile", "smollm2-135m", 60),
+    *(Planned("steps", name, 60) for name in SHAPES if not name.startswith("tiny")),
+    Planned("transformers", "qwen3-0.6b", 90),
+    Planned("engine", "qwen3-0.6b", 60),
+    Planned("engine", "smollm2-135m", 60),
+    Planned("vocabulary", "gemma-3-270m", 60),
+)
+
+
+def lines_of(
+    planned: Planned, device: torch.device, dtype: torch.dtype, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """The part's lines; an exception that ends it is its last one."""
+    try:
+        for line in PARTS[planned.part](Asked(planned.shape, device, dtype, repeats)):
+            yield {"part": planned.part, **line}
+    except Exception as error:
+        yield {"part": planned.part, "shape": planned.shape, "error": steps.named(error)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one part; 1 when a line has an error or is not ok."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args(arguments)
+    planned = Planned(options.part, options.shape, 0.0)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    fine = True
+    for line in lines_of(planned, device, dtype, options.repeats):
+        fine = fine and "error" not in line and line.get("ok", True)
+        print(json.dumps(line), flush=True)
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Shapes of public models, and modules of them with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import transformers
+
+__all__ = ["SHAPES", "Asked", "Shape", "build", "weight_bytes"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a part of the check is run on. name: of SHAPES. repeats: of each timing."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense model's sizes. max_model_len: the runner's; attention plans for that many keys."""
+
+    family: Literal["llama", "qwen3", "gemma3"]
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int = 9216
+
+
+SHAPES = {
+    "smollm2-135m": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152),
+    "smollm2-360m": Shape("llama", 960, 2560, 32, 15, 5, 64, 49152),
+    "smollm2-1.7b": Shape("llama", 2048, 8192, 24, 32, 32, 64, 49152),
+    "llama-3.2-1b": Shape("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072),  # its own length
+    "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
+    "qwen3-1.7b": Shape("qwen3", 2048, 6144, 28, 16, 8, 128, 151936),
+    "qwen3-4b": Shape("qwen3", 2560, 9728, 36, 32, 8, 128, 151936),
+    "gemma-3-270m": Shape("gemma3", 640, 2048, 18, 4, 1, 256, 262144),
+    "gemma-3-1b": Shape("gemma3", 1152, 6912, 26, 4, 1, 256, 262144),
+    "tiny": Shape("llama", 64, 128, 2, 4, 2, 16, 256, 256),
+    "tiny-gemma": Shape("gemma3", 32, 64, 2, 2, 1, 16, 1024, 256),
+}
+
+
+def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Random weights, made on the device, the same at every call; input and output are tied."""
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": max(16384, shape.max_model_len),
+        "tie_word_embeddings": True,
+    }
+    if shape.family == "gemma3":
+        sizes |= {"query_pre_attn_scalar": shape.head_dim, "sliding_window": 512}
+        every = range(shape.num_layers)
+        sizes["layer_types"] = [
+            "full_attention" if i % 6 == 5 else "sliding_attention" for i in every
+        ]
+    kinds: dict[str, tuple[Any, Any]] = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    }
+    config, model = kinds[shape.family]
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            module: transformers.PreTrainedModel = model(config(**sizes))
+    finally:
+        torch.set_default_dtype(before)
+    module.eval()  # type: ignore[no-untyped-call]
+    return module
+
+
+def weight_bytes(module: transformers.PreTrainedModel) -> int:
+    """Bytes of weights that a step reads: all but the embedding table, unless it is the head."""
+    head: Any = module.lm_head
+    embedding: Any = module.get_input_embeddings()
+    total = sum(p.numel() * p.element_size() for p in module.parameters())
+    if embedding.weight is head.weight:
+        return total
+    return total - int(embedding.weight.numel()) * int(embedding.weight.element_size())

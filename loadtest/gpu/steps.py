@@ -1,0 +1,238 @@
+"""Step times of a shape beside the memory floor: decode, trees, sampled rows, prompt chunks.
+
+The floor is the bytes a step must read - every weight but the embedding table once, and the keys
+and values of each sequence's history once - over the measured copy bandwidth (bytes read and
+written a second). `wall` is the median over launch + wait, `launch` the host's part of it. All but
+chunks are timed once plainly and once with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from loadtest.gpu.shapes import SHAPES, Asked, Shape, build, weight_bytes
+from server.engine.batch import Batch, DrawParams
+from server.model.gpu.kv_cache import bytes_per_block
+from server.model.gpu.runner import TorchRunner
+from server.types import SamplingParams
+
+BLOCK_SIZE = 16
+MAX_ROWS = 2048
+KV_HEADROOM = 4 << 30  # bytes left for logits, activations and partial attention results
+
+__all__ = [
+    "BLOCK_SIZE",
+    "Case",
+    "bandwidth",
+    "batch_of",
+    "blocks_needed",
+    "cases",
+    "make_runner",
+    "measure",
+    "named",
+    "time_shape",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """num_seqs sequences with `rows` rows each over `history` positions. A tree's rows hang off
+    one another in chains of four; a chunk's are a prompt's; "sampled" is decode at temperature 0.8
+    and top_p 0.9, where the others are greedy."""
+
+    kind: str
+    num_seqs: int
+    rows: int
+    history: int
+
+
+def cases(shape: str) -> list[Case]:
+    """What is timed, in the order of the table."""
+    if shape.startswith("tiny"):
+        kinds = (("decode", 2, 1), ("tree", 1, 5), ("sampled", 2, 1), ("chunk", 1, 8))
+        return [Case(kind, seqs, rows, 40) for kind, seqs, rows in kinds]
+    histories = (256, 2048)
+    result = [Case("decode", n, 1, h) for h in histories for n in (1, 8, 64)]
+    result += [Case("tree", 1, n, h) for h in histories for n in (8, 16, 64)]
+    result += [Case("tree", 8, 8, 2048), Case("decode", 1, 1, 8192), Case("tree", 1, 16, 8192)]
+    result += [Case("sampled", n, 1, 256) for n in (1, 8)]
+    result += [Case("chunk", 1, n, 0) for n in (512, 2048)]
+    return result
+
+
+def blocks_needed(case: Case) -> int:
+    """KV blocks of a case."""
+    return case.num_seqs * -(-(case.history + case.rows) // BLOCK_SIZE)
+
+
+def batch_of(case: Case, vocab_size: int) -> Batch:
+    """The step of a case: all its rows, a draw from each (from a chunk's last alone)."""
+    n, per = case.num_seqs, case.rows
+    blocks = -(-(case.history + per) // BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(n * blocks).astype(np.int32)
+    tables = order.reshape(n, blocks)
+    seq_ids = np.repeat(np.arange(n, dtype=np.int32), per)
+    nth = np.tile(np.arange(per, dtype=np.int32), n)
+    at = case.history + nth
+    slots = tables[seq_ids, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+    if case.kind == "tree":
+        depth = np.where(nth == 0, 0, (nth - 1) % 4 + 1).astype(np.int32)
+        path_len = depth
+        ends = np.cumsum(path_len).astype(np.int32)
+        paths = [slots[i - d + 1 : i + 1] for i, d in enumerate(depth.tolist())]
+        path_slots = np.concatenate(paths).astype(np.int32)
+        positions = case.history + depth
+        prefix_len = np.full(n * per, case.history + 1, np.int32)
+    else:
+        path_len = np.zeros(n * per, np.int32)
+        ends = path_len
+        path_slots = np.empty(0, np.int32)
+        positions = at
+        prefix_len = at + 1
+    draw_rows = np.arange(n * per, dtype=np.int32)
+    if case.kind == "chunk":
+        draw_rows = draw_rows[-1:]
+    draws = draw_rows.shape[0]
+    none = np.empty(0, np.int32)
+    s = SamplingParams(temperature=0.0)
+    if case.kind == "sampled":
+        s = SamplingParams(temperature=0.8, top_p=0.9)
+    params = DrawParams(s, 0, none, none, none, none, 0)
+    return Batch(
+        token_ids=np.random.default_rng(1).integers(0, vocab_size, n * per).astype(np.int32),
+        token_from=np.full(n * per, -1, np.int32),
+        positions=positions.astype(np.int32),
+        seq_ids=seq_ids,
+        slots=slots.astype(np.int32),
+        prefix_len=prefix_len.astype(np.int32),
+        path_start=ends - path_len,
+        path_len=path_len,
+        path_slots=path_slots,
+        block_tables=tables,
+        draw_rows=draw_rows,
+        draw_params=np.zeros(draws, np.int32),
+        draw_parent=np.full(draws, -1, np.int32),
+        draw_positions=(positions[draw_rows] + 1).astype(np.int32),
+        draw_mask=np.full(draws, -1, np.int32),
+        masks=np.empty((0, 0), np.uint32),
+        params=(params,),
+        score_rows=none,
+        score_targets=none,
+        score_top=none,
+        num_prefill_rows=n * per if case.kind == "chunk" else 0,
+        num_draft_rows=n * (per - 1) if case.kind == "tree" else 0,
+    )
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy on the device, the best of ten."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 26)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(10):
+        best = min(best, timed(lambda: target.copy_(source), device))
+    return 2 * size / best
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Wall seconds of `work` to its end on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def measure(runner: TorchRunner, batch: Batch, repeats: int) -> tuple[float, float]:
+    """(median seconds of launch + wait, median seconds of launch alone)."""
+    walls, launches = [], []
+    for i in range(repeats + 3):
+        begin = time.perf_counter()
+        runner.launch(batch)
+        launched = time.perf_counter()
+        runner.wait()
+        if i >= 3:
+            walls.append(time.perf_counter() - begin)
+            launches.append(launched - begin)
+    return statistics.median(walls), statistics.median(launches)
+
+
+def free_blocks(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
+    """Most KV blocks that fit beside the weights."""
+    per_block = bytes_per_block(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, dtype
+    )
+    if device.type != "cuda":
+        return 64
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, (free - KV_HEADROOM) // per_block - 1)
+
+
+def make_runner(
+    name: str, module: transformers.PreTrainedModel, timed_cases: Sequence[Case], graphs: bool
+) -> TorchRunner:
+    """A runner with room for these cases. The module is its own from now on."""
+    shape = SHAPES[name]
+    return TorchRunner(
+        module,
+        name=name,
+        device=module.device,
+        num_blocks=max(map(blocks_needed, timed_cases), default=1),
+        block_size=BLOCK_SIZE,
+        max_model_len=shape.max_model_len,
+        max_num_seqs=64,
+        max_num_batched_tokens=MAX_ROWS,
+        cuda_graphs=graphs,
+    )
+
+
+def time_shape(asked: Asked, bytes_per_s: float) -> Iterator[dict[str, Any]]:
+    """Table rows of one shape; a case that does not fit has wall_ms None."""
+    name, device, dtype = asked.name, asked.device, asked.dtype
+    shape = SHAPES[name]
+    module = build(shape, device, dtype)
+    weights = weight_bytes(module)
+    room = free_blocks(shape, device, dtype)
+    key_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    for graphs in (False, True) if device.type == "cuda" else (False,):
+        wanted = [c for c in cases(name) if not graphs or c.kind != "chunk"]
+        fitting = [c for c in wanted if blocks_needed(c) <= room]
+        runner = make_runner(name, module, fitting, graphs)
+        for case in wanted:
+            read = weights + case.num_seqs * case.history * key_bytes
+            row: dict[str, Any] = {
+                "shape": name,
+                "kind": case.kind,
+                "graphs": graphs,
+                "num_seqs": case.num_seqs,
+                "rows_per_seq": case.rows,
+                "history": case.history,
+                "floor_ms": round(1e3 * read / bytes_per_s, 4),
+                "wall_ms": None,
+                "launch_ms": None,
+            }
+            if blocks_needed(case) <= room:
+                try:
+                    wall, launch = measure(runner, batch_of(case, shape.vocab_size), asked.repeats)
+                    row |= {"wall_ms": round(1e3 * wall, 4), "launch_ms": round(1e3 * launch, 4)}
+                except Exception as error:  # Triton's own errors derive from nothing else
+                    row["error"] = named(error)
+            yield row
+        runner.close()
+
+
+def named(error: Exception) -> str:
+    """An error in one short line."""
+    return f"{type(error).__name__}: {error}"[:300]
