@@ -166,94 +166,118 @@ def differences(got: Drawn, want: Drawn) -> dict[str, Any]:
     }
 
 
-def check_place(shape: Shape, place: str, asked: Asked) -> Iterator[dict[str, Any]]:
-    """Lines of one place of the full head: {"what": ..., "place": ..., figures}."""
-    device, dtype, repeats = asked.device, asked.dtype, asked.repeats
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        start = torch.cuda.memory_allocated(device)
-    runner, other_bytes = build_runner(shape, place, device, dtype)
+class Place:
+    """The check of one place of the full head. Its lines are {"what": ..., "place": ..., figures}.
+    Close it."""
 
-    def peak() -> float | None:
-        if not on_gpu:
+    def __init__(self, asked: Asked, place: str) -> None:
+        self._shape, self._place, self._asked = shape_of(asked.name), place, asked
+        self._start = 0
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+            self._start = torch.cuda.memory_allocated(asked.device)
+        self._runner, self._other_bytes = build_runner(
+            self._shape, place, asked.device, asked.dtype
+        )
+        counts = sorted({1, self._shape.num_seqs})
+        self._steps = {n: decode(self._shape, n) for n in counts}
+        self._chosen = {n: np.arange(n, dtype=np.int32) for n in counts}
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._asked.device.type == "cuda"
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Slices first: their peak must not hold what only the full head needs."""
+        self._peak()
+        for table, (name, share) in enumerate((("slice 1 %", 0.01), ("slice 10 %", 0.1))):
+            slices = load_slices(self._runner, self._shape, share, table)
+            yield from self._slice_lines(name, slices)
+            if table == 0:
+                yield from self._window_lines(slices)
+            self._runner.drop_table(table)
+        many = self._shape.num_seqs
+        want = run(self._runner, decode(self._shape, many, logprobs=True))
+        batch, places = windows_of(decode(self._shape, many, logprobs=True), many)
+        found = differences(self._runner.verify(batch, places), want)
+        yield {"what": "verify = full", "place": self._place, **found}
+        self._peak()
+        for step in self._steps.values():
+            yield self._timed("full", step)
+
+    def _peak(self) -> float | None:
+        """MiB beside the body and the KV cache since the last call; None without CUDA."""
+        if not self._on_gpu:
             return None
-        bytes_ = torch.cuda.max_memory_allocated(device) - start - other_bytes
+        device = self._asked.device
+        most = torch.cuda.max_memory_allocated(device) - self._start - self._other_bytes
         torch.cuda.reset_peak_memory_stats(device)
-        return round(bytes_ / 2**20, 1)
+        return round(most / 2**20, 1)
 
-    def timed(mode: str, batch: Batch) -> dict[str, Any]:
+    def _timed(self, mode: str, batch: Batch) -> dict[str, Any]:
         walls, heads = [], []
-        for i in range(repeats + 3):
+        for i in range(self._asked.repeats + 3):
             began = time.perf_counter()
-            drawn = run(runner, batch)
+            drawn = run(self._runner, batch)
             if i >= 3:
                 walls.append(1e3 * (time.perf_counter() - began))
                 heads.append(1e3 * drawn.head_s)
         return {
             "what": mode,
-            "place": place,
+            "place": self._place,
             "seqs": batch.num_draws,
             "wall_ms": round(statistics.median(walls), 4),
             "head_ms": round(statistics.median(heads), 4),
-            "peak_mib": peak(),
+            "peak_mib": self._peak(),
         }
 
-    try:
-        peak()
-        steps = {n: decode(shape, n) for n in sorted({1, shape.num_seqs})}
-        chosen = {n: np.arange(n, dtype=np.int32) for n in steps}
-        many = shape.num_seqs
-        # Slices first: their peak must not hold what only the full head needs.
-        for table, (name, share) in enumerate((("slice 1 %", 0.01), ("slice 10 %", 0.1))):
-            slices = load_slices(runner, shape, share, table)
-            for n, step in steps.items():
-                cut = replace(step, draw_slice=chosen[n], slices=tuple(slices[:n]))
-                yield timed(name, cut)
-            scored = replace(decode(shape, many, logprobs=True), draw_slice=chosen[many])
-            got = run(runner, replace(scored, slices=tuple(slices)))
-            none = np.empty(0, np.int32)
-            plain = tuple(HeadSlice(s.ids, none, -1, 0) for s in slices)
-            found = differences(got, run(runner, replace(scored, slices=plain)))
-            inside = all(t in s.ids for t, s in zip(got.token_ids, slices, strict=True))
-            found["ok"] = found["ok"] and inside
-            yield {"what": f"{name} = full restricted", "place": place, **found}
-            peak()
-            kept = replace(cut, draw_keep=chosen[many])
-            run(runner, kept)
-            for num in shape.windows if table == 0 else ():
-                batch, places = windows_of(step, num)
-                runner.verify(batch, places)
-                seconds = []
-                for _ in range(repeats):
-                    run(runner, kept)
-                    stepped = time.perf_counter()
-                    runner.verify(batch, places)
-                    seconds.append(1e3 * (time.perf_counter() - stepped))
-                yield {
-                    "what": "exact 1 %",
-                    "place": place,
-                    "seqs": many,
-                    "window_rows": num,
-                    "verify_ms": round(statistics.median(seconds), 4),
-                    "peak_mib": peak(),
-                }
-            runner.drop_table(table)
-        want = run(runner, decode(shape, many, logprobs=True))
-        batch, places = windows_of(decode(shape, many, logprobs=True), many)
-        yield {
-            "what": "verify = full",
-            "place": place,
-            **differences(runner.verify(batch, places), want),
-        }
-        peak()
-        for step in steps.values():
-            yield timed("full", step)
-    finally:
-        runner.close()
+    def _slice_lines(self, name: str, slices: list[HeadSlice]) -> Iterator[dict[str, Any]]:
+        for n, step in self._steps.items():
+            seen = replace(step, draw_slice=self._chosen[n], slices=tuple(slices[:n]))
+            yield self._timed(name, seen)
+        many = self._shape.num_seqs
+        scored = replace(decode(self._shape, many, logprobs=True), draw_slice=self._chosen[many])
+        got = run(self._runner, replace(scored, slices=tuple(slices)))
+        none = np.empty(0, np.int32)
+        plain = tuple(HeadSlice(s.ids, none, -1, 0) for s in slices)
+        found = differences(got, run(self._runner, replace(scored, slices=plain)))
+        inside = all(t in s.ids for t, s in zip(got.token_ids, slices, strict=True))
+        found["ok"] = found["ok"] and inside
+        yield {"what": f"{name} = full restricted", "place": self._place, **found}
+        self._peak()
+
+    def _window_lines(self, slices: list[HeadSlice]) -> Iterator[dict[str, Any]]:
+        many = self._shape.num_seqs
+        chosen = self._chosen[many]
+        kept = replace(self._steps[many], draw_slice=chosen, slices=tuple(slices), draw_keep=chosen)
+        run(self._runner, kept)
+        for num in self._shape.windows:
+            batch, places = windows_of(self._steps[many], num)
+            self._runner.verify(batch, places)
+            seconds = []
+            for _ in range(self._asked.repeats):
+                run(self._runner, kept)
+                stepped = time.perf_counter()
+                self._runner.verify(batch, places)
+                seconds.append(1e3 * (time.perf_counter() - stepped))
+            yield {
+                "what": "exact 1 %",
+                "place": self._place,
+                "seqs": many,
+                "window_rows": num,
+                "verify_ms": round(statistics.median(seconds), 4),
+                "peak_mib": self._peak(),
+            }
 
 
 def check(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Lines of check_place for every place of the head."""
-    for place in PLACES:
-        yield from check_place(shape_of(asked.name), place, asked)
+    """Lines of every place of the head."""
+    for name in PLACES:
+        place = Place(asked, name)
+        try:
+            yield from place.lines()
+        finally:
+            place.close()
