@@ -44,6 +44,7 @@ class ModelRoutes:
             parent=None if model.name == name else model.name,
             max_model_len=self._context.room(model),
             description="" if name == model.name else task.description,
+            implementation=model.implementation,
         )
 
     def models(self, request: HttpRequest) -> ModelList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tokenizers import Tokenizer
 
@@ -22,7 +23,8 @@ class ServedModel:
     vocab_size: V of the model (ids at or above are refused). max_model_len: tokens of prompt and
     output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint. chat: the
     model's chat template, None for a base model. sampling: how it was made to be sampled
-    (generation_config.json), where a task is silent.
+    (generation_config.json), where a task is silent. implementation: what computes it, a family of
+    ours or transformers' own forward.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ServedModel:
     fingerprint: str = ""
     chat: ChatTemplate | None = None
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    implementation: Literal["tailor", "transformers"] = "tailor"
     names: TokenNames = field(init=False, repr=False)
     segments: SegmentEncoder = field(init=False, repr=False)
 

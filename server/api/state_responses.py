@@ -18,7 +18,8 @@ __all__ = [
 
 
 class ModelEntry(Shape, kw_only=True):
-    """OpenAI's members, vLLM's root and max_model_len, and a description."""
+    """OpenAI's members, vLLM's root and max_model_len, a description, and what computes the model:
+    `tailor`, or `transformers` for a dense model that is none of our families (slower)."""
 
     id: str
     object: Literal["model"] = "model"
@@ -28,6 +29,7 @@ class ModelEntry(Shape, kw_only=True):
     parent: str | None
     max_model_len: Count
     description: str
+    implementation: Literal["tailor", "transformers"]
 
 
 class ModelList(Shape, kw_only=True):

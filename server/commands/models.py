@@ -66,6 +66,11 @@ def _print_families() -> None:
         tested = family.real_weights or "random weights of its shape"
         extra = "; the text part of multimodal checkpoints" if family.wrappers else ""
         print(f"{', '.join(family.known_as):32} {where:24} tested with {tested}{extra}")
+    print(
+        "\nOther dense decoders whose class in transformers calls its attention interface are\n"
+        "tried when they are loaded and run by transformers' own forward, slower:\n"
+        "StarCoder2, Command R, Pythia, Phi-2, GPT-2, OPT, Nemotron, Gemma 1, Seed-OSS, ..."
+    )
 
 
 def show(model: ModelName, /) -> int:
@@ -198,10 +203,13 @@ def _json(file: Path) -> dict[str, Any]:
 def _supported(config: dict[str, Any]) -> str:
     """ "yes", or why not."""
     from server.errors import TailorError
+    from server.model.generic import is_generic
     from server.model.supported import check_raw
 
     try:
         check_raw(config)
     except TailorError as error:
         return f"no: {error.message}"
+    if is_generic(config):
+        return "by transformers' own forward, slower than a family, if it is found sound at load"
     return "yes"

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
+from server.model.generic import IMPLEMENTATION, is_generic
 from server.types import EngineSizes, ModelInfo
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from server.model.loader import ModelFolder
     from server.model.shape import ModelShape
 
 Progress = Callable[[int, int], None]
@@ -139,7 +141,7 @@ def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.cpu.integers.instructions import KERNEL
     from server.model.cpu.integers.packed import FORM_OF, IntegerWeights
-    from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner, kv_bytes_per_block
+    from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
     from server.model.loader import open_model
@@ -149,6 +151,8 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
     folder = open_model(spec.folder, adapter=spec.adapter)
     form = _cpu_form(spec, is_file=isinstance(folder.weights, GgufWeights))
+    if is_generic(folder.config):
+        return _build_generic_runner(spec, folder, form)
     shape = shape_of(folder.config)
     shape = replace(shape, vocab_size=folder.num_token_ids)
     weights: RunnerWeights
@@ -166,35 +170,77 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         "weights: %s, %d MB, kernel: %s, KV cache: %s",
         form, weights.num_bytes >> 20, kernel, kv_dtype,
     )  # fmt: skip
+    info = _cpu_info(spec, folder, shape, (form, kernel, kv_dtype))
+    return CpuRunner(
+        shape,
+        weights,
+        rope_tables(folder.config, shape, info.max_model_len),
+        info,
+        num_blocks=info.num_blocks,
+        max_rows=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        num_threads=spec.threads,
+    )
+
+
+def _cpu_info(
+    spec: RunnerSpec, folder: ModelFolder, shape: ModelShape, forms: tuple[str, str, str]
+) -> ModelInfo:
+    """The sizes that a CPU's memory has room for, and what else the engine tells. forms: of
+    weights, the kernel, K and V."""
+    from server.model.cpu.runner import BLOCK_SIZE, kv_bytes_per_block
+
+    form, kernel, kv_dtype = forms
     block_bytes = kv_bytes_per_block(shape, kv_dtype)
     num_blocks = _cpu_blocks(spec, block_bytes, shape.max_position_embeddings)
-    max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
-    info = ModelInfo(
+    return ModelInfo(
         name=spec.name,
         vocab_size=shape.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=_length(spec, shape.max_position_embeddings, num_blocks),
         eos_token_ids=tuple(folder.eos_token_ids),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         device="cpu",
         dtype=form,
-        fingerprint=f"{folder.fingerprint}:{form}" + f":kv-{kv_dtype}" * (kv_dtype != "float32"),
+        fingerprint=f"{folder.fingerprint}:{form}",
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
         kernel=kernel,
         kv_dtype=kv_dtype,
         kv_block_bytes=block_bytes,
     )
-    return CpuRunner(
-        shape,
-        weights,
-        rope_tables(folder.config, shape, max_model_len),
-        info,
-        num_blocks=num_blocks,
-        max_rows=spec.sizes.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        num_threads=spec.threads,
+
+
+def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> Runner:
+    """transformers' own forward on our products and attention (generic.py)."""
+    import torch
+
+    from server.model.cpu.generic.runner import GenericRunner, generic_model
+    from server.model.loader import build_module
+    from server.model.shape import generic_shape
+
+    name = str(folder.config.architectures[0])
+    if form not in ("float32", "bfloat16"):
+        raise UnsupportedModelError(
+            f"weights: {form} is for families of `tailor models list`; {name} is computed by "
+            "transformers' own forward, in float32 or bfloat16"
+        )
+    limit = generic_shape(folder.config).max_position_embeddings
+    model = generic_model(
+        build_module(folder, torch.float32, torch.device("cpu")),
+        num_token_ids=folder.num_token_ids,
+        num_positions=min(limit, spec.max_model_len or limit),
+        threads=spec.threads,
+        bf16=form == "bfloat16",
     )
+    kv_dtype = _kv_dtype(spec, form)
+    _log.warning(
+        "%s is no family of ours: transformers' own forward computes it, slower than a family of "
+        "`tailor models list`; weights: %s, %d MB, KV cache: %s",
+        name, form, model.weights.num_bytes >> 20, kv_dtype,
+    )  # fmt: skip
+    info = _cpu_info(spec, folder, model.shape, (form, IMPLEMENTATION, kv_dtype))
+    return GenericRunner(model, info, num_threads=spec.threads)
 
 
 def _prepare_cuda(device: torch.device) -> None:
@@ -242,15 +288,16 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     import torch
 
     from server.model.families import family_of
+    from server.model.gpu.generic import take_over
     from server.model.gpu.runner import TorchRunner
     from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
-    from server.model.shape import shape_of
+    from server.model.shape import generic_shape, shape_of
 
     device = torch.device(spec.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if device == torch.device("cuda") else device
     folder = open_model(spec.folder, adapter=spec.adapter)
-    reason = family_of(folder.config).on_cuda
+    by_transformers = is_generic(folder.config)
+    reason = None if by_transformers else family_of(folder.config).on_cuda
     if reason is not None:
         raise UnsupportedModelError(
             f"{folder.config.model_type} does not run on {spec.device}: {reason}. Nearest that "
@@ -263,15 +310,22 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     else:
         dtype = getattr(torch, spec.dtype)
-    shape = shape_of(folder.config)
     embedding = head = None
     if spec.full_head != "device":
+        if by_transformers:
+            raise UnsupportedModelError(
+                f"{folder.config.architectures[0]} needs full_head: device: transformers' own "
+                "forward computes it, with its embedding and its head in place"
+            )
         head = folder.weights.get(HEAD).to(dtype)
-        embedding = head if shape.tied else folder.weights.get(EMBEDDING).to(dtype)
+        tied = bool(getattr(folder.config, "tie_word_embeddings", False))
+        embedding = head if tied else folder.weights.get(EMBEDDING).to(dtype)
     elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
-    module = cast(
-        "PreTrainedModel", finish_module(build_module(folder, dtype, device, skip=elsewhere))
-    )
+    made = build_module(folder, dtype, device, skip=elsewhere)
+    if by_transformers:
+        take_over(made, folder.num_token_ids)
+    module = cast("PreTrainedModel", finish_module(made))
+    shape = (generic_shape if by_transformers else shape_of)(module.config)
     num_blocks = _cuda_blocks(spec, shape, dtype, device)
     max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
     runner = TorchRunner(

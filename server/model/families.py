@@ -74,7 +74,8 @@ class Family:
 
     The rest is the difference. The callables take the transformers config: rotary: which layers
     rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are refused
-    elsewhere and computed here. rope_types: beside the usual ones. interleaved: the rotation pairs
+    elsewhere and computed here. rope_types: beside the usual ones; alpha: "dynamic" with a fixed
+    stretch of the base. interleaved: the rotation pairs
     neighbours (2i, 2i + 1), not halves. norm_offset: what is added to a stored norm weight.
     embedding_scale, attention_scale: config -> factor; None = 1 and head_dim ** -0.5.
     intermediate_size: of the MLP, None = the key of that name. ropes_differ: one rope table per
@@ -299,6 +300,7 @@ _ROWS = (
         ("Hunyuan 0.5B to 7B",),
         names=WeightNames(qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
         qk_norm="head_after_rope",
+        rope_types=frozenset({"alpha"}),
     ),
     Family(
         "exaone4",
@@ -385,11 +387,12 @@ def family_of(config: Any) -> Family:
 def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json's values of the language model: its own, or those of `text_config` where the
     checkpoint is multimodal, with the family's defaults for what it leaves out."""
-    family = family_of(raw)
+    try:
+        defaults = family_of(raw).text_defaults
+    except KeyError:  # the generic path
+        return dict(raw)
     text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        return {**family.text_defaults, **raw}
-    return {**family.text_defaults, **text}
+    return {**defaults, **(text if isinstance(text, Mapping) else raw)}
 
 
 def position_limit(values: Any) -> int:
@@ -402,7 +405,7 @@ def position_limit(values: Any) -> int:
     def get(key: str) -> Any:
         return values.get(key) if isinstance(values, Mapping) else getattr(values, key, None)
 
-    limit = int(get("max_position_embeddings"))
+    limit = int(get("max_position_embeddings") or get("n_positions"))
     rope = get("rope_parameters") or get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
         original = rope.get("original_max_position_embeddings")

@@ -9,15 +9,17 @@ tensor by tensor; a LoRA is merged into each tensor as it is read; `build_module
 transformers' own model on the meta device and puts the weights in one after the other, so the peak
 is one copy and one tensor. The CPU runner reads through the same WeightReader.
 
-Only architectures that are on the allow-list, with configs whose every switch we compute, are
-opened; the rest is refused with the reason. A wrong answer is worse than none.
+Only architectures that are on the allow-list, with configs whose every switch we compute, and dense
+decoders of transformers that call its attention interface (generic.py), are opened; the rest is
+refused with the reason. A wrong answer is worse than none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors,
 from server.model.cache_folder import remembered_sha256
 from server.model.catalog import Report, model_folder
 from server.model.families import family_of
+from server.model.generic import is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
 from server.model.shape import shape_of
@@ -42,6 +45,7 @@ __all__ = [
     "HEAD",
     "LoraAdapter",
     "ModelFolder",
+    "TensorNames",
     "WeightReader",
     "build_module",
     "check_supported",
@@ -52,8 +56,11 @@ __all__ = [
 # --- weights --------------------------------------------------------------------------------------
 
 
-def _full_name(stored: str) -> str:
-    """A text checkpoint's name as the state dict has it; base models leave `model.` out."""
+def _full_name(stored: str) -> str | None:
+    """A text checkpoint's name as the state dict has it; base models leave `model.` out. None: an
+    old checkpoint's rotary table, which is computed."""
+    if stored.endswith(".rotary_emb.inv_freq"):
+        return None
     return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
 
 
@@ -70,11 +77,44 @@ def _text_name(stored: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of transformers' state dict. full: from a name in a file; None = not read. embedding,
+    head: of the two tables."""
+
+    full: Callable[[str], str | None] = _full_name
+    embedding: str = EMBEDDING
+    head: str = HEAD
+
+
+def _generic_names(config: Any) -> TensorNames:
+    """The names of a model of the generic path, renamed as transformers renames old ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    module: Any = _meta_module(config)
+    where = {id(part): name for name, part in module.named_modules()}
+    tables = (module.get_input_embeddings(), module.get_output_embeddings())
+    if None in tables:
+        raise UnsupportedModelError(f"{type(module).__name__} has no embedding or no LM head")
+    mapping = get_model_conversion_mapping(module, add_legacy=False)
+    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+    expected = module.state_dict()
+    ignored = (r"rotary_emb\.inv_freq$", *(module._keys_to_ignore_on_load_unexpected or ()))
+
+    def full(stored: str) -> str | None:
+        name, _ = rename_source_key(stored, renamings, [], module.base_model_prefix, expected)
+        is_ignored = any(re.search(pattern, name) for pattern in ignored)
+        return None if is_ignored and name not in expected else str(name)
+
+    embedding, head = (f"{where[id(table)]}.weight" for table in tables)
+    return TensorNames(full, embedding, head)
+
+
 class WeightReader:
     """The tensors of a model folder by name, read when asked for. Opened by `open_model`.
 
     Names are those of transformers' state dict. With tied embeddings the head is the embedding.
-    wrapped: the files are a multimodal checkpoint's; its language model is read and nothing else.
     Not closed explicitly, the mapped files go with the object.
     """
 
@@ -84,8 +124,9 @@ class WeightReader:
         *,
         tied: bool,
         adapter: LoraAdapter | None = None,
-        wrapped: bool = False,
+        tensor_names: TensorNames,
     ) -> None:
+        self.tensor_names = tensor_names
         self._tied = tied
         self._adapter = adapter
         self._readers: list[Any] = []
@@ -93,9 +134,7 @@ class WeightReader:
         for file in files:
             reader = open_safetensors(file)
             for stored in reader.keys():  # noqa: SIM118 (no mapping)
-                if stored.endswith(".rotary_emb.inv_freq"):  # old checkpoints; recomputed
-                    continue
-                name = _text_name(stored) if wrapped else _full_name(stored)
+                name = tensor_names.full(stored)
                 if name is None:
                     continue
                 if name in self._where:
@@ -103,13 +142,13 @@ class WeightReader:
                 self._where[name] = (len(self._readers), stored)
             self._readers.append(reader)
         if tied:
-            self._where.pop(HEAD, None)
+            self._where.pop(self.tensor_names.head, None)
 
     def names(self) -> tuple[str, ...]:
-        """All names, `lm_head.weight` included when it is tied."""
+        """All names, the head's included when it is tied."""
         names = list(self._where)
         if self._tied:
-            names.append(HEAD)
+            names.append(self.tensor_names.head)
         return tuple(sorted(names))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -144,8 +183,8 @@ class WeightReader:
     def _locate(self, name: str) -> tuple[Any, str]:
         if not self._readers:
             raise RuntimeError("the weights are closed")
-        if self._tied and name == HEAD:
-            name = EMBEDDING
+        if self._tied and name == self.tensor_names.head:
+            name = self.tensor_names.embedding
         index, stored = self._where[name]
         return self._readers[index], stored
 
@@ -223,7 +262,7 @@ def open_model(
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}/config.json: {str(error)[:300]}") from None
-    is_wrapped = config.model_type != family_of(raw).model_type
+    is_wrapped = not is_generic(raw) and config.model_type != family_of(raw).model_type
     eos = [getattr(config, "eos_token_id", None)]
     if is_wrapped:
         config = _text_config(raw, config)
@@ -241,7 +280,10 @@ def open_model(
     files = _weight_files(path)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
-    weights = WeightReader(files, tied=tied, adapter=lora, wrapped=is_wrapped)
+    names = TensorNames(_text_name if is_wrapped else _full_name)
+    if is_generic(config):
+        names = _generic_names(config)
+    weights = WeightReader(files, tied=tied, adapter=lora, tensor_names=names)
     if lora is not None:
         config.vocab_size = lora.num_rows(int(config.vocab_size))
         config.tie_word_embeddings = tied and not lora.separate_head
@@ -394,8 +436,9 @@ def build_module(
     """
     module = _meta_module(folder.config)
     tied = bool(getattr(folder.config, "tie_word_embeddings", False))
+    names = getattr(folder.weights, "tensor_names", TensorNames())
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if name in skip or (tied and name == HEAD):
+        if name in skip or (tied and name == names.head):
             continue
         owner_name, _, leaf = name.rpartition(".")
         tensor = folder.weights.get(name).to(device=device, dtype=dtype)
@@ -406,9 +449,13 @@ def build_module(
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         owner = module.get_submodule(owner_name)
         setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
-    if tied and HEAD not in skip:
-        head: Any = module.get_submodule("lm_head")
-        head.weight = module.get_parameter(EMBEDDING)
+    for name in sorted(set(module.state_dict()) - {n for n, _ in module.named_parameters()}):
+        owner_name, _, leaf = name.rpartition(".")
+        if leaf in module.get_submodule(owner_name)._buffers:  # a constant that is saved
+            setattr(module.get_submodule(owner_name), leaf, folder.weights.get(name).to(dtype))
+    if tied and names.head not in skip:
+        head: Any = module.get_submodule(names.head.rpartition(".")[0])
+        head.weight = module.get_parameter(names.embedding)
     for owner in module.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, leaf, buffer.to(device))
@@ -424,6 +471,8 @@ def finish_module(module: nn.Module) -> nn.Module:
       they end, and looking at the positions would stop the host at every step.
     """
     config: Any = module.config
+    if is_generic(config):
+        return module
     shape = shape_of(config)
     if shape.logit_divisor != 1.0:
         norm = module.get_submodule(shape.names.final_norm)

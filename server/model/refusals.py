@@ -29,15 +29,14 @@ _ENCODER = (
     "a decoder; for labels, a task with `choices` on /v1/decisions",
 )
 _PICTURES = "pictures or sound", "its text-only sister: Qwen3, Gemma 3, Llama 3.2 1B or 3B"
-_LAYER_NORMS = (
-    "layer norms with biases and MLPs without a gate",
+_OWN_ATTENTION = (
+    "attention of its own, which does not call transformers' attention interface",
     "a model of Llama's build: Qwen3, SmolLM2, Llama 3.2",
 )
 _PER_LAYER = (
     "layers that share keys and values, and inputs of their own",
     "Gemma 3 270M, 1B or 4B",
 )
-_COHERE = "parallel blocks and scaled logits", "Qwen3 or Llama 3.1 8B"
 
 _BY_TYPE: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -69,12 +68,10 @@ _BY_TYPE: dict[str, tuple[str, str]] = {
         _PICTURES,
     ),
     **dict.fromkeys(
-        ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "stablelm", "falcon",
-         "codegen", "nemotron"),
-        _LAYER_NORMS,
+        ("gpt_neo", "gptj", "stablelm", "falcon", "codegen"),
+        _OWN_ATTENTION,
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), _PER_LAYER),
-    **dict.fromkeys(("cohere", "cohere2", "command-r"), _COHERE),
 }  # fmt: skip
 
 # Where the type says nothing: what the reasons say.

@@ -140,6 +140,49 @@ def shape_of(config: Any) -> ModelShape:
     )
 
 
+def generic_shape(config: Any) -> ModelShape:
+    """The sizes of a model of the generic path, as its config has them; the switches are those of
+    a model without any, because transformers' modules have them."""
+    heads = int(config.num_attention_heads)
+    layers = int(config.num_hidden_layers)
+    hidden = int(config.hidden_size)
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
+    return ModelShape(
+        family=str(config.model_type),
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=head_dim,
+        rotary_dim=0,
+        intermediate_size=int(inner or 4 * hidden),
+        vocab_size=int(config.vocab_size),
+        norm_eps=0.0,
+        norm_offset=0.0,
+        activation="silu",
+        attention_scale=head_dim**-0.5,
+        qk_norm="none",
+        norms="before",
+        interleaved=False,
+        embedding_scale=1.0,
+        residual_scale=1.0,
+        logit_divisor=1.0,
+        attention_cap=0.0,
+        logit_cap=0.0,
+        query_beta=0.0,
+        query_period=1,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        windows=(0,) * layers,
+        rope_ids=(0,) * layers,
+        rope_layer_types=(NO_ROPE,),
+        max_position_embeddings=position_limit(config),
+        names=WeightNames(),
+        convolutions=(False,) * layers,
+        conv_taps=0,
+    )
+
+
 def rope_tables(
     config: Any, shape: ModelShape, num_positions: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

@@ -1,7 +1,8 @@
 """Which models are computed right, and why the others are refused.
 
 Only architectures of a known family (families.py), with configs whose every switch we compute, are
-opened; a wrong answer is worse than none. A refusal names the key, the reason and the nearest thing
+opened, and dense decoders that transformers computes with our attention (generic.py); a wrong
+answer is worse than none. A refusal names the key, the reason and the nearest thing
 that works. No torch here: the command line asks before it starts an engine.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from server.errors import UnsupportedModelError
+from server.model import generic
 from server.model.families import BY_ARCHITECTURE, Family
 from server.model.refusals import nearest_to, reason_for
 
@@ -78,12 +80,18 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "its config.json names no single architecture (architectures)"
         return
     family = BY_ARCHITECTURE.get(architectures[0])
-    computed = frozenset() if family is None else family.keys
+    is_generic = generic.is_generic(config)
+    computed = generic.ALLOWED_KEYS if family is None and is_generic else frozenset()
+    computed = computed if family is None else family.keys
     for key in _REFUSED_KEYS:
         if key not in computed and getattr(config, key, None):
             yield _key_reason(key, getattr(config, key))
     if family is None:
-        yield _unknown(architectures[0], str(config.model_type))
+        if is_generic:
+            yield from generic.layer_reasons(config)
+            yield from _rope_reasons(config, generic.ALLOWED_KEYS, frozenset())
+        else:
+            yield _unknown(architectures[0], str(config.model_type))
         return
     if config.model_type != family.model_type:
         yield f"its model_type is {config.model_type!r} and not {family.model_type!r} (model_type)"
@@ -94,7 +102,7 @@ def _reasons(config: Any) -> Iterator[str]:
         kinds = ", ".join(sorted(_ACTIVATIONS))
         yield f"activation {activation!r} is none of {kinds} (hidden_act)"
     yield from _layer_reasons(config, family)
-    yield from _rope_reasons(config, family)
+    yield from _rope_reasons(config, family.keys, family.rope_types)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         yield f"{heads} heads cannot share {kv_heads} key-value heads (num_key_value_heads)"
@@ -116,6 +124,8 @@ def _key_reason(key: str, value: Any) -> str:
 
 def _unknown(architecture: str, model_type: str) -> str:
     known = reason_for(model_type, architecture)
+    if not known and generic.has_class(model_type):
+        known = "; transformers' class of it does not call the attention interface"
     return f"it is none of the families that `tailor models list` shows{known}"
 
 
@@ -134,18 +144,20 @@ def _layer_reasons(config: Any, family: Family) -> Iterator[str]:
         yield "it has sliding layers and no sliding_window (layer_types)"
 
 
-def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
+def _rope_reasons(config: Any, keys: frozenset[str], rope_types: frozenset[str]) -> Iterator[str]:
+    """keys, rope_types: what is computed beside the usual."""
     rope = getattr(config, "rope_parameters", None) or {}
-    allowed = _ROPE_TYPES | family.rope_types
+    allowed = _ROPE_TYPES | rope_types
     per_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
-    partial = "partial_rotary_factor" not in family.keys
+    partial = "partial_rotary_factor" not in keys
     for parameters in rope.values() if per_layer_type else (rope,):
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        # Hunyuan calls a fixed stretch of the base "dynamic".
-        is_static = kind == "dynamic" and bool(parameters.get("alpha"))
-        if kind not in allowed and not (is_static and family.model_type == "hunyuan_v1_dense"):
+        # Hunyuan calls a fixed stretch of the base, alpha, "dynamic".
+        if kind == "dynamic" and parameters.get("alpha"):
+            kind = "alpha"
+        if kind not in allowed:
             # dynamic and longrope change all positions' angles with the longest one in the batch
-            kinds = ", ".join(sorted(allowed))
+            kinds = ", ".join(sorted(allowed - {"alpha"}))
             yield f"rope type {kind!r} is none of {kinds} (rope_parameters)"
         if partial and parameters.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             yield "its rotary embedding covers a part of the head (partial_rotary_factor)"
@@ -185,9 +197,15 @@ def check_raw(raw: Mapping[str, Any]) -> None:
         if name in family.wrappers:
             _check_wrapper(name, raw, family)
         return
-    reasons = [_key_reason(key, raw[key]) for key in _REFUSED_KEYS if raw.get(key)]
+    is_generic = generic.is_generic(raw) and not reason_for(model_type, str(name))
+    computed = generic.ALLOWED_KEYS if is_generic else frozenset()
+    reasons = [
+        _key_reason(key, raw[key]) for key in _REFUSED_KEYS if key not in computed and raw.get(key)
+    ]
+    if is_generic and not reasons:
+        return
     if not isinstance(architectures, list) or len(architectures) != 1:
         reasons.append("its config.json names no single architecture (architectures)")
-    else:
+    elif not is_generic:
         reasons.append(_unknown(str(name)[:80], model_type))
     raise UnsupportedModelError(_refusal(str(name)[:80], reasons, model_type))

@@ -34,6 +34,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     from server.api.served_model import ServedModel
     from server.model.cache_folder import writing_to_cache
     from server.model.families import position_limit, text_values
+    from server.model.generic import is_generic
     from server.model.supported import check_raw
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
@@ -75,6 +76,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         sampling=(
             sampling_defaults(folder) if model.generation_config == "auto" else SamplingDefaults()
         ),
+        implementation="transformers" if is_generic(raw) else "tailor",
     )
 
 

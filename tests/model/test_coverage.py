@@ -13,9 +13,11 @@ from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURE
 from server.model.families import FAMILIES
 from tests.model import families, test_families, test_greedy, test_hf_equality
 from tests.model.cpu import test_family_engines
+from tests.model.generic_models import GENERIC
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
+OTHERS, OTHERS_END = "<!-- generic -->\n", "<!-- /generic -->"
 
 
 def _params(test: Any) -> set[str]:
@@ -55,9 +57,21 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def others() -> str:
+    """The models of the generic path that the tests run, as Markdown."""
+    lines = ["| Models | class |", "|---|---|"]
+    for known, make in GENERIC.values():
+        lines.append(f"| {known} | `{type(make()).__name__}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _between(text: str, begin: str, end: str, what: str) -> str:
+    before, rest = text.split(begin)
+    return f"{before}{begin}{what}{end}{rest.split(end)[1]}"
+
+
 def _with_table(text: str) -> str:
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
+    return _between(_between(text, BEGIN, END, table()), OTHERS, OTHERS_END, others())
 
 
 def test_the_table_of_families_is_what_the_tests_run() -> None:

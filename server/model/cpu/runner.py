@@ -74,6 +74,14 @@ def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
     )
 
 
+def batch_rows(batch: Batch) -> Rows:
+    """A Batch's arrays as the forward pass takes them."""
+    return Rows(
+        batch.num_rows, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len,
+        batch.path_start, batch.path_len, batch.path_slots, batch.block_tables,
+    )  # fmt: skip
+
+
 def _scratch(
     shape: ModelShape, inner_size: int, threads: int, max_rows: int, max_model_len: int
 ) -> Scratch:
@@ -279,22 +287,23 @@ class CpuRunner:
         self._adapters.put_head(batch, full)
         return full
 
+    def _ids(self, batch: Batch) -> Int32:
+        """The rows' token ids; some are those that the previous step has drawn."""
+        taken = batch.token_from >= 0
+        if not taken.any():
+            return batch.token_ids
+        return np.where(taken, self._last_ids[batch.token_from], batch.token_ids)
+
     def _forward(self, batch: Batch) -> None:
         """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
         num, x = batch.num_rows, self._scratch.x
-        ids = batch.token_ids
-        if (batch.token_from >= 0).any():
-            ids = np.where(batch.token_from >= 0, self._last_ids[batch.token_from], ids)
+        ids = self._ids(batch)
         x[:num] = self._weights.embed(self._adapters.base_ids(ids))
         self._adapters.embed(batch, ids, x)
         if self._shape.embedding_scale != 1.0:
             x[:num] *= np.float32(self._shape.embedding_scale)
-        rows = Rows(
-            num, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len, batch.path_start,
-            batch.path_len, batch.path_slots, batch.block_tables,
-        )  # fmt: skip
         cpu_forward.forward(
-            rows, self._weights.layers, self._positions, self._cache, self._scratch,
+            batch_rows(batch), self._weights.layers, self._positions, self._cache, self._scratch,
             self._record_shape, self._adapters.step(batch), self._work,
         )  # fmt: skip
 

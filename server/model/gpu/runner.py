@@ -128,7 +128,7 @@ class TorchRunner:
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         num_heads = config.num_attention_heads
-        num_kv_heads = config.num_key_value_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         self._cache = KvCache(
             num_layers=config.num_hidden_layers,

@@ -1,0 +1,1 @@
+"""The generic path on a CPU: transformers' own forward on our products, attention and KV cache."""

@@ -1,0 +1,162 @@
+"""Our attention on a CPU as a function of transformers' attention interface.
+
+transformers' modules call it in every layer with rotated queries, keys and values. K and V go to
+the slots of the step's rows, then each row attends as in attention.py, so that trees, shared blocks
+and chunks give each row the same bits as a row alone.
+"""
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numba import njit
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from server.model.cpu.attention import attend, place
+from server.model.cpu.records import AttentionLayer, Cache, Rows, Scratch, Shape, Work
+from server.model.cpu.team import make_job, run
+
+__all__ = ["NAME", "Call", "PagedStep", "Step", "StepHolder", "register"]
+
+NAME = "tailor_cpu"
+
+_HARMLESS = {"dropout", "is_causal", "output_attentions", "position_ids", "use_cache",
+             "cache_position", "position_embeddings", "target_dtype"}  # fmt: skip
+"""Further keywords that modules hand on and that change no score."""
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+
+_NO_VECTOR = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a layer asks for: its index, the factor on scores, its window (0 = all), soft-capping of
+    scores (0 = none)."""
+
+    layer: int
+    scaling: float
+    window: int
+    cap: float
+
+
+class Step(Protocol):
+    """Attends for one step."""
+
+    def attend(
+        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [R, heads, head_dim], key and value [R, kv_heads, head_dim]; returns query's
+        shape."""
+
+
+@dataclass(slots=True)
+class StepHolder:
+    """Where a module's attention finds the step that it runs in. Not a keyword of the forward:
+    some modules hand no keywords on. One writer: the function that calls the forward."""
+
+    step: Step | None = None
+
+    def give_to(self, body: torch.nn.Module) -> None:
+        """Make every module of a body find it."""
+        for module in body.modules():
+            module.tailor_holder = self  # type: ignore[assignment]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' contract: query [1, heads, R, head_dim], key and value [1, kv_heads, R,
+    head_dim]; returns ([1, R, heads, head_dim], None). Raises ValueError on what is not computed,
+    RuntimeError outside a step.
+    """
+    holder: Any = module.tailor_holder
+    if holder.step is None:
+        raise RuntimeError("the module runs outside a step")
+    softcap = kwargs.pop("softcap", None)
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    if unknown or attention_mask is not None or kwargs.get("is_causal") is False:
+        what = unknown[0] if unknown else "a mask" if attention_mask is not None else "is_causal"
+        raise ValueError(f"its attention asks for {what}, which is not computed")
+    index: Any = getattr(module, "layer_idx", None)
+    if index is None or query.shape[0] != 1 or value.shape != key.shape:
+        raise ValueError("its attention has values of another size than keys, or no layer_idx")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    call = Call(int(index), scale, int(sliding_window or 0), float(softcap or 0.0))
+    out = holder.step.attend(
+        call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make NAME known to transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+
+
+@_serial
+def _attention_share(
+    thread: Any, rows: Any, qkv: Any, layer: Any, shape: Any, scratch: Any, out: Any, work: Any
+) -> None:
+    work = Work(work.sync, work.pairs, work.threads, thread)
+    place(rows, qkv, layer, shape, work)
+    attend(rows, qkv, layer, shape, scratch, out, work)
+
+
+_attention_job = make_job(_attention_share)
+
+
+@_serial
+def _attention(
+    rows: Any, qkv: Any, layer: Any, shape: Any, scratch: Any, out: Any, work: Any
+) -> None:
+    """A layer's attention as one job of the team."""
+    run(_attention_job((rows, qkv, layer, shape, scratch, out, work)), work)
+
+
+class PagedStep:
+    """The rows of one step on the paged cache. shape: sizes; its scale and cap are each call's."""
+
+    def __init__(self, rows: Rows, cache: Cache, scratch: Scratch, shape: Shape, work: Work):
+        self._rows = rows
+        self._cache = cache
+        self._scratch = scratch
+        self._shape = shape
+        self._work = work
+        # q and k come rotated: a table of no columns rotates nothing.
+        self._still = np.zeros((int(rows.positions.max(initial=0)) + 1, 0), np.float32)
+
+    def attend(
+        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See Step."""
+        num, heads, head_dim = query.shape
+        qkv = torch.from_numpy(self._scratch.qkv)[:num]
+        first = 0
+        for part in (query, key, value):
+            width = part.shape[1] * head_dim
+            qkv[:, first : first + width].view(num, -1, head_dim).copy_(part)
+            first += width
+        layer = AttentionLayer(
+            _NO_VECTOR, _NO_VECTOR, _NO_VECTOR, self._still, self._still, _NO_VECTOR, call.window,
+            self._cache.keys[call.layer], self._cache.values[call.layer],
+            self._cache.key_scales[call.layer], self._cache.value_scales[call.layer],
+        )  # fmt: skip
+        shape = self._shape._replace(scale=np.float32(call.scaling), cap=np.float32(call.cap))
+        _attention(
+            self._rows, self._scratch.qkv, layer, shape, self._scratch, self._scratch.attended,
+            self._work,
+        )  # fmt: skip
+        return torch.from_numpy(self._scratch.attended)[:num].view(num, heads, head_dim).clone()

@@ -1,0 +1,192 @@
+"""GenericRunner: a CpuRunner whose body is transformers' own forward.
+
+What: embedding, layers and norms are transformers' modules with our products and rotary tables in
+them (modules.py) and our attention on the paged cache (attention.py); the head, slices, draws and
+the life of a step are CpuRunner's. Slower than a family: every small operation is a call of torch,
+on one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from server.engine.batch import Batch
+from server.errors import UnsupportedModelError
+from server.model.cpu.adapters import CpuAdapter
+from server.model.cpu.generic.attention import PagedStep, StepHolder
+from server.model.cpu.generic.modules import RowLinear, packed, replace_modules
+from server.model.cpu.generic.soundness import called, check_rows, forward
+from server.model.cpu.linear import new_work
+from server.model.cpu.records import Float32, Int64, Layers, Rows
+from server.model.cpu.runner import CpuRunner, batch_rows, default_threads
+from server.model.cpu.slices import FloatHead
+from server.model.inspection import NUM_PROBED, Inspected, inspected, probe_ids
+from server.model.shape import ModelShape, generic_shape
+from server.types import ModelInfo
+
+__all__ = ["GenericModel", "GenericRunner", "generic_model"]
+
+
+class _HeadWeights:
+    """What CpuRunner reads of weights when its body is another one: the LM head. layers: nothing.
+    num_embeddings: rows of the embedding table. num_bytes: of the matrices, packed."""
+
+    layers = Layers(*cast("Any", (None,) * len(Layers._fields)))
+    inner_size = 0
+
+    def __init__(self, head: FloatHead, num_embeddings: int, num_bytes: int) -> None:
+        self._head = head
+        self.num_embeddings = num_embeddings
+        self.num_bytes = num_bytes
+
+    @property
+    def packed_head(self) -> FloatHead:
+        """The LM head, for products and for slices."""
+        return self._head
+
+    def embed(self, token_ids: Int64) -> Float32:
+        """Never asked: the module embeds."""
+        raise NotImplementedError
+
+
+class GenericModel:
+    """A module that was found to be sound, its sizes and what its head takes.
+
+    module: its matrices are packed. holder: where its attention finds a step. shape: of the cache
+    and the buffers. weights: the head.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        holder: StepHolder,
+        shape: ModelShape,
+        weights: _HeadWeights,
+        found: Inspected,
+    ) -> None:
+        self.module = module
+        self.holder = holder
+        self.shape = shape
+        self.weights = weights
+        self.found = found
+
+
+def generic_model(
+    module: nn.Module, *, num_token_ids: int, num_positions: int, threads: int | None, bf16: bool
+) -> GenericModel:
+    """Take over a module of transformers, float32, on the CPU. num_token_ids: ids that have a text.
+    num_positions: the longest sequence. bf16: how matrices are kept.
+
+    Raises UnsupportedModelError for what cannot be served so.
+    """
+    model: Any = module
+    if bf16:
+        _round_matrices(module)
+    ids = probe_ids(num_token_ids)
+    found = inspected(module, ids)
+    work = new_work(threads or default_threads())
+    replace_modules(model.base_model, work, num_positions, bf16=bf16)
+    holder = StepHolder()
+    holder.give_to(model.base_model)
+    heads, kv_heads, head_dim = called(module, holder, ids, found)
+    head = _head_matrix(module)
+    shape = replace(
+        generic_shape(module.config),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=int(head.shape[1]),
+        windows=found.windows,
+        logit_cap=found.cap,
+        vocab_size=num_token_ids,
+    )
+    panels = packed(head[:num_token_ids], bf16)
+    num_bytes = panels.nbytes + sum(
+        part.panels.nbytes for part in module.modules() if isinstance(part, RowLinear)
+    )
+    weights = _HeadWeights(FloatHead(panels), int(model.config.vocab_size), num_bytes)
+    made = GenericModel(module, holder, shape, weights, found)
+    _check(made, ids[0].numpy())
+    return made
+
+
+def _head_matrix(module: nn.Module) -> torch.Tensor:
+    """[V, H] of the LM head; [V, H + 1] with its bias, which the states' last column of ones takes
+    in, so that slices need not know of it."""
+    model: Any = module
+    head = model.get_output_embeddings()
+    weight: torch.Tensor = head.weight.detach()
+    bias = getattr(head, "bias", None)
+    return weight if bias is None else torch.cat([weight, bias.detach()[:, None]], dim=1)
+
+
+def _round_matrices(module: nn.Module) -> None:
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                weight.copy_(weight.to(torch.bfloat16).float())
+
+
+def _check(made: GenericModel, ids: Any) -> None:
+    """check_rows on a small runner of the model."""
+    info = ModelInfo(
+        "probe", made.shape.vocab_size, 64, (), 8, 16, "cpu", "float32", "", 1, NUM_PROBED
+    )
+    runner = GenericRunner(made, info, num_threads=None)
+    try:
+        check_rows(made.module, runner.states, ids, made.found)
+    finally:
+        runner.close()
+
+
+class GenericRunner(CpuRunner):
+    """Runner on a CPU over transformers' forward. See CpuRunner; the sizes are `info`'s."""
+
+    def __init__(self, model: GenericModel, info: ModelInfo, *, num_threads: int | None) -> None:
+        still = np.zeros((1, info.max_model_len, 0), np.float32)
+        super().__init__(
+            model.shape,
+            model.weights,
+            (still, still),
+            info,
+            num_blocks=info.num_blocks,
+            max_rows=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            num_threads=num_threads,
+        )
+        self._model = model
+        # On the worker thread, where all of torch runs: the number of rows must not decide where
+        # an array is cut (operations.py).
+        self._worker.submit(torch.set_num_threads, 1).result()
+
+    def pack_adapter(self, folder: str) -> CpuAdapter:
+        """Refused: our sums of adapters are those of families."""
+        raise UnsupportedModelError(
+            f"adapter {folder}: transformers' own forward computes this model, so an adapter is "
+            "served only when it is merged (`adapter:` of a model of its own)"
+        )
+
+    def states(self, ids: Int64, rows: Rows) -> Float32:
+        """float32 [R, H]: the final states of rows, times what their logits are scaled by."""
+        return self._worker.submit(self._states, ids, rows).result()
+
+    def _states(self, ids: Int64, rows: Rows) -> Float32:
+        step = PagedStep(rows, self._cache, self._scratch, self._record_shape, self._work)
+        positions = torch.from_numpy(rows.positions.astype(np.int64))[None]
+        with torch.no_grad():
+            tokens = torch.from_numpy(ids)[None]
+            hidden = forward(self._model.module, self._model.holder, tokens, positions, step)
+            hidden = hidden * self._model.found.factor
+        states = np.ones((rows.num, self._shape.hidden_size), np.float32)  # see _head_matrix
+        states[:, : hidden.shape[1]] = hidden.numpy()
+        return states
+
+    def _forward(self, batch: Batch) -> None:
+        """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
+        ids = self._ids(batch).astype(np.int64)
+        self._scratch.hidden[: batch.num_rows] = self._states(ids, batch_rows(batch))

@@ -1,0 +1,170 @@
+"""Whether transformers' forward can be served on our attention: tried when a model is loaded.
+
+    found = inspected(module, ids)      # inspection.py, before its modules are replaced
+    called(module, ...)                 # after: what its layers ask the attention for
+    check_rows(module, ...)             # the same bits in every batch, and the right ones
+
+What must hold, each of which refuses a model by name: every layer calls the
+attention interface once, with windows that are those of its own masks; every operation is row by
+row (operations.py); and on a short text one row at a time, all rows at once and a draft tree give
+the same bits, which are transformers' own logits to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from server.model.cpu.generic.attention import NAME, Call, Step, StepHolder, register
+from server.model.cpu.generic.operations import Recorder
+from server.model.cpu.records import Rows
+from server.model.inspection import (
+    NUM_PROBED,
+    Inspected,
+    check_logits,
+    failing_as_refusal,
+    refusal,
+)
+
+__all__ = ["Forward", "called", "check_rows", "forward"]
+
+
+@dataclass(slots=True)
+class _Watching:
+    """A Step that attends plainly and notes what it is asked for."""
+
+    recorder: Recorder
+    calls: list[Call] = field(default_factory=list)
+    sizes: set[tuple[int, int, int]] = field(default_factory=set)
+
+    def attend(
+        self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See Step; key and value are forgotten."""
+        self.calls.append(call)
+        self.sizes.add((query.shape[1], key.shape[1], query.shape[2]))
+        self.recorder.is_on = False
+        out = torch.zeros_like(query).contiguous()
+        self.recorder.is_on = True
+        return out
+
+
+def called(
+    module: nn.Module, holder: StepHolder, ids: torch.Tensor, found: Inspected
+) -> tuple[int, int, int]:
+    """(heads, kv_heads, head_dim) of the attention that a module's layers ask for, after its
+    modules are replaced. Raises UnsupportedModelError, also for operations that are not row by
+    row."""
+    register()
+    config: Any = module.config
+    config._attn_implementation = NAME
+    positions = torch.arange(ids.shape[1])[None]
+    with torch.no_grad(), failing_as_refusal(module):
+        # Once for what is computed once (rotary tables).
+        forward(module, holder, ids, positions, _Watching(Recorder(NUM_PROBED)))
+        recorder = Recorder(NUM_PROBED)
+        watching = _Watching(recorder)
+        with recorder:
+            forward(module, holder, ids, positions, watching)
+    layers = [call.layer for call in watching.calls]
+    if sorted(layers) != list(range(int(config.num_hidden_layers))):
+        told = f"{len(set(layers))} of {config.num_hidden_layers} layers"
+        raise refusal(module, f"{told} call the attention interface once")
+    if len(watching.sizes) != 1:
+        raise refusal(module, "its layers differ in their heads")
+    for call in watching.calls:
+        if call.window != found.windows[call.layer]:
+            told = f"{call.window or 'none'} and its mask {found.windows[call.layer] or 'none'}"
+            raise refusal(module, f"layer {call.layer} asks for the window {told}")
+    if recorder.reasons:
+        raise refusal(module, "; ".join(sorted(set(recorder.reasons))[:3]))
+    (sizes,) = watching.sizes
+    if sizes[0] % sizes[1]:
+        raise refusal(module, f"{sizes[0]} heads cannot share {sizes[1]} key-value heads")
+    return sizes
+
+
+def forward(
+    module: nn.Module, holder: StepHolder, ids: torch.Tensor, positions: torch.Tensor, step: Step
+) -> torch.Tensor:
+    """Last hidden states [n, H] of ids and positions int64 [1, n], before the head's factor."""
+    model: Any = module
+    holder.step = step
+    try:
+        result = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    finally:
+        holder.step = None
+    hidden: torch.Tensor = result.last_hidden_state[0]
+    return hidden
+
+
+# --- the same bits, and the right ones ------------------------------------------------------------
+
+Forward = Callable[[Any, Rows], Any]
+"""Token ids int64 [R] and Rows -> hidden states float32 [R, H], already on the paged cache."""
+
+
+def _linear_rows(first: int, num: int, table: Any) -> Rows:
+    positions = np.arange(first, first + num, dtype=np.int32)
+    none = np.zeros(num, np.int32)
+    slots = table[0, positions // 16] * 16 + positions % 16
+    return Rows(
+        num, positions, slots.astype(np.int32), none, positions + 1, none, none,
+        np.zeros(0, np.int32), table,
+    )  # fmt: skip
+
+
+def _tree_rows(root: int, num: int, table: Any) -> tuple[Rows, Any]:
+    """A chain of num nodes behind position root, each with a wrong sister before it, and the
+    chain's rows among them."""
+    every = np.arange(2 * num)
+    nth = every // 2
+    positions = (root + 1 + nth).astype(np.int32)
+    at = root + 1 + every
+    slots = (table[0, at // 16] * 16 + at % 16).astype(np.int32)
+    paths = [[*slots[1 : 2 * n : 2], slots[i]] for i, n in enumerate(nth)]
+    lengths = np.array([len(path) for path in paths], np.int32)
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    none = np.zeros(2 * num, np.int32)
+    rows = Rows(
+        2 * num, positions, slots, none, none + root + 1, starts, lengths,
+        np.concatenate(paths).astype(np.int32), table,
+    )  # fmt: skip
+    return rows, every[1::2]
+
+
+def check_rows(module: nn.Module, forward: Forward, ids: Any, found: Inspected) -> None:
+    """One by one, at once, in uneven chunks and as a tree: the same bits; and transformers' own
+    log-probabilities. ids: int64 [NUM_PROBED]. Raises UnsupportedModelError."""
+    tables = [np.array([[7, 2, 5, 0]], np.int32), np.array([[1, 6, 3, 4]], np.int32)]
+    alone = np.concatenate(
+        [forward(ids[i : i + 1], _linear_rows(i, 1, tables[0])) for i in range(ids.shape[0])]
+    )
+    num = ids.shape[0]
+    chunks = {"all rows at once": (num,), "chunks": (5, 2, 17, num - 24)}
+    for name, lengths in chunks.items():
+        got, first = [], 0
+        for length in lengths:
+            rows = _linear_rows(first, length, tables[1])
+            got.append(forward(ids[first : first + length], rows))
+            first += length
+        _same(module, name, np.concatenate(got), alone)
+    root, depth = num - 12, 11
+    rows, chain = _tree_rows(root, depth, tables[1])
+    drafted = np.repeat(ids[root + 1 : root + 1 + depth], 2)
+    drafted[::2] = ids[:depth]
+    forward(ids[: root + 1], _linear_rows(0, root + 1, tables[1]))
+    _same(module, "a draft tree", forward(drafted, rows)[chain], alone[root + 1 :])
+    width = int(module.get_output_embeddings().weight.shape[1])  # type: ignore[operator]
+    check_logits(module, torch.from_numpy(alone)[:, :width], found)
+
+
+def _same(module: nn.Module, name: str, got: Any, want: Any) -> None:
+    if not np.array_equal(got, want):
+        row = int(np.flatnonzero((got != want).any(axis=1))[0])
+        raise refusal(module, f"{name} and one row at a time differ, first at row {row}")

@@ -1,0 +1,80 @@
+"""The generic path: dense decoders that transformers has and that are no row of families.py.
+
+transformers' own forward computes them, with our attention registered in its attention interface.
+So a new model works on the day that transformers has it; it is slower than a family, whose whole
+step is one compiled call. What is read here is the config.json and the source of transformers'
+class; whether a model is sound is tried at load (cpu/soundness.py). No torch here: the API process
+and the command line ask, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from server.model.families import BY_ARCHITECTURE, FAMILIES
+
+__all__ = ["ALLOWED_KEYS", "IMPLEMENTATION", "has_class", "is_generic", "layer_reasons"]
+
+IMPLEMENTATION = "transformers"
+"""How GET /v1/models and the log call what computes a model of the generic path."""
+
+ALLOWED_KEYS = frozenset(
+    {"attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "partial_rotary_factor",
+     "rope_interleaved"}
+)  # fmt: skip
+"""Keys that are refused where we compute the model; here transformers' own module does, or the
+attention function is told of them."""
+
+_ENDINGS = ("ForCausalLM", "LMHeadModel")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@cache
+def _source(model_type: str) -> str:
+    """transformers' source of a model, or "". transformers is not imported: that takes torch."""
+    if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", model_type):
+        return ""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return ""
+    name = model_type.replace("-", "_")
+    file = Path(found.origin).parent / "models" / name / f"modeling_{name}.py"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def has_class(model_type: str) -> bool:
+    """Whether the installed transformers has models of this type at all."""
+    return bool(_source(model_type))
+
+
+def is_generic(raw: Mapping[str, Any] | Any) -> bool:
+    """Whether a config.json or a transformers config is one that the generic path may try: no
+    family of ours, and transformers' class calls its attention interface."""
+    if isinstance(raw, Mapping):
+        names, kind = raw.get("architectures"), raw.get("model_type")
+    else:
+        names, kind = getattr(raw, "architectures", None), raw.model_type
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return False
+    name = names[0]
+    if name in BY_ARCHITECTURE or kind in FAMILIES or not name.endswith(_ENDINGS):
+        return False
+    source = _source(str(kind))
+    return (
+        f"\nclass {name}(" in source
+        and "_supports_attention_backend = True" in source
+        and "ALL_ATTENTION_FUNCTIONS" in source
+    )
+
+
+def layer_reasons(config: Any) -> Iterator[str]:
+    """What layer_types says against the generic path."""
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown:
+        kinds = ", ".join(sorted(_LAYER_TYPES))
+        yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"

@@ -1,0 +1,223 @@
+"""The generic path on a CPU: transformers' own forward, the same bits in every batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from server.config import ModelConfig
+from server.errors import UnsupportedModelError
+from server.model.build import RunnerSpec, build_runner
+from server.model.cpu.generic.runner import GenericRunner, generic_model
+from server.model.generic import is_generic
+from server.types import EngineSizes
+from server.wiring.model import served_model
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.cpu import test_bits, test_family_engines
+from tests.model.generic_models import GENERIC, VOCAB_SIZE, build
+from tests.model.test_families import _adapter
+from tests.model.test_greedy import GREEDY, NUM_PROMPTS, NUM_TOKENS, PROMPT_LEN, generated, prompts
+from tests.model.tiny_models import save_tokenizer
+
+SIZES = EngineSizes(max_num_seqs=8, max_num_batched_tokens=256, kv_bytes=8 << 20)
+
+
+def _save(module: Any, folder: Path) -> None:
+    module.save_pretrained(folder)
+    save_tokenizer(folder, VOCAB_SIZE)
+
+
+def _built(folder: Path, **changes: Any) -> GenericRunner:
+    made = build_runner(RunnerSpec("tiny", str(folder), sizes=SIZES, **changes))
+    assert isinstance(made, GenericRunner)
+    return made
+
+
+@pytest.fixture(scope="module", params=list(GENERIC))
+def runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GenericRunner]:
+    folder = tmp_path_factory.mktemp(request.param)
+    _save(build(request.param), folder)
+    made = _built(folder)
+    made.info = replace(made.info, name=request.param)
+    yield made
+    made.close()
+
+
+def test_logits_are_those_of_transformers_in_chunks_and_trees(runner: GenericRunner) -> None:
+    ids = test_bits.tokens(60, 3)
+    module = build(runner.info.name)
+    with torch.no_grad():
+        want = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
+    table = Pages(runner.info.num_blocks, seed=4).sequence(60)
+    builder = BatchBuilder()
+    got = [test_bits.step(runner, builder, builder.add_rows(table, ids[:37], 0))]
+    builder = BatchBuilder()
+    parents = list(range(-1, 21))
+    rows = [*builder.add_rows(table, ids[37:38], 37)]
+    rows += builder.add_tree(table, 37, ids[38:], parents)
+    got.append(test_bits.step(runner, builder, rows))
+    np.testing.assert_allclose(np.concatenate(got), want, rtol=0.0, atol=1e-4)
+
+
+def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
+    runner: GenericRunner,
+) -> None:
+    test_bits.test_chunks_of_any_size(runner, 13)
+    test_bits.test_neighbours_change_nothing(runner)
+    test_bits.test_tree_rows_and_what_follows_an_accepted_path(runner, 14)
+
+
+def test_greedy_ids_are_those_of_generate(runner: GenericRunner) -> None:
+    pages = Pages(64, seed=1)
+    tables = [pages.sequence(PROMPT_LEN + NUM_TOKENS) for _ in range(NUM_PROMPTS)]
+    builder = BatchBuilder()
+    for table, ids in zip(tables, prompts(), strict=True):
+        builder.draw(builder.add_rows(table, ids, 0)[-1], builder.add_params(GREEDY))
+    got = []
+    for step in range(NUM_TOKENS):
+        runner.launch(builder.build())
+        got.append(runner.wait().token_ids.tolist())
+        builder = BatchBuilder()
+        for table, token in zip(tables, got[-1], strict=True):
+            row = builder.add_rows(table, [token], PROMPT_LEN + step)[-1]
+            builder.draw(row, builder.add_params(GREEDY))
+    assert np.array(got).T.tolist() == generated(build(runner.info.name))
+
+
+# One with windows and a scale on logits, one with learned positions, one with biases everywhere.
+@pytest.mark.parametrize("name", ["cohere2", "gpt2", "phi"])
+def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> None:
+    _save(build(name), tmp_path)
+    made: Any = _built(tmp_path)
+    try:
+        test_family_engines.test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(made)
+        test_family_engines.test_slices_are_the_same_alone_and_drafted_and_exact_is_the_full_head(
+            made
+        )
+    finally:
+        made.close()
+
+
+def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(tmp_path: Path) -> None:
+    module = build("starcoder2")
+    _save(module, tmp_path)
+    _adapter(module, tmp_path / "adapter")
+    ids = test_bits.tokens(30, 8)
+    with torch.no_grad():
+        merged = torch.log_softmax(module(torch.tensor([ids])).logits[0], -1).numpy()
+    for dtype, atol in (("float32", 1e-4), ("bfloat16", 0.3)):
+        made = _built(tmp_path, adapter=str(tmp_path / "adapter"), dtype=dtype)
+        builder = BatchBuilder()
+        rows = builder.add_rows(Pages(8).sequence(30), ids, 0)
+        for row in rows:
+            builder.score(row, 0, VOCAB_SIZE)
+        made.launch(builder.build())
+        got = all_logprobs(made.wait(), VOCAB_SIZE)
+        made.close()
+        np.testing.assert_allclose(got, merged, rtol=0.0, atol=atol)
+
+
+def test_the_log_says_that_it_is_slower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _save(build("phi"), tmp_path)
+    with caplog.at_level(logging.WARNING, logger="server.model.build"):
+        made = _built(tmp_path)
+    assert made.info.kernel == "transformers"
+    served = served_model(ModelConfig(name="tiny", path=str(tmp_path)), tmp_path, None)
+    assert served.implementation == "transformers"
+    made.close()
+    assert "transformers' own forward computes it, slower" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="int8 is for families"):
+        _built(tmp_path, weights="int8")
+
+
+def test_a_family_is_never_generic(tmp_path: Path) -> None:
+    for name in families.FAMILIES:
+        assert not is_generic(families.FAMILIES[name]().config)
+
+
+# --- what is refused when it is tried -------------------------------------------------------------
+
+
+def _tried(module: Any) -> None:
+    generic_model(module, num_token_ids=199, num_positions=256, threads=1, bf16=False)
+
+
+def _tiny(architecture: str, **changes: Any) -> Any:
+    sizes = {**families._SIZES, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    model_class: Any = getattr(transformers, architecture)
+    return model_class(model_class.config_class(**{**sizes, **changes})).eval()
+
+
+_UNSOUND = [
+    (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        "is not known to be computed row by row",
+    ),
+    ("GptOssForCausalLM", {"num_key_value_heads": 2}, "s_aux"),
+    ("DiffLlamaForCausalLM", {}, "layers call the attention interface once"),
+    ("BertLMHeadModel", {"is_decoder": True}, "its logits are not its LM head's product"),
+    ("Starcoder2ForCausalLM", {"intermediate_size": 100, "hidden_act": "gelu"}, "torch.gelu is on"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes", "reason"), _UNSOUND)
+def test_what_is_not_sound_is_refused_with_its_reason(
+    architecture: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"(?s){reason}.*Nearest that works"):
+        _tried(_tiny(architecture, **changes))
+
+
+def test_a_row_that_reads_its_neighbour_is_refused() -> None:
+    module = _tiny("Starcoder2ForCausalLM")
+
+    def shifted(_module: Any, _args: Any, result: Any) -> Any:
+        return result + torch.cat([result[:, :1] * 0, result[:, :-1]], dim=1)
+
+    module.model.layers[1].mlp.register_forward_hook(shifted)
+    with pytest.raises(UnsupportedModelError, match="one row at a time differ"):
+        _tried(module)
+
+
+def test_layers_with_a_state_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"masks are not only causal.*recurrent"):
+        _tried(families.build("lfm2"))
+
+
+class _WithoutWindow:
+    """A layer's view of a config, less the window."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name == "sliding_window" else getattr(self._config, name)
+
+
+def test_a_window_that_the_attention_is_not_told_of_is_refused() -> None:
+    module = _tiny("Starcoder2ForCausalLM", sliding_window=8)
+    module.model.layers[1].self_attn.config = _WithoutWindow(module.config)
+    with pytest.raises(UnsupportedModelError, match="layer 1 asks for the window none and its"):
+        _tried(module)
+
+
+def test_an_int8_checkpoint_is_refused_by_its_key(tmp_path: Path) -> None:
+    _save(build("phi"), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError, match="with gptq"):
+        _built(tmp_path)
