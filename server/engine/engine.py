@@ -321,7 +321,7 @@ class Engine:
             return trees, 0.0
         began = time.perf_counter()
         mean_len = sum(item.start + item.num_rows for _, item in drawing) / len(drawing)
-        left = self.settings.max_num_batched_tokens - plan.num_rows
+        left = self.scheduler.max_num_batched_tokens - plan.num_rows
         drafts = self.planner.plan(
             [self.sessions.ask(plan.items[i].sequence) for i in places],
             StepShape(len(drawing), plan.num_rows, mean_len, self.scheduler.num_awaiting_first),
@@ -482,15 +482,16 @@ class Engine:
 
     def _recover(self, plan: Plan, error: Exception) -> None:
         """The runner raised: nothing of the step counts, and what is in the KV cache is doubted.
-
-        Raises RunnerBrokenError after too many failures in a row.
-        """
+        Raises RunnerBrokenError after too many failures in a row."""
         self._emission.moves.take()
         self._windows.drop()
         self.pool.drop_cache()
         text = f"{type(error).__name__}: {error}"[:300]
         _log.error("a step failed: %s", text, exc_info=error)
-        blame = self.recovery.step_failed(plan.items)
+        was_too_large = isinstance(error, MemoryError) and self.scheduler.make_smaller(
+            plan.num_rows
+        )
+        blame = self.recovery.step_failed(plan.items, was_too_large=was_too_large)
         if blame.culprit is not None:
             self._fail(blame.culprit, "the model failed on this request", "engine_error")
         for sequence in blame.others:

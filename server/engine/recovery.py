@@ -2,7 +2,8 @@
 
 A runner that raises says nothing about the request that made it raise. So everyone of the failed
 step loses their blocks and recomputes, one alone at a time (`suspect`); who fails alone fails for
-good. Records only: the engine preempts and fails.
+good. A step that did not fit the device's memory is nobody's fault while steps can be made smaller.
+Records only: the engine preempts and fails.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ class Recovery:
         if self._suspects and has_drawn:
             self._suspects.pop(0)
 
-    def step_failed(self, items: Iterable[Scheduled]) -> Blame:
-        """A step with these items failed."""
-        self._num_in_a_row += 1
+    def step_failed(self, items: Iterable[Scheduled], *, was_too_large: bool = False) -> Blame:
+        """A step with these items failed. was_too_large: the next ones are smaller, so that nobody
+        is to blame."""
         self.num_failed_steps += 1
         items = list(items)
         alive = [i.sequence for i in items if i.sequence.status is Status.RUNNING]
+        if was_too_large:
+            return Blame(None, alive)
+        self._num_in_a_row += 1
         if len(alive) == 1 and len(items) == 1:
             return Blame(alive[0], [])
         self._suspects = sorted(

@@ -15,6 +15,7 @@ that still have to be computed", and so is what a preempted sequence has to reco
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 
 from server.engine.blocks import BlockPool, chain_key
@@ -22,6 +23,8 @@ from server.engine.plan import Plan, Scheduled
 from server.engine.sequence import Sequence, SequenceMark, Status
 
 __all__ = ["Scheduler"]
+
+_log = logging.getLogger(__name__)
 
 
 def _order(sequence: Sequence) -> tuple[float, int, int, int]:
@@ -123,6 +126,16 @@ class Scheduler:
         self.enqueue(sequence)
 
     # -- the step ---------------------------------------------------------------------------
+
+    def make_smaller(self, num_rows: int) -> bool:
+        """A step of num_rows rows did not fit the device's memory: from now on at most half as many
+        go into one, and never fewer than max_num_seqs. False when it was as small as that."""
+        smaller = max(self.max_num_seqs, num_rows // 2)
+        if smaller >= num_rows:
+            return False
+        self.max_num_batched_tokens = min(self.max_num_batched_tokens, smaller)
+        _log.warning("a step of %d rows did not fit the memory: now %d at most", num_rows, smaller)
+        return True
 
     def schedule(self, only: Sequence | None = None) -> Plan:
         """The rows of the next step. `only`: nobody else's (a failed step is being isolated)."""

@@ -582,6 +582,27 @@ def test_an_out_of_memory_fails_the_request_that_causes_it_and_no_other() -> Non
     assert engine.pool.num_free == 64
 
 
+def test_steps_that_do_not_fit_get_smaller_and_nobody_fails() -> None:
+    """A device with memory for 20 rows under an engine that may make 64; prompts have 40."""
+    sizes: list[int] = []
+
+    def fail(batch: Batch) -> None:
+        sizes.append(batch.num_rows)
+        if batch.num_rows > 20:
+            raise MemoryError("out of memory")
+
+    engine, _ = _engine(runner={"fail": fail}, max_failures=2)
+    requests = [_request(f"r{i}", [3 + (i + j) % 9 for j in range(40)]) for i in range(4)]
+    for request in requests:
+        engine.submit(request)
+    results = _finish(engine)
+    for request in requests:
+        assert _ids(results[request.request_id]) == _alone(request)
+    assert engine.num_failed_steps == sum(n > 20 for n in sizes) == 2, sizes
+    assert engine.scheduler.max_num_batched_tokens == 16
+    assert engine.pool.num_free == 64
+
+
 def test_a_passing_failure_costs_no_request() -> None:
     remaining = [2]
 

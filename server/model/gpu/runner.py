@@ -225,6 +225,8 @@ class TorchRunner:
             self._last = step
         except Exception as error:
             step.error = error
+            if isinstance(error, torch.OutOfMemoryError):  # the engine knows no torch
+                step.error = MemoryError(str(error))
             self._slices.forget(step.placed)  # it may not have come to writing them
         self._in_flight.append(step)
 
