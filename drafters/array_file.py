@@ -22,8 +22,6 @@ from drafters.atomic_file import replacing
 
 Array = npt.NDArray[Any]
 
-__all__ = ["ArrayFileError", "FingerprintError", "read_arrays", "write_arrays"]
-
 MAGIC = b"TLRARR01"
 ALIGN = 64
 MAX_HEADER = 1 << 20

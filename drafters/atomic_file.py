@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["replacing"]
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:

@@ -20,8 +20,6 @@ from typing import Protocol, runtime_checkable
 
 from drafters.tree import DraftTree
 
-__all__ = ["DraftSession", "DraftTree", "Drafter", "SessionClosedError"]
-
 
 class SessionClosedError(RuntimeError):
     """A DraftSession was used after close()."""

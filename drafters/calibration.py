@@ -22,8 +22,6 @@ from drafters.tree import DraftTree
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 
-__all__ = ["Calibration", "CalibrationError"]
-
 VERSION = 1
 SHARE_EDGES = np.asarray(
     [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]

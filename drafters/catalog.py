@@ -36,21 +36,6 @@ from drafters.options import (
 if TYPE_CHECKING:
     from drafters.base import Drafter
 
-__all__ = [
-    "ENTRY_POINTS",
-    "RESERVED",
-    "DrafterSpec",
-    "GrammysOptions",
-    "MixOptions",
-    "Need",
-    "TrieOptions",
-    "catalog",
-    "drafter_names",
-    "make_drafter",
-    "spec_of",
-    "that_use",
-]
-
 ENTRY_POINTS = "tailor.drafters"
 """The group of entry points that drafters of one's own are found by."""
 

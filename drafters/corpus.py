@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drafters.array_file import ArrayFileError, FingerprintError, read_arrays, write_arrays
+from drafters.array_file import ArrayFileError, read_arrays, write_arrays
 from drafters.auto.automaton import Automaton, build_automaton
 from drafters.auto.copy_prior import CopyPrior, learn_copy_prior
 from drafters.auto.nearest import Nearest, build_nearest
@@ -30,8 +30,6 @@ Int32 = npt.NDArray[np.int32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
-
-__all__ = ["ArrayFileError", "Corpus", "FingerprintError", "build_corpus"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from drafters.array_file import ArrayFileError, read_arrays
 
-__all__ = ["KIND", "VERSION", "CorpusExtent", "read_extent"]
-
 KIND = "task corpus"
 VERSION = 2  # 2: occurrences beside edges and tops
 

@@ -20,8 +20,6 @@ from drafters.jit import inlined
 
 Int32 = npt.NDArray[np.int32]
 
-__all__ = ["pop", "push"]
-
 
 @inlined
 def push(keys: npt.NDArray[Any], places: Int32, size: int, key: float) -> int:

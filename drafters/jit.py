@@ -17,8 +17,6 @@ _R = TypeVar("_R")
 
 _njit: Any = numba.njit  # its type knows no _nrt
 
-__all__ = ["borrowing", "compiled", "inlined"]
-
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function` compiled on first use, without the GIL, never in object mode."""

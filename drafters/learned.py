@@ -32,8 +32,6 @@ from drafters.published.ngram_tables import count_ngrams
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-__all__ = ["LearnedOutputs", "build_layer"]
-
 KIND = "learned outputs"
 VERSION = 1
 MAX_MERGED_TOKENS = 250_000

@@ -19,16 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = [
-    "NoOptions",
-    "Option",
-    "OptionError",
-    "OptionFile",
-    "check_options",
-    "option",
-    "options_of",
-]
-
 
 class OptionError(ValueError):
     """A value that an option refuses. option: its key. problem: what is wrong with it."""

@@ -30,8 +30,6 @@ import numpy as np
 from drafters import DRAFTER_NAMES, Drafter, make_drafter
 from drafters.tree import DraftTree
 
-__all__ = ["Recording", "ReplayResult", "follow", "read_recordings", "replay"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recording:

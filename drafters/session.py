@@ -17,8 +17,6 @@ from drafters.tree import DraftTree
 
 Int32 = npt.NDArray[np.int32]
 
-__all__ = ["TextSession"]
-
 
 class TextSession:
     """Prompt and output of one Sequence. text: int32 [capacity], the first `size` are valid."""

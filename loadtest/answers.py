@@ -90,7 +90,8 @@ def make_engine(
     """An Engine on the CPU. profiles: looked up when a request arrives, so it may still grow.
     weights: as engine.weights."""
     from drafters import make_drafter
-    from server.engine.engine import Engine, EngineSettings
+    from server.engine.engine import Engine
+    from server.engine.settings import EngineSettings
     from server.engine.stops import StopTable
     from server.model.build import RunnerSpec, build_runner
 

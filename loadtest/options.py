@@ -12,15 +12,6 @@ from typing import Any
 from loadtest import machine
 from loadtest.peer import Peer, parse_peers
 
-__all__ = [
-    "add_result_options",
-    "add_server_options",
-    "describe_servers",
-    "emit",
-    "peers_of",
-    "refuse_busy_machine",
-]
-
 
 def add_server_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """The options that name servers and say where the result goes; shared by the load tests.

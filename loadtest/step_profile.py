@@ -22,10 +22,10 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from rich.console import Console
@@ -37,6 +37,9 @@ from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.peer import PeerFailed, parse_peers, wait_ready
 from loadtest.prompts import distinct_prompts
 from loadtest.stats import summarize
+
+if TYPE_CHECKING:
+    from server.engine.engine import Engine
 
 SERIES = ("step_time", "step_model_time", "propose_time", "step_host_time")
 SAMPLE = re.compile(r"^tailor_(\w+?)_seconds_(sum|count)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
@@ -159,80 +162,73 @@ def profile_in_process(
     from tokenizers import Tokenizer
 
     from drafters import make_drafter
-    from server.engine.engine import Engine, EngineSettings
+    from server.engine.engine import Engine
+    from server.engine.settings import EngineSettings
     from server.model.build import RunnerSpec, build_runner
-    from server.types import EngineSizes, Request, SamplingParams, SpeculationParams
+    from server.types import EngineSizes
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    runner: Any = build_runner(
-        RunnerSpec("profiled", str(folder), EngineSizes(kv_bytes=1 << 30), threads=threads)
-    )
-    names = [name for name in drafters if name != "off"]
-    engine = Engine(
-        runner,
-        {name: make_drafter(name) for name in names},
-        EngineSettings(max_num_seqs=64, prefix_cache=False),
-    )
-    clocks: tuple[Callable[[], float], ...] = (
-        lambda: float(runner.body_s),
-        lambda: float(runner.head_s),
-        lambda: float(runner.draw_s),
-    )
+    sizes = EngineSizes(kv_bytes=1 << 30)
+    runner = build_runner(RunnerSpec("profiled", str(folder), sizes, threads=threads))
+    made = {name: make_drafter(name) for name in drafters if name != "off"}
+    engine = Engine(runner, made, EngineSettings(max_num_seqs=64, prefix_cache=False))
     figures: dict[str, Any] = {}
     try:
         for attempt in ("warm-up", "measured"):
             for count in counts:
                 prompts = [tuple(tokenizer.encode(text).ids) for text in distinct_prompts(count)]
                 for drafter in drafters:
-                    for index, ids in enumerate(prompts):
-                        engine.submit(
-                            Request(
-                                request_id=f"{attempt}-{count}-{drafter}-{index}",
-                                task="profile",
-                                model="profiled",
-                                prompt_ids=ids,
-                                sampling=SamplingParams(
-                                    temperature=0.0, max_tokens=num_tokens, ignore_eos=True
-                                ),
-                                speculation=SpeculationParams(
-                                    drafter, 0 if drafter == "off" else 16
-                                ),
-                            )
-                        )
-                    samples: dict[str, list[float]] = {part: [] for part in (*PARTS, "step")}
-                    rows: list[float] = []
-                    num_emitted = num_steps = 0
-                    while engine.has_work:
-                        began = time.perf_counter()
-                        deltas = engine.step()
-                        step_s = time.perf_counter() - began
-                        stats = engine.stats()
-                        if stats.num_prefill_rows or stats.num_running < count:
-                            continue  # prompts still come in, or the first answer has ended
-                        parts = [clock() for clock in clocks] + [stats.propose_s]
-                        for part, value in zip(PARTS, (*parts, step_s - sum(parts)), strict=True):
-                            samples[part].append(1000 * value)
-                        samples["step"].append(1000 * step_s)
-                        rows.append(stats.num_rows)
-                        num_steps += 1
-                        num_emitted += sum(len(delta.token_ids) for delta in deltas)
-                    if attempt == "measured" and num_steps:
-                        found = {
-                            f"{part}_ms": summary.p50
-                            for part, values in samples.items()
-                            if (summary := summarize(values)) is not None
-                        }
-                        figures[f"{count} x {drafter}"] = found | {
-                            "num_steps": num_steps,
-                            "rows": sum(rows) / len(rows),
-                            "tokens_per_step_and_sequence": num_emitted / num_steps / count,
-                            "overhead_ms": found["drafter_ms"] + found["host_ms"],
-                            "overhead_share": (found["drafter_ms"] + found["host_ms"])
-                            / found["step_ms"],
-                        }
+                    found = _profile_steps(engine, prompts, drafter, num_tokens)
+                    if attempt == "measured" and found:
+                        figures[f"{count} x {drafter}"] = found
     finally:
         engine.close()
     return figures
+
+
+def _profile_steps(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], drafter: str, num_tokens: int
+) -> dict[str, float]:
+    """The decode steps while all prompts run; nothing where there was none."""
+    from server.types import Request, SamplingParams, SpeculationParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    speculation = SpeculationParams(drafter, 0 if drafter == "off" else 16)
+    for index, ids in enumerate(prompts):
+        name = f"{time.monotonic_ns()}-{index}"
+        engine.submit(Request(name, "profile", "profiled", ids, sampling, speculation))
+    runner: Any = engine.runner
+    samples: dict[str, list[float]] = {part: [] for part in (*PARTS, "step")}
+    num_rows = num_emitted = num_steps = 0
+    while engine.has_work:
+        began = time.perf_counter()
+        deltas = engine.step()
+        step_s = time.perf_counter() - began
+        stats = engine.stats()
+        if stats.num_prefill_rows or stats.num_running < len(prompts):
+            continue  # prompts still come in, or the first answer has ended
+        parts = (runner.body_s, runner.head_s, runner.draw_s, stats.propose_s)
+        for part, value in zip(PARTS, (*parts, step_s - sum(parts)), strict=True):
+            samples[part].append(1000 * value)
+        samples["step"].append(1000 * step_s)
+        num_rows += stats.num_rows
+        num_steps += 1
+        num_emitted += sum(len(delta.token_ids) for delta in deltas)
+    if not num_steps:
+        return {}
+    found = {
+        f"{part}_ms": summary.p50
+        for part, values in samples.items()
+        if (summary := summarize(values)) is not None
+    }
+    overhead_ms = found["drafter_ms"] + found["host_ms"]
+    return found | {
+        "num_steps": num_steps,
+        "rows": num_rows / num_steps,
+        "tokens_per_step_and_sequence": num_emitted / num_steps / len(prompts),
+        "overhead_ms": overhead_ms,
+        "overhead_share": overhead_ms / found["step_ms"],
+    }
 
 
 def print_report(console: Console, title: str, figures: dict[str, Any]) -> None:

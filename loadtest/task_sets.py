@@ -18,8 +18,6 @@ from pathlib import Path
 
 from loadtest.prompts import Example, read_examples
 
-__all__ = ["SETS", "TaskSet", "examples_of", "prepare"]
-
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:

@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Arrival", "read_trace"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

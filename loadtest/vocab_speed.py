@@ -37,7 +37,8 @@ from loadtest import machine
 from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.stats import ratio, summarize
 from loadtest.vocab_first_token import ROOM, head_memory, measure, most_dynamic
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from vocab_store.profile import VocabProfile
 

@@ -12,8 +12,6 @@ from server.model.catalog import model_folder
 from server.model.gguf_folder import file_folder
 from server.types import EngineSizes
 
-__all__ = ["FORMS", "runner_of"]
-
 FORMS = ("float32", "bfloat16", "int8", "int8-blocks", "int4")
 """What `engine.weights` can be for every model."""
 

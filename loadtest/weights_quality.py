@@ -29,8 +29,6 @@ from loadtest.options import emit
 from loadtest.weight_forms import FORMS, forms_of, runner_of
 from server.engine.batch import Batch, Runner
 
-__all__ = ["Text", "compare", "read_texts", "score"]
-
 _BLOCK = 16
 
 

@@ -25,8 +25,6 @@ from loadtest.weight_forms import FORMS, forms_of, runner_of
 from server.engine.batch import Runner
 from server.engine.probe import make_prober
 
-__all__ = ["measure"]
-
 
 def measure(
     runners: dict[str, Runner], rows: int, keys: int, rounds: int

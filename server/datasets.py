@@ -21,19 +21,6 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
 
-__all__ = [
-    "Turn",
-    "example_of",
-    "ids_of",
-    "json_lines",
-    "open_table",
-    "open_tokenizer",
-    "read_examples",
-    "rows",
-    "tokenize_in_place",
-    "turn_of",
-]
-
 Example = tuple[list[int], list[int]]
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from server.types import GrammarSpec
 
-__all__ = ["MAX_SOURCE_CHARS", "grammar_limits", "grammar_problem", "grammar_text"]
-
 MAX_SOURCE_CHARS = 1 << 18
 """Longest schema, expression or grammar. OpenAI's limit for schemas is 120,000 characters."""
 

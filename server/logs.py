@@ -20,8 +20,6 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import Processor
 
-__all__ = ["LogFormat", "configure"]
-
 LogFormat = Literal["console", "json"]
 _Event = MutableMapping[str, Any]
 

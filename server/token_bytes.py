@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-__all__ = ["VERSION", "TokenBytes", "build", "enriched", "load_or_build", "open_table", "save"]
-
 VERSION = 2
 _MAGIC = b"TLRTOKB1"
 _HEADER = struct.Struct("<8sIIQII32s")

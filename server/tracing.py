@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
-__all__ = ["Span", "TraceSink", "open_tracer"]
-
 Attribute = str | int | float | bool
 
 

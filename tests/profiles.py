@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-__all__ = ["SHARES", "examples", "register", "share"]
-
 SHARES = {"check": 1 / 30, "test": 1 / 5, "nightly": 1.0}
 
 

@@ -6,8 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["replace_file"]
-
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Write `content` beside `path` and put it in its place, synced, readable by everybody (0644).

@@ -14,8 +14,6 @@ from vocab_store.errors import VocabStoreError
 from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, report_of
 from vocab_store.slice import RequiredIds, TokenTexts
 
-__all__ = ["ProfileOrder", "model_facts", "profile", "show"]
-
 TokensOf = Callable[[Any, int], TokenTexts]
 """(tokenizers.Tokenizer, the model's vocabulary size) -> its token texts; token_bytes.build is one.
 The server must build its own with the same size, or the fingerprints differ."""

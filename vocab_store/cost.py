@@ -31,18 +31,6 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 _Chance = TypeVar("_Chance", float, Float64)
 
-__all__ = [
-    "Fill",
-    "HeadCosts",
-    "asymptotic_window",
-    "best_fill",
-    "best_window",
-    "exact_cost_s",
-    "expected_kept",
-    "full_cost_s",
-    "slice_head_s",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadCosts:

@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass
 
 from vocab_store.enrichment import Enrichment
 
-__all__ = ["EnrichSettings", "enrich"]
-
 Gram = tuple[int, ...]
 Progress = Callable[[int, int], None]
 """(tokens found, budget), called after each token."""

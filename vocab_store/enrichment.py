@@ -29,8 +29,6 @@ from typing import Any
 from vocab_store.atomic_file import replace_file
 from vocab_store.errors import EnrichmentFileError
 
-__all__ = ["Enrichment"]
-
 _KIND = "tailor enrichment"
 _VERSION = 1
 

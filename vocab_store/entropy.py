@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Concentration", "measure", "ngrams"]
-
 
 @dataclass(frozen=True, slots=True)
 class Concentration:

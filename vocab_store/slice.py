@@ -33,14 +33,6 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer[Any]] | Iterable[int]
 
-__all__ = [
-    "PLACEHOLDER_TOKENS",
-    "RequiredIds",
-    "TokenTexts",
-    "VocabSlice",
-    "fill_pad_columns",
-]
-
 PLACEHOLDER_TOKENS = r"<unused\d+>|<\|reserved_special_token_\d+\|>"
 """Gemma's and Llama 3's special tokens that stand for nothing yet."""
 

@@ -16,8 +16,6 @@ import numpy as np
 from vocab_store.errors import SliceCapacityError
 from vocab_store.slice import Ids, Int32, VocabSlice
 
-__all__ = ["Placement", "SequenceColumns", "SliceCacheIndex"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-__all__ = ["BlockSet", "UnknownBlockError", "blocks_of_languages", "scripts_of_language"]
-
 _ASCII_BLOCK = "Basic Latin"
 _NO_SCRIPT = frozenset(("Zyyy", "Zinh", "Zzzz"))
 # UTS #39, 5.1 (augmented script sets) and ISO 15924's variants of a script.

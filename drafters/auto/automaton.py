@@ -22,8 +22,6 @@ from drafters.jit import compiled
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-__all__ = ["Automaton", "automaton_step", "build_automaton"]
-
 MAX_TOKENS = 1 << 29
 
 

@@ -27,8 +27,6 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["Evidence", "EvidenceFields", "blend", "leader", "learn_token"]
-
 
 class Evidence(NamedTuple):
     """What learn_token adds to; see drafters.auto.trust.Trust.

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from drafters.jit import compiled
 
-__all__ = ["NUM_CELLS", "NUM_FACTORS", "SOURCES", "cell_of", "factor_cell", "length_bucket"]
-
 SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction")
 CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION = 0, 1, 2, 3, 4
 NUM_SOURCES = 5

@@ -23,8 +23,6 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["CopyPrior", "learn_copy_prior"]
-
 NUM_DISTANCES = 24  # half powers of two
 MAX_EXAMPLES = 1000
 STRENGTH = 12.0  # asks that the mean rate counts for

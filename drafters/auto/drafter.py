@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 Float32 = npt.NDArray[np.float32]
 
-__all__ = ["AutoDrafter", "AutoSession"]
-
 RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1

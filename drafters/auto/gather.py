@@ -43,8 +43,6 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["Gathered", "GatheredFields", "gather", "new_gathered"]
-
 NUM, STAMP = 0, 1  # in Gathered.state
 
 

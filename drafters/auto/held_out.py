@@ -19,8 +19,6 @@ from drafters.corpus import Corpus, Progress, build_corpus
 Int32 = npt.NDArray[np.int32]
 Example = tuple[Sequence[int] | Int32, Sequence[int] | Int32]
 
-__all__ = ["build_calibrated", "replay_held_out"]
-
 TURNS = 4
 MAX_OUTPUT = 512  # tokens of an output that are replayed
 MAX_REPLAYED = 40_000  # tokens that are replayed in a turn

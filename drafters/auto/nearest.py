@@ -22,8 +22,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
-__all__ = ["Nearest", "build_nearest"]
-
 MAX_SHARE = 0.25  # terms of more than this share of the prompts are template
 TEMPLATE_SHARE = 0.5  # pairs of at least this share of the prompts are template
 MAX_TERM_DOCUMENTS = 2000  # and so are terms of more documents than this

@@ -20,8 +20,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
-__all__ = ["START", "TextIndex"]
-
 START = -2
 """Stands before the first token of an output in an index of outputs. Never proposed."""
 

@@ -33,8 +33,6 @@ from drafters.tree import DraftTree
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
-__all__ = ["Workspace", "grow_tree"]
-
 HEAP_SIZE = 4096
 
 

@@ -44,8 +44,6 @@ _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATI
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 VERSION = 2  # 1 held what a corpus says, too
 
-__all__ = ["DEFAULT_TRUST", "CorpusFit", "Trust", "write_default_trust"]
-
 DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
 """What trust is before any evidence: package data, written by loadtest/fit_trust.py."""
 

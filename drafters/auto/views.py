@@ -23,24 +23,6 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = [
-    "NO_CORPUS",
-    "NO_HINTS",
-    "NO_MARKS",
-    "NO_TEXT",
-    "Context",
-    "ContextFields",
-    "CorpusFields",
-    "CorpusView",
-    "Limits",
-    "LimitsFields",
-    "TextFields",
-    "TextView",
-    "Trusts",
-    "TrustsFields",
-    "context_of",
-]
-
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
 
 

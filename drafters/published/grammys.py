@@ -28,8 +28,6 @@ from drafters.tree import DraftTree
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
-__all__ = ["BigramTable", "GrammysDrafter", "GrammysSession"]
-
 KIND = "target bigram table"
 VERSION = 1
 

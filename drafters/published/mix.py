@@ -30,8 +30,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["MixDrafter", "MixSession"]
-
 MAX_CANDIDATES = 512
 
 

@@ -22,8 +22,6 @@ Progress = Callable[[str, float], None]
 
 _Rows = tuple[Int64, Int64, Int32, Int32]
 
-__all__ = ["NGramTables", "context_hash", "count_ngrams", "find_row"]
-
 MAX_N = 16
 
 

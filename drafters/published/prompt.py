@@ -20,8 +20,6 @@ from drafters.tree import DraftTree
 
 Int32 = npt.NDArray[np.int32]
 
-__all__ = ["PromptDrafter", "PromptSession"]
-
 
 @compiled
 def first_occurrence(text: Int32, size: int, length: int) -> int:

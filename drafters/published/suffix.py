@@ -20,8 +20,6 @@ from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_MARKS, NO_TEXT
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 
-__all__ = ["SuffixDrafter", "SuffixSession"]
-
 
 class SuffixDrafter:
     """Makes SuffixSessions.

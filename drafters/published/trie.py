@@ -32,8 +32,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 HeapFields = tuple[Int64, Int32, Int32, Int32]
 
-__all__ = ["NGramTrie", "TrieDrafter", "TrieSession"]
-
 
 @compiled
 def find_child(nodes: Int32, table: Int32, node: int, token: int) -> int:

@@ -17,7 +17,8 @@ import transformers
 from drafters import make_drafter
 from loadtest.gpu.shapes import SHAPES, Asked, Shape, build
 from loadtest.gpu.steps import BLOCK_SIZE, named
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.model.gpu.runner import TorchRunner
 from server.types import Request, SamplingParams, SpeculationParams
 

@@ -56,8 +56,6 @@ from server.errors import (
 from server.metrics.series import Metrics
 from server.tracing import TraceSink
 
-__all__ = ["create_app"]
-
 MAX_EXPECTED_TASKS = 64
 """With more tasks, their series appear with their first request: each task has some 400 samples."""
 

@@ -22,8 +22,6 @@ from server.errors import (
     echoed,
 )
 
-__all__ = ["MAX_DEPTH", "parse_object", "read_body", "read_object"]
-
 MAX_DEPTH = 64
 
 # Possessive, and a string without an end reaches to the end of the body: every byte is looked at

@@ -10,8 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-__all__ = ["BodyPart", "says_nothing"]
-
 
 class BodyPart(BaseModel):
     """Anything a client sends."""

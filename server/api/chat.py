@@ -17,7 +17,7 @@ from server.api.chunks import (
     MessageDelta,
     ToolCallDelta,
 )
-from server.api.engines.client import Submission
+from server.api.engines.submission import Submission
 from server.api.responses import (
     CallPart,
     ChatAnswer,
@@ -43,8 +43,6 @@ from server.api.text import TextStream
 from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
 from server.api.usage import speculation_report, usage_report
 from server.types import Delta, TokenLogprob
-
-__all__ = ["ChoicePiece", "ChoiceReader", "chat_events", "chat_object"]
 
 
 @dataclass(slots=True)

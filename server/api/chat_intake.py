@@ -33,8 +33,6 @@ from server.errors import InvalidRequestError, RequestError, UnsupportedFieldErr
 from server.token_bytes import TokenBytes
 from server.types import GrammarSpec, scope_of
 
-__all__ = ["ChatIntake", "ChatNames", "ChatOrder", "ChatPrompt"]
-
 TEMPLATE_KWARGS: Mapping[str, type] = {
     "date_string": str,
     "enable_thinking": bool,

@@ -21,14 +21,6 @@ from server.errors import (
     UnsupportedFieldError,
 )
 
-__all__ = [
-    "MAX_MESSAGES",
-    "MAX_TOOLS",
-    "ChatBody",
-    "refuse_unsupported",
-    "template_messages",
-]
-
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18

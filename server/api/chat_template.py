@@ -37,8 +37,6 @@ from tokenizers import Tokenizer
 from server.api.segments import SegmentEncoder
 from server.errors import InvalidRequestError, echoed
 
-__all__ = ["ChatTemplate", "RenderedChat", "load_chat_template"]
-
 MAX_TEMPLATE_CHARS = 1 << 20
 
 # Supplementary Private Use Area-A. The marks are taken from it, those first that no string has.

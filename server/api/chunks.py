@@ -17,16 +17,6 @@ from server.api.responses import (
     Usage,
 )
 
-__all__ = [
-    "CallDelta",
-    "ChatChunk",
-    "ChatChunkChoice",
-    "CompletionChunk",
-    "CompletionChunkChoice",
-    "MessageDelta",
-    "ToolCallDelta",
-]
-
 
 class CompletionChunkChoice(Extras, kw_only=True):
     text: str

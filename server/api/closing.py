@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["close_all", "close_described"]
-
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose members' names are names, not keywords."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})

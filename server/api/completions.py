@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET
 
 from server.api.chunks import CompletionChunk, CompletionChunkChoice
-from server.api.engines.client import Submission
+from server.api.engines.submission import Submission
 from server.api.intake import CompletionOrder
 from server.api.intake_prompts import PromptText
 from server.api.responses import (
@@ -30,8 +30,6 @@ from server.api.streaming import (
 from server.api.text import CharCounter, TextStream, TokenIdNames, TokenNames
 from server.api.usage import speculation_report, usage_report
 from server.types import Delta, Request, TokenLogprob
-
-__all__ = ["completion_events", "completion_object"]
 
 
 @dataclass(slots=True)

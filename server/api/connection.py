@@ -25,8 +25,6 @@ from uvicorn.server import ServerState
 from server.api.middleware import error_response
 from server.errors import BodyTimeoutError, HeadersTooLargeError, InvalidHttpError, TailorError
 
-__all__ = ["Connection"]
-
 log = logging.getLogger("tailor.http")
 
 CHUNK_OVERHEAD = 32

@@ -28,17 +28,8 @@ from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import visit_of
 from server.errors import InvalidRequestError, echoed
-from server.metrics.series import LATENCY_BUCKETS_S, Metrics
-
-__all__ = [
-    "DATA_PATH",
-    "HISTORY_PATH",
-    "PAGE_PATHS",
-    "ROOT_PATH",
-    "DashboardRoutes",
-    "Page",
-    "snapshot",
-]
+from server.metrics.families import LATENCY_BUCKETS_S
+from server.metrics.series import Metrics
 
 ROOT_PATH = "/"
 """Leads a browser to the page."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from server.api.keys import ApiKey
 
-__all__ = ["History", "Point"]
-
 EVERY_S = 10.0
 NUM_POINTS = 361
 

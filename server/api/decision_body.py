@@ -18,32 +18,6 @@ from server.api.openapi import schema_of
 from server.api.protocol import ModelName, validate
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError, echoed
 
-__all__ = [
-    "MAX_CHOICES",
-    "MAX_LEVELS",
-    "MAX_QUESTIONS",
-    "AssistantMessage",
-    "CallOutput",
-    "ChoiceQuestion",
-    "CustomToolCall",
-    "DecisionBody",
-    "FunctionCall",
-    "InputJson",
-    "InputText",
-    "InstructionMessage",
-    "Item",
-    "OutputText",
-    "Part",
-    "PredicateQuestion",
-    "Question",
-    "Refusal",
-    "ScoreQuestion",
-    "UserMessage",
-    "items_of",
-    "parts_of",
-    "questions_of",
-]
-
 MAX_QUESTIONS = 400
 MAX_CHOICES = 255
 MAX_LEVELS = 10

@@ -45,8 +45,6 @@ from server.api.decision_body import (
 )
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError
 
-__all__ = ["Labeller", "Labels", "input_text", "question_text"]
-
 _TAILS = (("\nAnswer:", " "), ("\nAnswer: ", ""))
 """How a prompt may end, and what then stands before a label; the first that tells all apart."""
 

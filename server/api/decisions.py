@@ -25,7 +25,7 @@ from server.api.decision_body import (
     questions_of,
 )
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
-from server.api.engines.client import Submission
+from server.api.engines.submission import Submission
 from server.api.intake import Intake
 from server.api.responses import (
     ChoiceAnswer,
@@ -47,8 +47,6 @@ from server.errors import (
     LimitExceededError,
 )
 from server.types import Request, SamplingParams
-
-__all__ = ["DecisionIntake", "DecisionOrder", "DecisionRun", "probabilities_of"]
 
 MAX_WAVE_QUESTIONS = 64
 MAX_WAVE_LABELS = 512

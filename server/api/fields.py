@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from server.errors import FieldKey
 
-__all__ = ["GRAMMAR", "LOGPROBS", "MAX_TOKENS", "PROMPT"]
-
 PROMPT = FieldKey("prompt")
 MAX_TOKENS = FieldKey("max_tokens")
 LOGPROBS = FieldKey("logprobs")

@@ -23,8 +23,6 @@ from server.api.responses_api.body import ResponsesBody
 from server.api.responses_api.intake import responses_order
 from server.api.route_context import RouteContext, visit_of
 
-__all__ = ["GenerationRoutes"]
-
 
 class GenerationRoutes:
     """`add_to` puts the routes into an app."""

@@ -49,9 +49,6 @@ from server.errors import (
 )
 from server.types import GrammarSpec, Request, scope_of
 
-__all__ = ["CompletionOrder", "Intake", "opens_objects"]
-
-
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 

@@ -18,8 +18,6 @@ from server.errors import (
 )
 from server.types import SpeculationParams, VocabularyParams
 
-__all__ = ["DraftingTasks", "speculation_of", "vocabulary_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class DraftingTasks:

@@ -12,8 +12,6 @@ from server.errors import ContextLengthExceededError, InvalidRequestError, echoe
 from server.token_bytes import TokenBytes
 from server.types import SamplingParams
 
-__all__ = ["PromptText", "check_prompt_ids", "context_span", "echo_text", "prompts_of", "too_long"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptText:

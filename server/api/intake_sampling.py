@@ -22,8 +22,6 @@ from server.errors import (
 )
 from server.types import SamplingParams
 
-__all__ = ["Choices", "choices_of", "max_tokens_of", "sampling_of"]
-
 LEAST_TEMPERATURE = 1e-30
 """Below it logits divide to infinity (fp32 ends at 3e38); above it the likeliest id has all the
 probability long since: the choices are greedy either way."""

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Scope
 
-from server.api.engines.client import EngineClient, Submission
+from server.api.engines.client import EngineClient
+from server.api.engines.submission import Submission
 from server.config import DEFAULT_TASK, KeyConfig
 from server.errors import (
     AuthenticationError,
@@ -29,8 +30,6 @@ from server.errors import (
     echoed,
 )
 from server.types import Request
-
-__all__ = ["ADMIN_PREFIX", "ApiKey", "Bucket", "Keyring", "Visit", "check_admin"]
 
 ADMIN_PREFIX = "/v1/tasks"
 """Everything at and below this path needs an admin key, whatever the method."""

@@ -24,8 +24,6 @@ from server.errors import ServerError, TailorError
 from server.metrics.series import Metrics
 from server.tracing import TraceSink
 
-__all__ = ["OPEN_PATHS", "Gate", "error_response"]
-
 log = logging.getLogger("tailor.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -24,8 +24,6 @@ from server.api.state_responses import (
 )
 from server.errors import InvalidRequestError, ModelNotFoundError
 
-__all__ = ["ModelRoutes"]
-
 
 class ModelRoutes:
     """`add_to` puts the routes into an app."""

@@ -36,8 +36,6 @@ from server.api.state_responses import (
     Version,
 )
 
-__all__ = ["described", "document", "schema_of"]
-
 JSON = "application/json"
 EVENTS = "text/event-stream"
 

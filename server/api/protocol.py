@@ -27,21 +27,6 @@ from server.errors import (
     echoed,
 )
 
-__all__ = [
-    "NO_OP_FIELDS",
-    "CompletionBody",
-    "ContextMarksBody",
-    "DetokenizeBody",
-    "GenerationBody",
-    "PredictionBody",
-    "SpeculationBody",
-    "StreamOptions",
-    "TokenizeBody",
-    "VocabularyBody",
-    "joined_texts",
-    "validate",
-]
-
 NO_OP_FIELDS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 
 NEUTRAL: Mapping[str, tuple[bool | float, str]] = {

@@ -15,17 +15,6 @@ from starlette.responses import Response
 
 from server.errors import TailorError
 
-__all__ = [
-    "AnswerResponse", "CallPart", "Chance", "ChatAnswer", "ChatChoice", "ChatLogprobs",
-    "ChatMessage", "ChoiceAnswer", "ChoiceChance", "CompletionAnswer", "CompletionChoice",
-    "CompletionDetails", "Count", "Decision", "DecisionUsage", "ErrorAnswer", "ErrorDetail",
-    "Extras", "FinishReason", "InputDetails", "LevelChance", "Logprobs", "OutputDetails",
-    "PredicateAnswer", "PromptDetails", "PromptLogprobs", "PromptTokenLogprob", "RejectedDraft",
-    "ScoreAnswer", "Shape", "SourceRun", "SourceSums", "Speculation", "TokenChance",
-    "TokenLogprobs", "ToolCall", "Usage", "VocabularyUse", "encode", "encode_ascii",
-    "error_answer",
-]  # fmt: skip
-
 Count = Annotated[int, Meta(ge=0)]
 Chance = Annotated[float, Meta(ge=0, le=1)]
 FinishReason = Literal["stop", "length", "content_filter", "tool_calls", "function_call"]

@@ -13,7 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api.body import read_object
-from server.api.engines.client import EngineClient, Submission
+from server.api.engines.client import EngineClient
+from server.api.engines.submission import Submission
 from server.api.intake import CompletionOrder, Intake
 from server.api.keys import Visit
 from server.api.middleware import CLIENT_GONE
@@ -23,8 +24,6 @@ from server.api.sse import DisconnectWatch, EventStream
 from server.config import LimitsConfig, TaskConfig, TaskLimits
 from server.metrics.series import Metrics
 from server.types import Request
-
-__all__ = ["RouteContext", "visit_of"]
 
 _O = TypeVar("_O")
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-__all__ = ["SegmentEncoder"]
-
 _ANCHOR = "\n"
 
 

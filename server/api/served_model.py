@@ -13,8 +13,6 @@ from server.api.text import TokenNames
 from server.config import SamplingDefaults
 from server.token_bytes import TokenBytes
 
-__all__ = ["ServedModel"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:

@@ -30,8 +30,6 @@ from server.api.engines.client import EngineClient
 from server.config import LimitsConfig
 from server.errors import TailorError
 
-__all__ = ["run_loop", "serve"]
-
 log = logging.getLogger("tailor.server")
 
 _T = TypeVar("_T")

@@ -16,8 +16,6 @@ from server.api.text import CharCounter, TextStream
 from server.token_bytes import TokenBytes
 from server.types import Delta
 
-__all__ = ["RejectedDrafts", "join_runs", "text_by_source"]
-
 
 def text_by_source(stream: TextStream, delta: Delta, wanted: bool) -> tuple[str, list[SourceRun]]:
     """Push a Delta into its choice's TextStream: its text, and its runs where they are wanted."""

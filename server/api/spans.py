@@ -20,8 +20,6 @@ from server.api.keys import Visit
 from server.api.usage import RequestAccount
 from server.tracing import Span
 
-__all__ = ["request_fields", "request_span"]
-
 MAX_PROMPT_SPANS = 64
 """Prompts of one request that get spans of their own."""
 

@@ -19,8 +19,6 @@ from starlette.types import Receive, Scope, Send
 from server.api.responses import encode_ascii, error_answer
 from server.errors import TailorError
 
-__all__ = ["DONE", "DisconnectWatch", "EventStream", "error_event", "event"]
-
 DONE = b"data: [DONE]\n\n"
 HEADER_WAIT_S = 1.0
 COMMENT = b": keep-alive\n\n"

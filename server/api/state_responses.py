@@ -8,14 +8,6 @@ from msgspec import UNSET, UnsetType
 
 from server.api.responses import Chance, Count, Shape
 
-__all__ = [
-    "AddedToken", "CalibrationRow", "CorpusAnswer", "CorpusDeleted", "CorpusFit", "CorpusSize",
-    "Detokenized",
-    "EngineReport", "EngineState", "Health", "Learned", "Load", "ModelEntry", "ModelList",
-    "Ready", "ReloadAnswer", "RenderedPrompt", "TaskAnswer", "TaskEntry", "TaskList",
-    "TokenizerInfo", "Tokens", "Version",
-]  # fmt: skip
-
 
 class ModelEntry(Shape, kw_only=True):
     """OpenAI's members, vLLM's root and max_model_len, a description, and what computes the model:

@@ -7,15 +7,14 @@ from typing import Literal
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from msgspec import UNSET
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from server import __version__
 from server.api.engines.client import EngineClient
 from server.api.responses import AnswerResponse
 from server.api.state_responses import EngineState, Health, Load, Ready, Version
-from server.metrics.series import CONTENT_TYPE_LATEST, Metrics
-
-__all__ = ["StateRoutes"]
+from server.metrics.series import Metrics
 
 
 class StateRoutes:

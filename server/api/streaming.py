@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 from msgspec import UNSET, UnsetType
 
 from server.api.chunks import ChatChunk, CompletionChunk
-from server.api.engines.client import Submission
+from server.api.engines.submission import Submission
 from server.api.intake import CompletionOrder
 from server.api.responses import (
     FinishReason,
@@ -21,15 +21,6 @@ from server.api.text import TokenIdNames, TokenNames
 from server.api.usage import speculation_report, usage_report
 from server.errors import TailorError
 from server.types import Delta, TokenLogprob
-
-__all__ = [
-    "LOWEST_LOGPROB",
-    "ChunkFrame",
-    "shown_stop_reason",
-    "stream_events",
-    "told_finish",
-    "told_prompt_logprobs",
-]
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have (as vLLM does)."""

@@ -35,17 +35,6 @@ from server.errors import (
 from server.grammar_text import MAX_SOURCE_CHARS, grammar_problem
 from server.types import NO_SCOPE, GrammarSpec, SamplingParams
 
-__all__ = [
-    "WHITESPACE",
-    "GrammarChecker",
-    "JsonSchemaBody",
-    "ResponseFormatBody",
-    "StructuredOutputsBody",
-    "check_with_sampling",
-    "grammar_of",
-    "grammar_of_schema",
-]
-
 WHITESPACE = r" |\n[ \t]{0,24}"
 """White space between JSON tokens: a space, or a line break and its indentation. Small models that
 may write any amount of it sometimes write nothing else."""

@@ -56,8 +56,6 @@ from server.errors import (
 )
 from server.metrics.series import Metrics
 
-__all__ = ["CorpusFigures", "TaskAdmin", "TaskRoutes"]
-
 log = logging.getLogger("tailor.tasks")
 
 REPORT_TIMEOUT_S = 10.0

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from server.token_bytes import TokenBytes
 from server.types import FinishReason
 
-__all__ = ["CharCounter", "StopPrefix", "TextStream", "TokenIdNames", "TokenNames"]
-
 _decoder = codecs.getincrementaldecoder("utf-8")
 
 

@@ -23,8 +23,6 @@ from server.api.responses import (
 from server.metrics.series import Metrics
 from server.types import Delta, Request, VocabularyCounts
 
-__all__ = ["RequestAccount", "speculation_report", "usage_report"]
-
 
 class RequestAccount:
     """Sums over the Deltas of one Request. Written by `observe` alone."""

@@ -20,8 +20,6 @@ from filelock import FileLock, Timeout
 
 from server.errors import TailorError
 
-__all__ = ["AnswerFile", "AnswerFileError", "replace_file"]
-
 
 class AnswerFileError(TailorError):
     """The file cannot be used; the message names file and line."""

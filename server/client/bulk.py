@@ -33,8 +33,6 @@ from server.client.connection import CallFailedError, Endpoint
 from server.client.http import Caller, RefusedError
 from server.client.speculation import Tally
 
-__all__ = ["BulkError", "BulkOutcome", "BulkRun"]
-
 MAX_LINE_BYTES = 64 << 20
 
 BulkError = AnswerFileError

@@ -18,8 +18,6 @@ from server.client.connection import Endpoint
 from server.client.http import events
 from server.client.speculation import Tally
 
-__all__ = ["complete"]
-
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

@@ -12,8 +12,6 @@ import httpx
 
 from server.errors import TailorError
 
-__all__ = ["CallFailedError", "Endpoint", "Refusal", "refusal_of"]
-
 RETRY_STATUS = frozenset({429, 502, 503, 504})
 """Statuses after which the same request may succeed: too much at once, or nobody there yet."""
 

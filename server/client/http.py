@@ -24,8 +24,6 @@ import stamina.instrumentation
 
 from server.client.connection import CallFailedError, Endpoint, Refusal, refusal_of
 
-__all__ = ["Caller", "RefusedError", "call", "events"]
-
 MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
 MAX_FAULT_RETRIES = 2

@@ -17,8 +17,6 @@ from rich.progress import (
 
 from server.client.bulk import BulkOutcome
 
-__all__ = ["BulkProgress"]
-
 LINE_EVERY_S = 5.0
 
 

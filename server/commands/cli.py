@@ -19,8 +19,6 @@ from cyclopts import App, CycloptsError, Parameter
 from server import __version__
 from server.errors import TailorError
 
-__all__ = ["COMMANDS", "Command", "build_app", "main", "parse"]
-
 
 class Command(NamedTuple):
     """One command. words: how it is called, behind `tailor`. function: "module:function", below

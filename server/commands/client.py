@@ -11,8 +11,6 @@ from cyclopts import Parameter
 from server.commands.options import CallOptions, OutputFile
 from server.errors import ConfigError
 
-__all__ = ["complete", "run"]
-
 _CALL = CallOptions()
 
 TaskName = Annotated[str, Parameter(metavar="NAME", help="a task, or a model")]

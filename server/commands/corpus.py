@@ -19,8 +19,6 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
 
-__all__ = ["bigrams", "build", "corpus_of", "describe", "show"]
-
 _FIELDS, _MODEL = FieldOptions(), ModelOptions()
 
 
@@ -182,7 +180,8 @@ def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
 
     Raises ConfigError for a file that is no corpus, or another tokenizer's.
     """
-    from drafters.corpus import ArrayFileError, Corpus, FingerprintError
+    from drafters.array_file import ArrayFileError, FingerprintError
+    from drafters.corpus import Corpus
 
     tokenizer, fingerprint = None, None
     if folder is not None:

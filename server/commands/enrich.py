@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
-__all__ = ["TaskData", "analyze", "analyze_task", "enrich", "read_task_data"]
-
 _FIELDS = FieldOptions()
 _NODES = (0, 2, 4, 16)
 _CLIENTS = (1, 8, 32)

@@ -18,8 +18,6 @@ from server.commands.serve import tasks_folder
 from server.datasets import Turn, json_lines, rows, turn_of
 from server.errors import ConfigError
 
-__all__ = ["evaluate"]
-
 _FIELDS, _CALL = FieldOptions(), CallOptions()
 _MAX_TEXT = 120
 

@@ -14,8 +14,6 @@ from cyclopts import Parameter
 from server.commands.progress import Stages
 from server.errors import ConfigError
 
-__all__ = ["fetch", "list_models", "remove", "show"]
-
 ModelName = Annotated[
     str, Parameter(name="NAME", help="a built-in name, a GGUF file or a Hugging Face id")
 ]
@@ -135,7 +133,8 @@ def remove(model: ModelName, /) -> int:
 
 def _all_here() -> Iterator[_Here]:
     """Converted models of the cache, and what Hugging Face's own cache holds of models."""
-    from server.model.catalog import BUILT_IN, cache_dir, cached_folder
+    from server.model.cache_folder import cache_dir
+    from server.model.catalog import BUILT_IN, cached_folder
 
     built_in = {cached_folder(name): name for name in BUILT_IN}
     models = cache_dir() / "models"

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from server.client.connection import Endpoint
     from server.types import SamplingParams
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "DEFAULT_TASKS",
-    "DEFAULT_URL",
-    "CallOptions",
-    "Dtype",
-    "FieldOptions",
-    "ModelOptions",
-    "OutputFile",
-    "SamplingOptions",
-    "sampling_of",
-]
-
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TASKS = Path("configs/tasks")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from server.config import EngineConfig, ModelConfig
     from server.engine.engine import Engine
 
-__all__ = ["model_name", "own_engine", "ready_folder", "serves_file"]
-
 
 def model_name(model: str) -> str:
     """What requests call a model that was given without a name."""

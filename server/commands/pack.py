@@ -17,8 +17,6 @@ from cyclopts import Parameter
 from server.commands.options import DEFAULT_TASKS
 from server.errors import ConfigError
 
-__all__ = ["pack", "unpack"]
-
 SUFFIX = ".tailor-task"
 MANIFEST = "manifest.json"
 VERSION = 1

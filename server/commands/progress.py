@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Bar", "Stages"]
-
 
 class Bar:
     """A progress bar on a terminal; in a log, a line now and then and when a stage is done.

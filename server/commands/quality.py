@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-__all__ = ["METRICS", "Estimate", "estimate", "exact", "f1", "json_fields", "repetition", "rouge_l"]
-
 _WORD = re.compile(r"\w+")
 _NUM_RESAMPLES = 1000
 _LOOP = 4  # words of a run whose return counts as repetition

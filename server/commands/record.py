@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     Ask = Callable[[Iterable[Prompt]], Iterator[Answer | Failure]]
 
-__all__ = ["generate", "record"]
-
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)

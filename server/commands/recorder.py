@@ -33,19 +33,6 @@ from server.types import Request, SamplingParams, SpeculationParams
 if TYPE_CHECKING:
     from server.engine.engine import Engine
 
-__all__ = [
-    "Answer",
-    "Failure",
-    "Prompt",
-    "ServerAddress",
-    "ask_engine",
-    "ask_server",
-    "entry_of",
-    "prompt_of",
-    "read_prompts",
-    "record",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -34,16 +34,6 @@ from server.errors import ConfigError, TailorError
 from server.types import EngineSizes
 from server.wiring.places import check_places
 
-__all__ = [
-    "EngineOptions",
-    "ModelChoice",
-    "Place",
-    "serve",
-    "server_config",
-    "server_tasks",
-    "tasks_folder",
-]
-
 HELLO_PROMPT = "The capital of France is"
 
 _SIZES = EngineSizes()  # the defaults

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from server.commands.tune_material import TuneSettings
     from server.engine.engine import Engine
 
-__all__ = ["check", "tune"]
-
 _MODEL, _FIELDS, _SAMPLING = ModelOptions(), FieldOptions(), SamplingOptions()
 
 

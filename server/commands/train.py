@@ -18,8 +18,6 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from server.training.loop import TrainProgress
 
-__all__ = ["train"]
-
 _FIELDS = FieldOptions()
 
 

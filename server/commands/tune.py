@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from vocab_store.profile import VocabProfile
 
-__all__ = ["TuneSettings", "tune"]
-
 MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
 """(drafter's name, task, speculation) -> Drafter, as the server makes it."""
 

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from vocab_store.cost import HeadCosts
     from vocab_store.profile import VocabProfile
 
-__all__ = [
-    "BUSY",
-    "WORTH",
-    "Choice",
-    "best_of",
-    "bigram_coverage",
-    "corpus_fit",
-    "prompt_coverage",
-    "replay_all",
-    "vocabulary",
-]
-
 _TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
 WORTH = 1.01  # below this expected speedup a task drafts nothing
 BUSY = 0.5  # share of the machine that others use, from which on costs are not believed

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from server.engine.budget import CostTable
     from server.engine.engine import Engine
 
-__all__ = ["MANY_STREAMS", "is_ours", "remove", "save", "task_text", "write_checked"]
-
 MANY_STREAMS = 8
 _MADE_BY = "Made by `tailor tasks tune`"
 

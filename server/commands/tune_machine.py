@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from server.engine.batch import Runner
 
-__all__ = ["busy_share", "head_seconds", "head_share"]
-
 _NUM_MEASURED = 3
 
 

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from drafters.replay import Recording
     from server.engine.engine import Engine
 
-__all__ = [
-    "BOTH",
-    "DATA",
-    "OWN",
-    "Example",
-    "Ids",
-    "Material",
-    "Progress",
-    "TuneSettings",
-    "check_data",
-    "gather",
-]
-
 Ids = Sequence[int]
 Example = tuple[Ids, Ids]
 Progress = Callable[[str, int, int | None], None]

@@ -9,8 +9,6 @@ from typing import Any
 
 from server.commands.quality import estimate, exact, f1, repetition
 
-__all__ = ["Compared", "quality", "quality_lines"]
-
 _STOPS = ("\n\n", "\n", "###", "</s>", ";")
 _FEW = 20  # outputs below which nothing is said of the model
 _BETTER = 0.05  # what a stop must add to the mean F1 to be suggested

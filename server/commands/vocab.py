@@ -14,8 +14,6 @@ from server.commands.options import DEFAULT_MODEL, OutputFile
 from server.commands.progress import Bar, Stages
 from server.errors import ConfigError
 
-__all__ = ["profile", "show"]
-
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)

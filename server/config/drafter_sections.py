@@ -16,8 +16,6 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from drafters.catalog import DrafterSpec, catalog
 from drafters.options import Option
 
-__all__ = ["request_sections", "sections", "set_options", "task_files", "task_sections"]
-
 MAX_TEXT = 4096
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from server.config.yaml_file import Document, Path_
 from server.errors import ConfigError
 
-__all__ = ["Section", "from_folder", "validate"]
-
 
 class Section(BaseModel):
     """A part of a file: frozen, strict, no unknown keys, finite numbers only."""

@@ -23,23 +23,6 @@ from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
 from server.types import EngineSizes
 
-__all__ = [
-    "CorsConfig",
-    "DashboardConfig",
-    "EngineConfig",
-    "KeyConfig",
-    "LimitsConfig",
-    "ListenConfig",
-    "LogConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "RestartConfig",
-    "ServerConfig",
-    "TracingConfig",
-    "load_server_config",
-    "with_overrides",
-]
-
 _SIZES = EngineSizes()  # the defaults
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,95})?")
 

@@ -15,19 +15,6 @@ from server.config.values import StopString, TokenId, check_name
 from server.config.yaml_file import Document, Path_, read_yaml
 from server.errors import ConfigError
 
-__all__ = [
-    "DEFAULT_TASK",
-    "ContextMarks",
-    "SamplingDefaults",
-    "SpeculationConfig",
-    "TaskConfig",
-    "TaskLimits",
-    "VocabularyConfig",
-    "load_task",
-    "load_tasks",
-    "task_version",
-]
-
 DEFAULT_TASK = "completion"
 """The task of a request whose `model` names a model and not a task."""
 

@@ -8,17 +8,6 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-__all__ = [
-    "Memory",
-    "MemorySize",
-    "StopString",
-    "TokenId",
-    "check_device",
-    "check_name",
-    "parse_device_list",
-    "parse_memory",
-]
-
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B?|B)?", re.IGNORECASE)
 _UNITS = {

@@ -16,8 +16,6 @@ import yaml
 
 from server.errors import ConfigError
 
-__all__ = ["Document", "Path_", "parse_yaml", "read_yaml"]
-
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32
 Path_ = tuple[str | int, ...]

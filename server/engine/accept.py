@@ -14,17 +14,6 @@ from server.engine.grammar import GrammarState
 from server.engine.stops import StopMatcher
 from server.types import FinishReason, StepCounts
 
-__all__ = [
-    "StopCut",
-    "StopRules",
-    "count_step",
-    "cut",
-    "follow",
-    "merge_counts",
-    "rejected_paths",
-    "sources_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StopRules:

@@ -31,8 +31,6 @@ from server.engine.settings import EngineSettings
 from server.engine.slices import SliceBook
 from server.types import ModelInfo, Request
 
-__all__ = ["Admission", "Failure", "Refusal"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from drafters.published.grammys import BigramTable
 from server.engine.engine import Engine
 from server.types import Request, SamplingParams
 
-__all__ = ["model_fingerprint", "take_bigrams"]
-
 
 def take_bigrams(
     engine: Engine,

@@ -18,8 +18,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
-__all__ = ["BlockPool", "NoFreeBlockError", "chain_key", "root_key"]
-
 
 class NoFreeBlockError(RuntimeError):
     """allocate() was called with every block referenced. The scheduler asks num_free first."""

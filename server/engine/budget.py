@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CostTable", "DraftBudget", "DraftRecord", "Prober", "row_grid"]
-
 Float64 = npt.NDArray[np.float64]
 Prober = Callable[[int, int], float]
 """(num_rows, kv_len) -> seconds of one decode step with that many rows over kv_len keys each."""

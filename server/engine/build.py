@@ -20,8 +20,6 @@ from server.engine.batch import Batch, DrawParams, Int32, UInt32
 from server.engine.drafting import CheckedTree
 from server.engine.plan import Built, Scheduled, Span
 
-__all__ = ["build_batch"]
-
 _NO_MASKS = np.empty((0, 0), np.uint32)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from drafters.base import Drafter
 
-__all__ = ["Calibrations", "Table", "digest"]
-
 TableKey = tuple[str, str, str, str]
 """(task, drafter's name, corpus id, scope)"""
 

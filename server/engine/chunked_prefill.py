@@ -12,8 +12,6 @@ from server.engine.budget import CostTable
 from server.engine.sequence import Sequence
 from server.engine.settings import EngineSettings
 
-__all__ = ["chunked_prefill_rows"]
-
 
 def chunked_prefill_rows(
     settings: EngineSettings, cost: CostTable | None, running: Iterable[Sequence]

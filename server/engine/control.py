@@ -15,8 +15,6 @@ from server.engine.sequence import Sequence
 from server.engine.task_store import TaskStore
 from server.types import SpeculationParams
 
-__all__ = ["TaskControl"]
-
 
 class TaskControl:
     """memory: None keeps nothing."""

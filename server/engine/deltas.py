@@ -8,8 +8,6 @@ from server.engine.sequence import Sequence
 from server.engine.slices import SliceBook
 from server.types import Delta, FinishReason, Request, StepCounts
 
-__all__ = ["GOES_ON", "Ending", "next_delta", "refused"]
-
 _NO_COUNTS = StepCounts()
 
 

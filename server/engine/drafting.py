@@ -20,8 +20,6 @@ from drafters.base import Drafter
 from drafters.tree import DraftTree
 from server.types import SpeculationParams
 
-__all__ = ["CheckedTree", "DraftError", "DrafterFactory", "DrafterRegistry", "check_tree"]
-
 DrafterFactory = Callable[[str, SpeculationParams], Drafter]
 """(task, speculation) -> Drafter. Raises ValueError for options it refuses."""
 

@@ -28,8 +28,6 @@ from server.engine.sequence import Sequence
 from server.engine.sessions import DraftSessions
 from server.engine.slices import SliceBook
 
-__all__ = ["Emission", "KvMoves"]
-
 
 @dataclass(slots=True)
 class _Run:

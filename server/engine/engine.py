@@ -57,8 +57,6 @@ from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.types import Delta, EngineStats, Request
 
-__all__ = ["Engine", "EngineSettings", "RunnerBrokenError"]
-
 _log = logging.getLogger(__name__)
 
 

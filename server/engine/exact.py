@@ -22,8 +22,6 @@ from server.engine.sequence import Sequence, Status
 from server.engine.sessions import DraftSessions
 from server.engine.slices import SliceBook
 
-__all__ = ["ExactWindows", "Outcome"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

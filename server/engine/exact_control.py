@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from vocab_store.cost import Fill, HeadCosts, best_fill, exact_cost_s, full_cost_s
 from vocab_store.profile import VocabProfile
 
-__all__ = ["WindowControl", "WindowPlan"]
-
 _RATE = 0.1  # weight of a new measurement
 _PRIOR_TOKENS = 32.0  # how many tokens the profile's own miss rate counts for
 _MEMORY_TOKENS = 4096.0  # older misses count half from here on

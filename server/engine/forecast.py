@@ -23,8 +23,6 @@ from server.engine.budget import CostTable, DraftBudget, DraftRecord
 from server.engine.drafting import CheckedTree
 from server.engine.planner import Ask, DraftPlanner, StepShape
 
-__all__ = ["Forecast", "forecast"]
-
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

@@ -30,15 +30,6 @@ from server.engine.grammar_compiler import GrammarTemplate, one_line
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = [
-    "FORCED",
-    "ConstrainedTree",
-    "GrammarState",
-    "constrain",
-    "fill_masks",
-    "forced_tree",
-]
-
 FORCED = "forced"
 """The name of the source that forced tokens are counted under."""
 

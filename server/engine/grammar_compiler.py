@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from server.engine.grammar_tokenizer import GrammarTokenizer
 
-__all__ = ["GrammarCompiler", "GrammarTemplate", "one_line"]
-
 _log = logging.getLogger(__name__)
 
 MAX_FORCED_TOKENS = 8192

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from server.types import GrammarSpec
     from vocab_store.enrichment import Enrichment
 
-__all__ = ["GrammarTokenizer", "load_grammar_tokenizer"]
-
 _LARK = re.compile(
     r"""
     (?P<other> "(?:\\.|[^"\\])*" | //[^\n]* | /(?:\\.|[^/\\\n])+/ )

@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from server.channel import Message
 
-__all__ = ["BEAT_S", "Heartbeat"]
-
 BEAT_S = 1.0
 """Seconds between two beats."""
 

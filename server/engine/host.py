@@ -23,12 +23,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from server import channel
-from server.engine.engine import Engine, RunnerBrokenError
+from server.engine.engine import Engine
 from server.engine.heartbeat import Heartbeat
+from server.engine.recovery import RunnerBrokenError
 from server.errors import TailorError
 from server.types import Delta
-
-__all__ = ["EngineFactory", "EngineHost", "start_process", "start_thread"]
 
 _log = logging.getLogger(__name__)
 

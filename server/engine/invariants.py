@@ -8,8 +8,6 @@ from server.engine.blocks import BlockPool
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, Status
 
-__all__ = ["check_state"]
-
 
 def check_state(
     pool: BlockPool, scheduler: Scheduler, open_requests: Iterable[list[Sequence]]

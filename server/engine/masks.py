@@ -13,8 +13,6 @@ from server.engine.drafting import CheckedTree
 from server.engine.grammar import GrammarState, fill_masks
 from server.engine.plan import Scheduled
 
-__all__ = ["step_masks"]
-
 _log = logging.getLogger(__name__)
 
 

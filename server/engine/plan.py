@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from server.engine.batch import Batch
 from server.engine.sequence import Sequence
 
-__all__ = ["Built", "Plan", "Scheduled", "Span"]
-
 
 @dataclass(slots=True)
 class Scheduled:

@@ -27,8 +27,6 @@ from server.engine.budget import DraftBudget, DraftRecord
 from server.engine.drafting import CheckedTree, check_tree
 from server.engine.grammar import GrammarState, constrain
 
-__all__ = ["Ask", "DraftPlan", "DraftPlanner", "StepShape"]
-
 Allowed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_]]
 """Token ids -> whether each may be drafted."""
 

@@ -22,8 +22,6 @@ from server.engine.batch import Batch, DrawParams, Runner
 from server.engine.budget import CostTable, Prober
 from server.types import SamplingParams
 
-__all__ = ["load_or_measure", "make_prober", "measure_head"]
-
 _log = logging.getLogger(__name__)
 _VERSION = 2  # 1 took the median, and had too few row counts from busy machines
 

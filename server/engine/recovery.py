@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from server.engine.plan import Scheduled
 from server.engine.sequence import Sequence, Status
 
-__all__ = ["Blame", "Recovery", "RunnerBrokenError"]
-
 
 class RunnerBrokenError(RuntimeError):
     """Step after step failed, each request alone too: the runner is beyond repair."""

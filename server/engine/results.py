@@ -11,8 +11,6 @@ from server.engine.plan import Span
 from server.engine.sequence import Sequence
 from server.types import TokenLogprob
 
-__all__ = ["Results", "StepFailedError", "draw_failure", "guarded", "take_scores", "wait_for"]
-
 
 class StepFailedError(Exception):
     """The runner raised `error`: nothing of the step counts."""

@@ -25,8 +25,6 @@ from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable
 from server.types import Request, StepCounts, TokenLogprob
 
-__all__ = ["Sequence", "SequenceMark", "Status"]
-
 _NO_IDS: Int32 = np.empty(0, np.int32)
 _NO_COUNTS = StepCounts()
 

@@ -11,9 +11,6 @@ from server.engine.batch import DrawParams, HeadSlice, UInt32
 from server.types import VocabularyCounts
 from vocab_store.slice import VocabSlice
 
-__all__ = ["ScopedProfile", "SequenceHead", "Unverified"]
-
-
 ScopedProfile = tuple[str, str]
 """(key of a profile version, scope)"""
 

@@ -19,8 +19,6 @@ from server.engine.grammar import FORCED
 from server.engine.planner import Ask
 from server.engine.sequence import Sequence, SequenceMark
 
-__all__ = ["DraftSessions"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from server.engine.exact_control import WindowControl
 from server.types import EngineSizes
 
-__all__ = ["EngineSettings"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(EngineSizes):

@@ -48,8 +48,6 @@ from vocab_store.profile import VocabProfile
 from vocab_store.slice import VocabSlice
 from vocab_store.slice_cache import Placement, SliceCacheIndex
 
-__all__ = ["ProfileSource", "SliceBook"]
-
 _log = logging.getLogger(__name__)
 
 ProfileSource = Callable[[str], VocabProfile]

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["StopMatcher", "StopTable"]
-
 
 class StopTable:
     """id -> bytes.

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from drafters.corpus import Corpus
     from drafters.learned import LearnedOutputs
 
-__all__ = ["TaskStore"]
-
 Int32 = npt.NDArray[np.int32]
 Key = tuple[str, str]
 """(task, scope)"""

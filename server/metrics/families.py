@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = [
-    "LATENCY_BUCKETS_S",
-    "EngineFamilies",
-    "LearningFamilies",
-    "Registry",
-    "RequestFamilies",
-    "SpeculationFamilies",
-    "VocabularyFamilies",
-]
-
 LATENCY_BUCKETS_S = (
     0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0,

@@ -30,11 +30,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric as MetricFamily
 
 from server.metrics.families import (
-    LATENCY_BUCKETS_S,
     EngineFamilies,
     LearningFamilies,
     Registry,
@@ -44,8 +42,6 @@ from server.metrics.families import (
 )
 from server.metrics.vllm_names import VllmNames
 from server.types import EngineStats, ModelInfo, StepCounts, VocabularyCounts
-
-__all__ = ["CONTENT_TYPE_LATEST", "LATENCY_BUCKETS_S", "EngineSeries", "Metrics", "TaskSeries"]
 
 _TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
 

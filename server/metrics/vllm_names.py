@@ -23,8 +23,6 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-__all__ = ["ALIASES", "VllmNames"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Alias:

@@ -24,8 +24,6 @@ from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import EnrichmentFileError
 
-__all__ = ["EMBEDDING", "ENRICHMENT_FILE", "HEAD", "LoraAdapter", "open_safetensors", "read_json"]
-
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 ENRICHMENT_FILE = "enrichment.json"

@@ -23,16 +23,6 @@ import platformdirs
 
 from server.errors import CacheFolderError, IntegrityError
 
-__all__ = [
-    "MARKER",
-    "cache_dir",
-    "check_kept",
-    "hashes_of",
-    "remembered_sha256",
-    "sha256_of",
-    "writing_to_cache",
-]
-
 MARKER = "tailor.json"
 """The file in a converted folder that says what it was made of, and the hashes of the others."""
 

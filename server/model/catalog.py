@@ -43,19 +43,6 @@ from server.model.cache_folder import (
 )
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
 
-__all__ = [
-    "BUILT_IN",
-    "CONVERTER_VERSION",
-    "MARKER",
-    "BuiltIn",
-    "Wheel",
-    "cache_dir",
-    "cached_folder",
-    "fetch_built_in",
-    "model_folder",
-    "sha256_of",
-]
-
 CONVERTER_VERSION = 2
 """Part of a converted folder's name: a better converter makes a new folder."""
 

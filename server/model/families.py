@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["BY_ARCHITECTURE", "FAMILIES", "Family", "WeightNames", "family_of", "register"]
-
 NormPlacement = Literal["before", "after", "both"]
 """Where a layer's norms are: before attention and MLP (Llama), after them, on their results (OLMo
 2), or both (Gemma, GLM-4)."""

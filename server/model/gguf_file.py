@@ -20,8 +20,6 @@ import torch
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.integers.forms import BY_NAME
 
-__all__ = ["ARCHITECTURES", "GgufWeights", "unknown_forms"]
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of files that are served as they are."""
 

@@ -23,8 +23,6 @@ from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writ
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION, Report
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
 
-__all__ = ["cached_file_folder", "file_folder", "gguf_of", "is_gguf_path"]
-
 _MODEL = "model.gguf"
 
 

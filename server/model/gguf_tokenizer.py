@@ -9,8 +9,6 @@ from typing import Any
 
 from server.errors import IntegrityError, UnsupportedModelError
 
-__all__ = ["convert_tokenizer", "eos_ids", "gguf_fields"]
-
 
 def convert_tokenizer(gguf: Path, out: Path, report: Callable[[str], None]) -> None:
     """Write the tokenizer of `gguf` into `out`, a folder in transformers' form.

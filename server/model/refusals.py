@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["nearest_to", "reason_for"]
-
 _EXPERTS = "a mixture of experts", "a dense model of its size, such as Qwen3 0.6B to 8B"
 _RECURRENT = (
     "a recurrent state instead of keys and values",

@@ -16,8 +16,6 @@ from server.model import generic
 from server.model.families import BY_ARCHITECTURE, Family
 from server.model.refusals import nearest_to, reason_for
 
-__all__ = ["ARCHITECTURES", "check_raw", "check_supported"]
-
 ARCHITECTURES: Mapping[str, Family] = BY_ARCHITECTURE
 """Allowed classes and their families."""
 

@@ -10,8 +10,6 @@ import torch
 
 from vocab_store.enrichment import Enrichment
 
-__all__ = ["Microbatch", "TrainExample", "collate", "microbatches", "segmented"]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainExample:

@@ -27,8 +27,6 @@ from server.errors import ConfigError
 from server.training.examples import Microbatch, TrainExample, collate, microbatches, segmented
 from server.training.lora import Tuned, hidden_states
 
-__all__ = ["TrainOptions", "TrainProgress", "TrainResult", "evaluate_loss", "train"]
-
 _CHECKPOINT = "checkpoint.pt"
 
 

@@ -24,8 +24,6 @@ from server.errors import ConfigError
 from server.training.rows import START, Start, initial_rows
 from vocab_store.enrichment import Enrichment
 
-__all__ = ["ENRICHMENT_FILE", "LoraOptions", "Tuned", "hidden_states", "prepare", "save"]
-
 ENRICHMENT_FILE = "enrichment.json"
 
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["START", "initial_rows"]
-
 Start = Literal["leaning", "mean"]
 START: Start = "leaning"
 _DECAY = 2.0

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from server.types import SpeculationParams
     from vocab_store.enrichment import Enrichment
 
-__all__ = ["WARM_UP", "EnrichedDrafter", "content_id", "make_task_drafter"]
-
 WARM_UP = "warm-up"
 """The task of the requests that an engine answers itself before it is ready."""
 

@@ -22,15 +22,14 @@ from server.wiring.profiles import ProfileFiles
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
-    from server.engine.engine import Engine, EngineSettings
+    from server.engine.engine import Engine
     from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.settings import EngineSettings
     from server.engine.task_store import TaskStore
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
     from server.types import EngineSizes, ModelInfo, SpeculationParams, VocabularyMode
     from vocab_store.enrichment import Enrichment
-
-__all__ = ["EngineOrder", "build_engine"]
 
 log = logging.getLogger("tailor.server")
 
@@ -131,7 +130,7 @@ def build_engine(order: EngineOrder) -> Engine:
 
 
 def _engine_settings(order: EngineOrder) -> EngineSettings:
-    from server.engine.engine import EngineSettings
+    from server.engine.settings import EngineSettings
 
     target_step_s = _TARGET_STEP_S[order.device.partition(":")[0]]
     return EngineSettings(**asdict(order.sizes), target_step_s=target_step_s)
@@ -181,7 +180,7 @@ def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:
     """Where an engine keeps calibration and learned outputs: by tasks, engine and model."""
     import hashlib
 
-    from server.model.catalog import cache_dir
+    from server.model.cache_folder import cache_dir
 
     key = hashlib.sha256(f"{order.name}|{fingerprint}".encode()).hexdigest()[:24]
     return cache_dir() / "tasks" / order.namespace / "engines" / key
@@ -191,7 +190,7 @@ def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
     """Where the cost of a step is kept: by device, model with dtype, and threads."""
     import hashlib
 
-    from server.model.catalog import cache_dir
+    from server.model.cache_folder import cache_dir
 
     threads = order.engine.threads or len(os.sched_getaffinity(0))
     key = f"{order.device}|{_device_name(order.device)}|{fingerprint}|{threads}"

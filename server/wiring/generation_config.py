@@ -8,8 +8,6 @@ from pathlib import Path
 
 from server.config import SamplingDefaults
 
-__all__ = ["sampling_defaults"]
-
 log = logging.getLogger("tailor.server")
 
 _KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

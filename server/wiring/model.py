@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
-__all__ = ["enrichment_of", "served_model", "table_file"]
-
 log = logging.getLogger("tailor.server")
 
 

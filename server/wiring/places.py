@@ -11,8 +11,6 @@ from pathlib import Path
 from server.config import ModelConfig
 from server.errors import ConfigError
 
-__all__ = ["check_places"]
-
 ADAPTER_FILE = "adapter_config.json"
 
 

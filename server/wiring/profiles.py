@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from vocab_store.profile import VocabProfile
     from vocab_store.slice import RequiredIds
 
-__all__ = ["ProfileFiles"]
-
 
 class ProfileFiles:
     """Vocabulary profiles by file. A file that is replaced is read again; who has the old one

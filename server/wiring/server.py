@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from server.api.served_model import ServedModel
     from server.metrics.series import Metrics
 
-__all__ = ["ServerPlan", "listen", "plan_server", "run_server"]
-
 log = logging.getLogger("tailor.server")
 
 
@@ -58,7 +56,7 @@ def plan_server(
     folders: each model's folder by the model's name. reload_tasks: reads the tasks again; None:
     they are fixed. Raises ModelError, and ConfigError for a corpus that cannot be used.
     """
-    from server.model.catalog import cache_dir
+    from server.model.cache_folder import cache_dir
 
     models: dict[str, ServedModel] = {}
     orders: list[EngineOrder] = []
@@ -277,7 +275,9 @@ def run_server(
 
 def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
     """The client of every engine of a plan; each engine is a process of its own."""
-    from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
+    from server.api.engines.client import EngineClient
+    from server.api.engines.slot import EngineSpec
+    from server.api.engines.supervisor import RestartPolicy
     from server.engine.host import start_process
 
     config = plan.config

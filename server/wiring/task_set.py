@@ -36,8 +36,6 @@ from drafters.catalog import Need, that_use
 from server.config import TaskConfig
 from server.errors import ConfigError, StorageError
 
-__all__ = ["BuildOrder", "CorpusSize", "TaskSet", "build_upload"]
-
 log = logging.getLogger("tailor.tasks")
 
 MAX_UPLOADED_TOKENS = 50_000_000

@@ -18,7 +18,9 @@ import openai
 
 from server import token_bytes
 from server.api.app import create_app
-from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
+from server.api.engines.client import EngineClient
+from server.api.engines.slot import EngineSpec
+from server.api.engines.supervisor import RestartPolicy
 from server.api.served_model import ServedModel
 from server.api.serving import run_loop, serve
 from server.api.tasks import TaskAdmin

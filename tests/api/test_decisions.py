@@ -15,11 +15,12 @@ from server.api.chat_template import ChatTemplate
 from server.api.decision_body import DecisionBody, questions_of
 from server.api.decision_prompt import Labeller, input_text, options_of, question_text
 from server.api.decisions import DecisionIntake, probabilities_of
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.api.intake import Intake
 from server.config import LimitsConfig
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
 from server.types import Delta, Request
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer

@@ -21,10 +21,11 @@ import httpx
 import pytest
 
 from drafters import make_drafter
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.engine.batch import Batch
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.host import start_process, start_thread
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from tests.api.live import TABLE, LiveServer, encode, wait_until
 from tests.api.test_completions import events

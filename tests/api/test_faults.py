@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from server.api.engines.client import RestartPolicy
+from server.api.engines.supervisor import RestartPolicy
 from server.config import TaskConfig, TaskLimits
 from server.engine.batch import Batch
 from server.engine.host import start_process

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from server.api import structured
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.config import (
     MetricsConfig,
     ServerConfig,
@@ -26,10 +26,11 @@ from server.config import (
     TaskConfig,
     VocabularyConfig,
 )
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.wiring.drafter import make_task_drafter

@@ -22,7 +22,9 @@ import httpx
 import openai
 import pytest
 
-from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
+from server.api.engines.client import EngineClient
+from server.api.engines.slot import EngineSpec
+from server.api.engines.supervisor import RestartPolicy
 from server.config import LimitsConfig, ServerConfig
 from server.errors import NoEngineError
 from server.metrics.series import Metrics

@@ -13,11 +13,12 @@ import openai
 import pytest
 
 from drafters import make_drafter
-from server.api.engines.client import EngineSpec
-from server.engine.engine import Engine, EngineSettings
+from server.api.engines.slot import EngineSpec
+from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from tests.api.live import TABLE, TOKENIZER, LiveServer
 from tests.api.test_completions import events

@@ -18,11 +18,12 @@ from pydantic import SecretStr
 
 from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.api.protocol import CompletionBody, CorpusBody
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.errors import ConfigError

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.commands.cli import COMMANDS, OLD_OPTIONS, build_app, parse
-
-__all__ = ["ALL", "Facts", "parse"]
+from server.commands.cli import COMMANDS, OLD_OPTIONS, build_app
 
 
 @dataclass(frozen=True)

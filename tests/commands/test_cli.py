@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from server import __version__
-from server.commands.cli import build_app, main
+from server.commands.cli import build_app, main, parse
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config import MemorySize
 from server.errors import ConfigError
 from tests.commands.command_line import ALL as COMMANDS
-from tests.commands.command_line import parse
 
 ROOT = Path(__file__).parents[2]
 

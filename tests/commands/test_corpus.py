@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drafters.corpus import Corpus, FingerprintError
+from drafters.array_file import FingerprintError
+from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
 from server.datasets import tokenize_in_place

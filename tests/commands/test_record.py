@@ -25,7 +25,8 @@ from server.commands.recorder import (
     record,
 )
 from server.datasets import read_examples
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.errors import ConfigError
 from server.types import SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer

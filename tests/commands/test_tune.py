@@ -13,12 +13,14 @@ import pytest
 from drafters.corpus import Corpus
 from server import token_bytes
 from server.commands.cli import main
-from server.commands.tune import TuneSettings, tune
+from server.commands.tune import tune
 from server.commands.tune_choice import Choice, best_of, corpus_fit
+from server.commands.tune_material import TuneSettings
 from server.config import load_task, load_tasks
 from server.engine.budget import CostTable, row_grid
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.forecast import Forecast
+from server.engine.settings import EngineSettings
 from server.errors import ConfigError
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-__all__ = ["add_options", "environment", "run", "served_model", "work_folder"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every script has."""

@@ -8,7 +8,8 @@ import pytest
 from drafters.catalog import catalog, make_drafter
 from server.api.protocol import SpeculationBody
 from server.config import load_task
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.errors import ConfigError
 from server.types import Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from server.engine.batch import Batch
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.host import EngineFactory
+from server.engine.settings import EngineSettings
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 

@@ -10,7 +10,8 @@ import pytest
 from drafters.array_file import FingerprintError
 from drafters.published.grammys import BigramTable
 from server.engine.bigrams import model_fingerprint, take_bigrams
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = 40

@@ -17,9 +17,11 @@ from drafters.tree import DraftTree
 from server.engine.batch import Batch
 from server.engine.budget import CostTable
 from server.engine.drafting import DrafterRegistry
-from server.engine.engine import Engine, EngineSettings, RunnerBrokenError
+from server.engine.engine import Engine
 from server.engine.probe import make_prober
+from server.engine.recovery import RunnerBrokenError
 from server.engine.sequence import Sequence, SequenceMark
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.fakes.fake_drafters import FakeDrafter, oracle_drafter, random_drafter

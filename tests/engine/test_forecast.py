@@ -8,8 +8,9 @@ import pytest
 
 from drafters.replay import Recording
 from server.engine.budget import CostTable, row_grid
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.forecast import forecast
+from server.engine.settings import EngineSettings
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_drafters import FakeDrafter, liar_drafter, oracle_drafter, random_drafter

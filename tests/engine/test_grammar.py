@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from drafters.tree import DraftTree
 from server import token_bytes
 from server.engine.drafting import check_tree
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.grammar import ConstrainedTree, GrammarState, constrain, fill_masks
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import load_grammar_tokenizer
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer

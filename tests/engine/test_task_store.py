@@ -15,7 +15,8 @@ import pytest
 
 from drafters.corpus import build_corpus
 from drafters.learned import LearnedOutputs
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.engine.task_store import TaskStore
 from server.types import Delta, Request, SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter

@@ -17,7 +17,7 @@ from loadtest.soak import CUT, KEPT, Options, Reading, Tally
 from server.api import protocol
 from server.api.chat_protocol import ChatBody
 from server.api.decision_body import DecisionBody
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.config import TaskConfig
 from server.engine.host import start_thread
 from tests.api.chat_models import TOKENIZER, served

@@ -19,7 +19,8 @@ from loadtest.prompts import Example
 from loadtest.vocab_table import Row, make_rows
 from server import token_bytes
 from server.engine.batch import Batch, Drawn, Int32
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.types import Request, SamplingParams
 from tests.fakes.fake_drafters import oracle_drafter
@@ -223,7 +224,7 @@ def test_library_metrics() -> None:
 
 
 def test_rows_of_the_table() -> None:
-    from tests.vocab_store.test_profile import byte_level_tokenizer
+    from tests.api.tiny_tokenizers import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer()
     tokens = token_bytes.build(tokenizer)

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from loadtest.vocab_first_token import head_memory, measure_first_tokens, most_dynamic, unseen_ids
 from loadtest.vocab_speed import figures, run_mode, sized
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.types import VocabularyParams
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile

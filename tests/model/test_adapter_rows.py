@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from server.errors import ModelError, UnsupportedModelError
-from server.model.loader import EMBEDDING, HEAD, build_module, open_model
+from server.model.adapter import EMBEDDING, HEAD
+from server.model.loader import build_module, open_model
 from server.training.lora import LoraOptions, prepare, save
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment

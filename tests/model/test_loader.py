@@ -11,7 +11,8 @@ import torch
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import cache_folder
-from server.model.loader import build_module, check_supported, open_model
+from server.model.loader import build_module, open_model
+from server.model.supported import check_supported
 from tests.model.tiny_models import FAMILIES, save_tiny, tiny_config
 
 

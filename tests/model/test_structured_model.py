@@ -16,9 +16,10 @@ from transformers import LlamaForCausalLM
 from drafters import make_drafter
 from server import token_bytes
 from server.engine.batch import Runner
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import load_grammar_tokenizer
+from server.engine.settings import EngineSettings
 from server.model.gpu.runner import TorchRunner
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer

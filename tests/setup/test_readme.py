@@ -18,9 +18,9 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from server.commands.cli import parse
 from server.config import MemorySize, ServerConfig, TaskConfig, load_server_config, load_task
 from tests.commands.command_line import ALL as COMMANDS
-from tests.commands.command_line import parse
 from tests.setup import pages
 
 ROOT = pages.ROOT

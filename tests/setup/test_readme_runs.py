@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from server.commands.cli import main
-from server.model.catalog import BUILT_IN, CONVERTER_VERSION, MARKER
+from server.model.cache_folder import MARKER
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION
 from tests.model.tiny_models import save_tiny, save_tokenizer
 from tests.setup import pages
 from tests.setup.test_serve import Running

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.api.engines.routing import route
-from server.api.engines.slot import EngineFactory, EngineSlot, EngineSpec
+from server.api.engines.slot import EngineSlot, EngineSpec
 from server.api.engines.submission import Submission
 from server.api.engines.supervisor import RestartPolicy, Supervisor
 from server.errors import DrainingError, NoEngineError, QueueFullError, TailorError
 from server.metrics.series import Metrics
 from server.types import ModelInfo, Request
-
-__all__ = ["EngineClient", "EngineFactory", "EngineSpec", "RestartPolicy", "Submission"]
 
 
 class EngineClient:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Pulse"]
-
 
 class Pulse:
     """What was last heard of one engine. Clock: time.monotonic().

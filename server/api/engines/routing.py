@@ -11,8 +11,6 @@ from server.api.engines.slot import EngineSlot
 from server.errors import LoadingError, NoEngineError
 from server.types import Request
 
-__all__ = ["BOUNDED_LOAD", "route"]
-
 BOUNDED_LOAD = 1.25
 """A task leaves its home engine when that has more than this times the mean load."""
 

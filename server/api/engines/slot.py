@@ -29,8 +29,6 @@ from server.api.engines.submission import Submission
 from server.channel import EngineHandle
 from server.types import Delta, EngineStats, ModelInfo, Request
 
-__all__ = ["EngineFactory", "EngineSlot", "EngineSpec", "SlotListener", "SlotState", "WaitingRoom"]
-
 EngineFactory = Callable[[], EngineHandle]
 """Starts an engine and returns its handle. Called in a thread; may block."""
 

@@ -21,8 +21,6 @@ from server.errors import (
 from server.metrics.series import Metrics
 from server.types import Delta, Request
 
-__all__ = ["Holder", "Submission"]
-
 
 class Holder(Protocol):
     """Who works for a Request: an engine's slot."""

@@ -21,8 +21,6 @@ from server.errors import DrainingError, EngineDiedError, NoEngineError, TailorE
 from server.metrics.series import Metrics
 from server.types import Delta, EngineStats, ModelInfo
 
-__all__ = ["RestartPolicy", "Supervisor"]
-
 log = logging.getLogger("tailor.client")
 
 

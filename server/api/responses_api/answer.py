@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from server.api.chat import ChoiceReader
-from server.api.engines.client import Submission
+from server.api.engines.submission import Submission
 from server.api.responses import DecisionUsage, InputDetails, OutputDetails, encode_ascii
 from server.api.responses_api.intake import ResponsesOrder
 from server.api.responses_api.shapes import (
@@ -28,8 +28,6 @@ from server.api.responses_api.shapes import (
 from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
 from server.errors import TailorError
 from server.types import Delta
-
-__all__ = ["response_events", "response_object"]
 
 
 class ResponseWriter:

@@ -10,8 +10,6 @@ from server.api.body_part import BodyPart
 from server.api.chat_protocol import FUNCTION_NAME, MAX_TOOLS
 from server.api.protocol import INT31, INT63, ModelName, SpeculationBody
 
-__all__ = ["FunctionToolBody", "ResponsesBody"]
-
 _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 _NAME = r"^[A-Za-z0-9_-]{1,64}$"

@@ -14,8 +14,6 @@ from server.api.responses_api.body import FunctionToolBody, ResponsesBody
 from server.api.responses_api.items import messages_of
 from server.errors import InvalidRequestError, RequestError, UnsupportedFieldError, echoed
 
-__all__ = ["ResponsesOrder", "responses_order"]
-
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is stored here; send false"),
     "background": ((False,), "requests are answered while the client waits"),

@@ -15,8 +15,6 @@ from server.errors import (
     echoed,
 )
 
-__all__ = ["messages_of"]
-
 _TEXTS: Mapping[str, str] = {
     "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
 }  # fmt: skip

@@ -8,11 +8,6 @@ from msgspec import UNSET, UnsetType, field
 
 from server.api.responses import Count, DecisionUsage, Shape, Speculation
 
-__all__ = [
-    "CallItem", "ErrorEvent", "IncompleteDetails", "MessageItem", "OutputItem", "ResponseAnswer",
-    "ResponseEvent", "TextPart", "TextSettings",
-]  # fmt: skip
-
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-__all__ = ["CallScanner", "NotACall"]
-
 _SPACE = " \t\r\n"
 
 

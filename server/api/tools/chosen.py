@@ -17,8 +17,6 @@ from server.errors import (
     echoed,
 )
 
-__all__ = ["ChosenTools", "chosen_tools"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:

@@ -13,8 +13,6 @@ from typing import Any
 
 from server.api.tools.formats import ARGUMENTS_KEY, ToolFormat
 
-__all__ = ["ForcedCall", "force_call"]
-
 
 @dataclass(frozen=True, slots=True)
 class ForcedCall:

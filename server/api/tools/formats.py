@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["ARGUMENTS_KEY", "MARKERS", "ToolFormat", "format_of"]
-
 ToolFormat = Literal["hermes", "mistral", "llama3"]
 
 MARKERS: Mapping[ToolFormat, tuple[str, ...]] = {

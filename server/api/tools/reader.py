@@ -23,8 +23,6 @@ from server.api.tools.call_scanner import CallScanner, NotACall
 from server.api.tools.formats import ARGUMENTS_KEY, MARKERS, ToolFormat
 from server.api.tools.strict import StrictArguments
 
-__all__ = ["ArgumentsPiece", "CallStart", "ToolEvent", "ToolReader"]
-
 _SPACE = " \t\r\n"
 _State = Literal["start", "text", "open", "call", "after", "plain", "rest", "forced"]
 

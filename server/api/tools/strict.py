@@ -15,8 +15,6 @@ from typing import Any
 
 from server.errors import UnsupportedFieldError, echoed
 
-__all__ = ["StrictArguments"]
-
 MAX_STEPS = 20_000
 """Pairs of a schema and a value that are looked at; a call's arguments take a few hundred."""
 

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["tell_tools"]
-
 _HOW_TO_CALL = """\
 You can call functions. Their signatures, one a line:
 {signatures}

@@ -28,8 +28,6 @@ from server.model.cpu.tensors import ModelTensors
 from server.model.cpu.vector_ir import LANES
 from server.model.shape import ModelShape
 
-__all__ = ["AdapterBank", "CpuAdapter", "OwnRows", "pack_adapter"]
-
 _MAX_PARTS = 3
 _NO_SPANS = np.zeros((0, 3), np.int64)
 

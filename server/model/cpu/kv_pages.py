@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-__all__ = ["KvPages"]
-
 _log = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23

@@ -37,8 +37,6 @@ from server.model.cpu.vector_ir import (
     store,
 )
 
-__all__ = ["KINDS", "ROWS", "StepAdapters", "add_lora", "gated_linear_lora"]
-
 KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
 """The products of a layer, by the names of records.Layers."""
 QKV, OUT, GATE_UP, DOWN, CONV_IN, CONV_OUT = range(len(KINDS))

@@ -17,8 +17,6 @@ from server.errors import UnsupportedModelError
 from server.model.cpu.records import Float32, Int64
 from server.model.shape import ModelShape
 
-__all__ = ["EMBEDDING", "HEAD", "ModelTensors", "Rows", "Vectors", "Weights"]
-
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from server.engine.batch import Batch
 from server.types import ModelInfo
 
-__all__ = ["check_batch"]
-
 
 def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_previous: int) -> None:
     """Indices that would read or write outside the device's memory: on a GPU they are not

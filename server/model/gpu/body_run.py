@@ -25,8 +25,6 @@ from server.model.gpu.transfers import Upload
 
 Array = npt.NDArray[Any]
 
-__all__ = ["BodyPlan", "BodyRun"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyPlan:

@@ -18,8 +18,6 @@ from server.engine.reference_sampler import noise_key, penalty_counts
 
 Array = npt.NDArray[Any]
 
-__all__ = ["DrawPlan", "has_choice", "plan_draws"]
-
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:

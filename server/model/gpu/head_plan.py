@@ -23,8 +23,6 @@ Array = npt.NDArray[Any]
 STREAMED_BYTES = 128 << 20
 """Memory of the logits that share one pass over a head in CPU memory."""
 
-__all__ = ["HeadPlanner", "Slab", "SliceView", "kept_draws", "rows_of", "sharing", "slab_arrays"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceView:

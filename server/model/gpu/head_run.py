@@ -14,8 +14,6 @@ from server.model.gpu.results import Segment, Step
 from server.model.gpu.sampler import Sampler, token_logprobs
 from server.model.gpu.slices import TorchSlices
 
-__all__ = ["HeadRun"]
-
 
 class HeadRun:
     """keep_ids: called with (draws of the batch, drawn ids, which draws they are) for the ids that

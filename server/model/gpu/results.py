@@ -16,8 +16,6 @@ from server.model.gpu.slices import Placed
 
 Array = npt.NDArray[Any]
 
-__all__ = ["Segment", "Step", "read_back"]
-
 
 @dataclass(slots=True)
 class Segment:

@@ -9,8 +9,6 @@ from server.model.gpu import attention as paged
 from server.model.gpu.graphs import ROW_BUCKETS, split_level
 from server.types import SamplingParams
 
-__all__ = ["warm_up_batch", "warm_up_shapes"]
-
 
 def warm_up_shapes(
     longest: int, shape: paged.TileShape, graph_rows: int

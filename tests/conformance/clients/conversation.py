@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["QUESTION", "TOOL", "is_weather", "weather"]
-
 QUESTION = "What is the weather in Rome? Use the tool."
 TOOL: dict[str, Any] = {
     "type": "function",

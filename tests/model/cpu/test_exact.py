@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from drafters import make_drafter
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.model.cpu.runner import CpuRunner
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from server.engine.engine import Engine, EngineSettings
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
 from server.model.cpu.runner import CpuRunner
 from server.types import EngineStats, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Collector, Result

@@ -25,8 +25,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BLOCK", "BY_NAME", "CHANNEL", "FORMS", "PANEL", "Form", "padded_inputs", "panels_of"]
-
 PANEL = 32
 """Outputs of a panel."""
 

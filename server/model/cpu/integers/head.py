@@ -17,8 +17,6 @@ from server.model.cpu.integers.product import aligned, count_of
 from server.model.cpu.integers.quantise import Activations
 from server.model.cpu.records import Int64
 
-__all__ = ["IntegerHead"]
-
 UInt8 = npt.NDArray[np.uint8]
 
 

@@ -14,25 +14,9 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import config
 
-from server.model.cpu.integers.emit import F16, F32, I8, I16, I32, at, call, i32, i64, splat
+from server.model.cpu.integers.emit import F16, I8, at, call, i32, i64, splat
 from server.model.cpu.integers.forms import PANEL, Form
-
-__all__ = [
-    "FLOATS",
-    "INTS",
-    "KERNEL",
-    "LANES",
-    "choose",
-    "dot",
-    "fma",
-    "input_parts",
-    "ints",
-    "load_halves",
-    "load_small",
-    "load_stored",
-    "store",
-    "weight_parts",
-]  # fmt: skip
+from server.model.cpu.vector_ir import F32, I16, I32
 
 
 def _features() -> set[str]:

@@ -33,8 +33,6 @@ from server.model.cpu.records import Int64
 from server.model.cpu.team import barrier, take
 from server.model.cpu.vector_ir import LANES
 
-__all__ = ["IntegerLinear", "integer_linear"]
-
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
 

@@ -23,8 +23,6 @@ from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.tensors import ModelTensors, Rows, Weights
 from server.model.shape import ModelShape
 
-__all__ = ["FORM_OF", "FileWeights", "IntegerWeights"]
-
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
 """What `weights` may be called -> the form that floats are rounded to, but for the LM head."""
 

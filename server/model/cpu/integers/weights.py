@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs
 
-__all__ = ["Stored", "dequantised", "from_ggml", "pack_rows", "quantised"]
-
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 
