@@ -72,6 +72,12 @@ def scope_of(tenant: str, cache_salt: str, adapter: str = "") -> str:
     return f"{own}{tenant}\0{cache_salt}"
 
 
+def adapter_of(scope: str) -> str:
+    """The adapter of a scope, "" for the base model."""
+    own, is_there, _ = scope.partition("\0")[0].partition("\1")
+    return own if is_there else ""
+
+
 NO_SCOPE = scope_of("", "")
 """The scope without API keys and cache_salt."""
 
@@ -354,6 +360,11 @@ class AdapterOrder:
     vocab_size: int
     table: str = ""
     pinned: bool = False
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+        return self.adapter_id.rpartition("@")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server import __version__
+from server.api.adapters import ADAPTER_PATHS, AdapterRoutes
 from server.api.chat_intake import ChatIntake
 from server.api.dashboard import DATA_PATH, HISTORY_PATH, PAGE_PATHS, ROOT_PATH, DashboardRoutes
 from server.api.dashboard_history import History
@@ -73,9 +74,17 @@ def create_app(
 ) -> FastAPI:
     """The application. It owns nothing but its tokenizing threads; see the top of this file.
 
-    task_admin: who changes tasks for the admin routes; None: they only look.
+    task_admin: who changes tasks for the admin routes; None: they only look. It holds the
+    adapters, too, if there are any.
     """
-    intake = Intake(tasks=tasks, models=models, drafters=drafters, limits=config.limits)
+    adapters = None if task_admin is None else task_admin.adapters
+    intake = Intake(
+        tasks=tasks,
+        models=models,
+        drafters=drafters,
+        limits=config.limits,
+        adapters=None if adapters is None else adapters.served,
+    )
     for task in tasks.values() if len(tasks) <= MAX_EXPECTED_TASKS else ():
         model = intake.find(task.name)[1].name
         metrics.expect(task.name, task.speculation.drafter, model)
@@ -101,6 +110,7 @@ def create_app(
         intake=intake, client=client, metrics=metrics, limits=config.limits, admin=task_admin
     )
     task_routes.add_to(app)
+    AdapterRoutes(context, client, adapters).add_to(app)
     app.state.reload_tasks = task_routes.reload
     if config.dashboard.enabled:
         page.add_to(app)
@@ -134,9 +144,9 @@ def _middleware(
     config: ServerConfig, metrics: Metrics, paths: Mapping[str, str], traces: TraceSink | None
 ) -> list[Middleware]:
     """CORS where it is asked for, and the gate. paths: those that metrics may name."""
-    open_paths, admin_paths = OPEN_PATHS, frozenset[str]()
+    open_paths, admin_paths = OPEN_PATHS, ADAPTER_PATHS
     if config.metrics.admin_only and config.keys:
-        admin_paths = frozenset({"/metrics"})
+        admin_paths |= frozenset({"/metrics"})
     elif not config.metrics.require_key:
         open_paths |= {"/metrics"}
     if config.dashboard.enabled:

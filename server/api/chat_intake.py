@@ -119,6 +119,9 @@ class ChatPrompt:
     ids: list[int]
 
 
+_MAX_OWN_TALKERS = 256
+
+
 class ChatIntake:
     """Turns chat bodies into ChatOrders. intake: what serves the completions of the same app."""
 
@@ -129,6 +132,19 @@ class ChatIntake:
             for name, model in intake.models.items()
             if model.chat is not None
         }
+        self._own_talkers: dict[str, _Talker] = {}  # of adapters with ids of their own
+
+    def _talker_of(self, model: ServedModel) -> _Talker | None:
+        """The model's; an adapter with ids of its own has its base's with its own table."""
+        talker = self._talkers.get(model.name)
+        if talker is None or not model.own_ids:
+            return talker
+        known = self._own_talkers.get(model.adapter_id)
+        if known is None:
+            if len(self._own_talkers) >= _MAX_OWN_TALKERS:
+                self._own_talkers.clear()
+            known = self._own_talkers[model.adapter_id] = _talker(model, talker.template)
+        return known
 
     async def prompt(
         self,
@@ -140,7 +156,7 @@ class ChatIntake:
         """The ids of one body's messages and tools. Raises what is the client's fault."""
         names = names or _names_of(body)
         task, model = self._intake.find(body.model)
-        talker = self._talkers.get(model.name)
+        talker = self._talker_of(model)
         if talker is None:
             raise UnsupportedFieldError(
                 f"model: {echoed(model.name)} has no chat template: it continues text, it does not "

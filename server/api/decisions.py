@@ -116,6 +116,7 @@ class DecisionIntake:
                 request_id=f"{request_id}-{i}",
                 task=task.name,
                 model=model.name,
+                adapter=model.adapter_id,
                 prompt_ids=tuple(ids),
                 sampling=SamplingParams(temperature=0.0, max_tokens=0),
                 arrival_s=arrival_s,

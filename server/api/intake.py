@@ -101,8 +101,8 @@ class Intake:
     """Turns bodies into Requests.
 
     tasks and models: by name; the first model is the default. drafters: names that engines know.
-    limits: the server's. Owns two threads for tokenizing long texts, and those of `grammars`;
-    `close` ends them.
+    limits: the server's. adapters: beside the models, by name. Owns two threads for tokenizing
+    long texts, and those of `grammars`; `close` ends them.
     """
 
     def __init__(
@@ -112,12 +112,14 @@ class Intake:
         models: Mapping[str, ServedModel],
         drafters: Sequence[str],
         limits: LimitsConfig,
+        adapters: Mapping[str, ServedModel] | None = None,
     ) -> None:
         if not models:
             raise ValueError("no model")
         self.tasks: dict[str, TaskConfig] = {}
         self.replace_tasks(tasks)
         self.models = dict(models)
+        self.adapters = dict(adapters or {})
         self._default_model = next(iter(self.models))
         self._drafters = tuple(drafters)
         self._limits = limits
@@ -142,7 +144,7 @@ class Intake:
         """The task and the model that a `model` field names. Raises ModelNotFoundError."""
         if name is None:
             name = self._default_model
-        model = self.models.get(name)
+        model = self.models.get(name) or self.adapters.get(name)
         if model is not None:
             return self.tasks[DEFAULT_TASK], model
         task = self.tasks.get(name)
@@ -154,8 +156,19 @@ class Intake:
         return task, self.model_of(task)
 
     def model_of(self, task: TaskConfig) -> ServedModel:
-        """The model that runs a task."""
-        return self.models[task.model or self._default_model]
+        """The model that runs a task, with its adapter. Raises ModelNotFoundError for one that was
+        unloaded."""
+        model = self.models[task.model or self._default_model]
+        if task.adapter is None:
+            return model
+        adapter = self.adapters.get(task.adapter)
+        if adapter is None or adapter.name != model.name:
+            raise ModelNotFoundError(
+                f"The adapter {echoed(task.adapter)} of the task {echoed(task.name)} is not "
+                "loaded.",
+                param="model",
+            )
+        return adapter
 
     async def completion(
         self,
@@ -199,6 +212,7 @@ class Intake:
             request_id=request_id,
             task=task.name,
             model=model.name,
+            adapter=model.adapter_id,
             prompt_ids=(),
             sampling=sampling,
             speculation=speculation,
@@ -220,10 +234,9 @@ class Intake:
                 num_truncated += max(0, len(ids) - body.truncate_prompt_tokens)
                 ids = ids[-body.truncate_prompt_tokens :]
                 prompt = list(ids)
-            request = self._request(body, task, shared, ids, room, at)
+            request = self._request(body, task, model, shared, ids, room, at)
             requests.append(replace(request, request_id=f"{request_id}-{i}"))
-            echoes = echo_text(model, prompt, ids, sampling) if choices.echo else PromptText()
-            texts.append(echoes)
+            texts.append(echo_text(model, prompt, ids, sampling) if choices.echo else PromptText())
         self._check_total(requests)
         order = _order(body, grammar_field, model, choices, requests, texts)
         return replace(order, num_truncated=num_truncated)
@@ -281,6 +294,7 @@ class Intake:
         self,
         body: CompletionBody,
         task: TaskConfig,
+        model: ServedModel,
         shared: Request,
         ids: tuple[int, ...],
         room: int,
@@ -291,8 +305,7 @@ class Intake:
         max_tokens = max_tokens_of(body, task, most, shared.sampling, len(ids), room, at)
         marks, span = body.context or task.speculation.context, None
         if marks is not None and shared.speculation.drafter != "off":
-            table = self.models[shared.model].table
-            span = context_span(table, ids, marks.after, marks.before)
+            span = context_span(model.table, ids, marks.after, marks.before)
         seed = body.seed if body.seed is not None else task.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed & _MASK64
         return replace(

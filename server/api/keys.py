@@ -165,7 +165,8 @@ class Visit:
         """
         for request in requests:
             is_default = request.task == DEFAULT_TASK
-            self.check(request.task, request.model, request.model if is_default else request.task)
+            model = request.adapter.rpartition("@")[0] or request.model
+            self.check(request.task, model, model if is_default else request.task)
         requests = [
             replace(request, tenant=self.tenant, queue_timeout_s=queue_timeout_s or 0.0)
             for request in requests

@@ -38,21 +38,22 @@ class ModelRoutes:
         return ModelEntry(
             id=name,
             created=model.created,
-            root=model.name,
-            parent=None if model.name == name else model.name,
+            root=model.root if name == model.key and model.root else model.key,
+            parent=model.name if name == model.key and model.root else _other(model.key, name),
             max_model_len=self._context.room(model),
-            description="" if name == model.name else task.description,
+            description="" if name == model.key else task.description,
             implementation=model.implementation,
         )
 
     def models(self, request: HttpRequest) -> ModelList:
         """GET /v1/models: what the caller may use."""
         intake = self._context.intake
-        names = [*intake.models, *(name for name in intake.tasks if name not in intake.models)]
+        models = [*intake.models, *intake.adapters]
+        names = [*models, *(name for name in intake.tasks if name not in models)]
         key = visit_of(request).key
         if key is not None:
             found = {name: intake.find(name) for name in names}
-            names = [n for n, (task, model) in found.items() if key.may_use(task.name, model.name)]
+            names = [n for n, (task, model) in found.items() if key.may_use(task.name, model.key)]
         return ModelList(data=[self.entry(name) for name in names])
 
     async def tokenize(self, request: HttpRequest) -> Tokens:
@@ -157,6 +158,11 @@ class ModelRoutes:
         @app.post("/detokenize", **described(DetokenizeBody, "Text of token ids"))
         async def detokenize(request: HttpRequest) -> Response:
             return AnswerResponse(await self.detokenize(request))
+
+
+def _other(model: str, name: str) -> str | None:
+    """The model that a name stands for, None where it is its own."""
+    return None if model == name else model
 
 
 _CHAT_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")

@@ -251,6 +251,25 @@ class CorpusBody(BodyPart):
     )
 
 
+class LoadAdapterBody(BodyPart):
+    """POST /v1/load_lora_adapter: vLLM's body, and what is Tailor's own."""
+
+    lora_name: str = Field(max_length=256, description="what the `model` field will call it")
+    lora_path: str = Field(min_length=1, max_length=4096, description="folder that PEFT saved")
+    load_inplace: bool = Field(False, description="whether it may replace one of the same name")
+    base_model_name: ModelName | None = Field(
+        None, description="the model that it is beside; default the server's first"
+    )
+    pinned: bool = Field(False, description="whether it stays in memory")
+
+
+class UnloadAdapterBody(BodyPart):
+    """POST /v1/unload_lora_adapter: vLLM's body."""
+
+    lora_name: str = Field(max_length=256)
+    lora_int_id: int | None = Field(None, description="vLLM's number of it; not looked at")
+
+
 class TokenizeBody(BodyPart):
     """POST /tokenize, vLLM's shape: a prompt, or a chat's messages and tools as their template
     writes them. Without a model: the server's first."""

@@ -57,7 +57,7 @@ class RouteContext:
     def find(self, request: HttpRequest, name: str | None) -> tuple[TaskConfig, ServedModel]:
         """The task and model of a `model` field, if the caller may use them; else a 404."""
         task, model = self.intake.find(name)
-        visit_of(request).check(task.name, model.name, model.name if name is None else name)
+        visit_of(request).check(task.name, model.key, model.key if name is None else name)
         return task, model
 
     def submit(self, request: HttpRequest, requests: Sequence[Request]) -> Submission:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +13,7 @@ from server.api.segments import SegmentEncoder
 from server.api.text import TokenNames
 from server.config import SamplingDefaults
 from server.token_bytes import TokenBytes
+from server.types import AdapterOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,9 @@ class ServedModel:
     output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint. chat: the
     model's chat template, None for a base model. sampling: how it was made to be sampled
     (generation_config.json), where a task is silent. implementation: what computes it, a family of
-    ours or transformers' own forward.
+    ours or transformers' own forward. adapter: of an adapter beside its base: the rest is the
+    base's but for the meaning of its ids. own_ids: how many base ids each id stands for that is a
+    token of the model's own. root: where an adapter was taken from, as vLLM tells it.
     """
 
     name: str
@@ -35,8 +39,21 @@ class ServedModel:
     chat: ChatTemplate | None = None
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     implementation: Literal["tailor", "transformers"] = "tailor"
+    adapter: AdapterOrder | None = None
+    own_ids: Mapping[int, int] = field(default_factory=dict)
+    root: str = ""
     names: TokenNames = field(init=False, repr=False)
     segments: SegmentEncoder = field(init=False, repr=False)
+
+    @property
+    def adapter_id(self) -> str:
+        """Request.adapter."""
+        return "" if self.adapter is None else self.adapter.adapter_id
+
+    @property
+    def key(self) -> str:
+        """The name that a `model` field calls it by."""
+        return self.name if self.adapter is None else self.adapter.name
 
     def __post_init__(self) -> None:
         # A tokenizer.json may carry truncation and padding: a prompt is never cut or padded.

@@ -26,6 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api import protocol
+from server.api.adapters import AdapterAdmin
 from server.api.body import parse_object, read_body
 from server.api.engines.client import EngineClient
 from server.api.intake import Intake
@@ -86,6 +87,9 @@ class TaskAdmin(Protocol):
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]: ...
+
+    @property
+    def adapters(self) -> AdapterAdmin | None: ...
 
     def corpus_size(self, task: str) -> CorpusFigures | None: ...
 
@@ -357,13 +361,14 @@ class TaskRoutes:
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in
         time are left out, and told in `engines`."""
-        model = self._intake.model_of(task).name
-        spec = task.speculation
+        served = self._intake.model_of(task)
+        model, spec = served.name, task.speculation
         payload = {
             "task": task.name,
             "drafter": spec.drafter,
             "options": spec.options(),
             "corpus": spec.corpus,
+            "adapter": served.adapter_id,
         }
         engines = [e for e in self._client.engines() if e["model"] == model]
         answers = await asyncio.gather(

@@ -158,6 +158,22 @@ def call(
         raise CallFailedError(f"{endpoint.base} does not answer as Tailor does") from None
 
 
+def tell(endpoint: Endpoint, route: str, body: dict[str, Any], timeout_s: float) -> str:
+    """The text that a server answers to a POST, which is not sent again. Raises CallFailedError."""
+    try:
+        response = httpx.post(
+            endpoint.base + route,
+            json=body,
+            headers=endpoint.headers,
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+        )
+    except httpx.HTTPError as error:
+        raise _unreachable(endpoint, error) from None
+    if not response.is_success:
+        raise CallFailedError(f"{endpoint.base}: {refusal_of(response).message}")
+    return response.text
+
+
 def events(
     endpoint: Endpoint, route: str, body: dict[str, Any], timeout_s: float
 ) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ class Command(NamedTuple):
 GROUPS = {  # what each is for, and an example
     "tasks": ("Work with task files.", "tailor tasks check configs/tasks"),
     "models": ("Work with models.", "tailor models fetch gemma-3-270m"),
+    "adapters": ("Work with a running server's adapters.", "tailor adapters list"),
     "corpus": ("Work with a task's corpus.", "tailor corpus show task.corpus"),
     "vocab": ("Work with vocabulary profiles.", "tailor vocab show task.vocab"),
 }
@@ -111,6 +112,24 @@ COMMANDS = (
         "models:remove",
         "remove a model's copy from this machine; folders of your own stay",
         "tailor models rm gemma-3-270m",
+    ),
+    Command(
+        "adapters list",
+        "adapters:list_adapters",
+        "list the adapters that a running server has beside its models",
+        "tailor adapters list",
+    ),
+    Command(
+        "adapters add",
+        "adapters:add",
+        "make a running server serve an adapter; needs an admin key",
+        "tailor adapters add slots slots-adapter",
+    ),
+    Command(
+        "adapters rm",
+        "adapters:remove",
+        "make a running server serve an adapter no more; needs an admin key",
+        "tailor adapters rm slots",
     ),
     Command(
         "run",

@@ -10,6 +10,7 @@ bounded.
 Importing this module imports neither torch nor fastapi.
 """
 
+from server.config.models import AdapterConfig, ModelConfig
 from server.config.server import (
     CorsConfig,
     DashboardConfig,
@@ -19,7 +20,6 @@ from server.config.server import (
     ListenConfig,
     LogConfig,
     MetricsConfig,
-    ModelConfig,
     RestartConfig,
     ServerConfig,
     TracingConfig,
@@ -51,6 +51,7 @@ from server.config.yaml_file import (
 
 __all__ = [
     "DEFAULT_TASK",
+    "AdapterConfig",
     "ContextMarks",
     "CorsConfig",
     "DashboardConfig",

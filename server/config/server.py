@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +16,14 @@ from pydantic import (
     model_validator,
 )
 
+from server.config.models import ModelConfig, WeightsForm
 from server.config.section import Section, from_folder, validate
-from server.config.values import Memory, check_device, check_name
+from server.config.values import Memory, check_name
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
 from server.types import EngineSizes
 
 _SIZES = EngineSizes()  # the defaults
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,95})?")
 
 
 class ListenConfig(Section):
@@ -32,53 +31,6 @@ class ListenConfig(Section):
 
     host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one")
-
-
-WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int4", "file"]
-
-
-class ModelConfig(Section):
-    """One model, with the devices it runs on: one engine process a device."""
-
-    name: str = Field(description="what the `model` field of a request calls it")
-    path: str = Field(
-        min_length=1,
-        max_length=4096,
-        description="a built-in name, a folder, a GGUF file or a Hugging Face id",
-    )
-    adapter: str | None = Field(
-        None, max_length=4096, description="folder of a PEFT LoRA that is merged at load"
-    )
-    devices: tuple[str, ...] = Field(
-        ("cpu",),
-        min_length=1,
-        max_length=64,
-        description="cpu, cuda or cuda:N, repeats allowed",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
-        None, description="overrides engine.dtype"
-    )
-    weights: WeightsForm | None = Field(None, description="overrides engine.weights")
-    max_model_len: int | None = Field(
-        None, ge=16, le=1 << 24, description="overrides engine.max_model_len"
-    )
-    generation_config: Literal["auto", "none"] = Field(
-        "auto",
-        description="auto: the model's generation_config.json says how to sample where a task is "
-        "silent",
-    )
-
-    @field_validator("name")
-    @classmethod
-    def _name(cls, value: str) -> str:
-        if not _MODEL_NAME.fullmatch(value):  # "org/name", as Hugging Face writes it, is allowed
-            raise ValueError("a model's name has letters, digits and . _ : - and at most one /")
-        return value
-
-    @field_validator("devices")
-    @classmethod
-    def _devices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(check_device(device) for device in value)
 
 
 class KeyConfig(Section):
@@ -282,6 +234,12 @@ class EngineConfig(Section):
         le=1 << 20,
         description="LM-head rows of prompts kept beside the profiles' own",
     )
+    max_adapters: int = Field(
+        _SIZES.max_adapters,
+        ge=1,
+        le=4096,
+        description="adapters in memory at once; hundreds more may be known",
+    )
     full_head: Literal["device", "stream", "cpu"] = Field(
         "device",
         description="where the full LM head lies on cuda; stream: in CPU memory, copied through "
@@ -320,6 +278,7 @@ class EngineConfig(Section):
             kv_fraction=None if memory is None else memory.fraction,
             prefix_cache=self.prefix_cache,
             slice_cache_rows=self.slice_cache_rows,
+            max_adapters=self.max_adapters,
             max_waiting_requests=limits.max_queued_requests,
             max_waiting_tokens=limits.max_queued_tokens,
         )
@@ -402,7 +361,7 @@ class ServerConfig(Section):
     @model_validator(mode="after")
     def _unique(self) -> ServerConfig:
         for what, names in (
-            ("models", [model.name for model in self.models]),
+            ("models", [name for model in self.models for name in model.names]),
             ("keys", [key.id for key in self.keys]),
         ):
             twice = {name for name in names if names.count(name) > 1}
@@ -429,6 +388,10 @@ def load_server_config(path: Path) -> ServerConfig:
                         "adapter": None
                         if model.adapter is None
                         else from_folder(base, model.adapter),
+                        "adapters": tuple(
+                            one.model_copy(update={"path": from_folder(base, one.path)})
+                            for one in model.adapters
+                        ),
                     }
                 )
                 for model in config.models

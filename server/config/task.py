@@ -196,6 +196,9 @@ class TaskConfig(Section):
     model: str | None = Field(
         None, max_length=128, description="name of a model of server.yaml; default the first"
     )
+    adapter: str | None = Field(
+        None, max_length=128, description="name of an adapter that stands beside that model"
+    )
     sampling: SamplingDefaults = Field(default_factory=SamplingDefaults)
     limits: TaskLimits = Field(default_factory=TaskLimits)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from server.engine.stops import StopTable
 from server.types import AdapterOrder
 from vocab_store.enrichment import Enrichment
 
-__all__ = ["Adapter", "AdapterShelf", "Vocabulary"]
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +106,19 @@ class AdapterShelf:
         self._threads: ThreadPoolExecutor | None = None
         self.num_loads = 0
         self.num_evictions = 0
+
+    def settle(self) -> list[str]:
+        """Wait until all that was registered is read; what is wrong with those that cannot be
+        used. At start: it holds up the loop."""
+        for adapter in list(self._known.values()):
+            under_way: list[Future[Any]] = [f for f in (adapter.reading, adapter.packed) if f]
+            wait(under_way)
+        self.poll()
+        return [
+            f"adapter {adapter.order.name}: {adapter.problem}"
+            for adapter in self._known.values()
+            if adapter.problem
+        ]
 
     # -- what is known ----------------------------------------------------------------------
 

@@ -195,6 +195,9 @@ class Admission:
         key = root_key(self._info.fingerprint, request.scope)
         self._num_arrived += 1
         adapter = self._adapters.use(request.adapter) if request.adapter else None
+        stops = self._stop_table
+        if adapter is not None and adapter.vocabulary is not None:  # else once it was read
+            stops = adapter.vocabulary.stop_table or stops
         sequences = [
             Sequence(
                 request,
@@ -203,7 +206,7 @@ class Admission:
                 max_model_len=self._info.max_model_len,
                 block_size=self._info.block_size,
                 eos_token_ids=self._eos,
-                stop_table=self._stop_table,
+                stop_table=stops,
                 root_key=key,
             )
             for choice_id in range(request.num_choices)

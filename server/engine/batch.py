@@ -275,6 +275,10 @@ class AdaptingRunner(Runner, Protocol):
     A row of a sequence without adapter has the bits that it has in a Batch without any.
     """
 
+    def check_adapter(self, folder: str) -> bool:
+        """Whether an adapter's head has rows of its own; reads no weights. From any thread.
+        Raises ModelError and its kin for one that this runner cannot compute."""
+
     def pack_adapter(self, folder: str) -> PackedAdapter:
         """Read an adapter; changes nothing, and may be called from any thread while a step is in
         flight. Raises ModelError and its kin."""

@@ -73,7 +73,7 @@ class TaskControl:
             )
 
     def _report(self, payload: Any) -> dict[str, Any]:
-        """{"task", "drafter", "options", "corpus", "learn_tokens"} of a task."""
+        """{"task", "drafter", "options", "corpus", "adapter"} of a task."""
         if self._memory is None:
             return {}
         spec = SpeculationParams(
@@ -81,6 +81,7 @@ class TaskControl:
             1,
             tuple((name, value) for name, value in payload["options"]),
             payload["corpus"],
+            adapter=payload.get("adapter", ""),
         )
         drafter = self._drafters.resolve(payload["task"], spec)
         return self._memory.report(payload["task"], drafter)

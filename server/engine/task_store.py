@@ -124,6 +124,7 @@ class TaskStore:
         folder: Path | None,
         *,
         fingerprint: str,
+        fingerprint_of: Callable[[str], str] | None = None,
         save_every_s: float = 60.0,
         build_share: float = 0.05,
         max_scopes: int = 64,
@@ -138,7 +139,7 @@ class TaskStore:
         outputs that wait for the worker; more are not learned.
         """
         self._folder = folder
-        self._fingerprint = fingerprint
+        self._fingerprint_of = fingerprint_of or (lambda _: fingerprint)
         self._save_every_s = save_every_s
         self._build_share = build_share
         self._max_scopes = max_scopes
@@ -383,7 +384,7 @@ class TaskStore:
             if path is not None:
                 try:
                     reservoir.outputs.restore(
-                        path, fingerprint=self._fingerprint, scope=digest(*key)
+                        path, fingerprint=self._fingerprint_of(key[1]), scope=digest(*key)
                     )
                     reservoir.num_unbuilt = len(reservoir.outputs)
                 except FileNotFoundError:
@@ -447,13 +448,15 @@ class TaskStore:
         base: Corpus | None = None
         if reservoir.corpus is not None:
             try:
-                base = Corpus.load(reservoir.corpus, fingerprint=self._fingerprint)
+                base = Corpus.load(reservoir.corpus, fingerprint=self._fingerprint_of(key[1]))
             except (OSError, ValueError) as error:
                 _log.warning("task %s: its corpus cannot be read: %s", key[0], error)
                 return
         if len(reservoir.outputs) == 0:
             return
-        layer = build_layer(reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint)
+        layer = build_layer(
+            reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint_of(key[1])
+        )
         self._layers[key] = _Layer(layer, reservoir.corpus, reservoir.generation)
         now_s = time.monotonic()
         self._next_build_s = now_s + (now_s - began_s) / self._build_share
@@ -467,7 +470,9 @@ class TaskStore:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            reservoir.outputs.save(path, fingerprint=self._fingerprint, scope=digest(*key))
+            reservoir.outputs.save(
+                path, fingerprint=self._fingerprint_of(key[1]), scope=digest(*key)
+            )
             files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
             for old in files[: max(0, len(files) - MAX_FILES)]:
                 old.unlink(missing_ok=True)

@@ -16,19 +16,28 @@ from typing import TYPE_CHECKING
 from drafters import DRAFTER_NAMES
 from server.config import EngineConfig
 from server.errors import ModelError
+from server.types import adapter_of
 from server.wiring.drafter import WARM_UP, make_task_drafter
 from server.wiring.model import enrichment_of
 from server.wiring.profiles import ProfileFiles
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+    from server.engine.adapters import AdapterShelf, Vocabulary
     from server.engine.engine import Engine
     from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.settings import EngineSettings
     from server.engine.task_store import TaskStore
     from server.logs import LogFormat
     from server.model.build import RunnerSpec
-    from server.types import EngineSizes, ModelInfo, SpeculationParams, VocabularyMode
+    from server.token_bytes import TokenBytes
+    from server.types import (
+        AdapterOrder,
+        EngineSizes,
+        ModelInfo,
+        SpeculationParams,
+        VocabularyMode,
+    )
     from vocab_store.enrichment import Enrichment
 
 log = logging.getLogger("tailor.server")
@@ -47,7 +56,8 @@ class EngineOrder:
     compiled before the engine is ready, so that no request waits for it. vocabularies: (mode,
     profile) of those tasks that cut the LM head, to be copied before the engine is ready.
     namespace: tells servers of other tasks apart in what is kept of tasks. learns: whether a task
-    learns.
+    learns. adapters: that the engine knows when it is ready; checks_adapters: whether one
+    that cannot be read keeps the engine from starting, or is told in the log alone.
     """
 
     name: str
@@ -67,6 +77,8 @@ class EngineOrder:
     log_format: LogFormat = "console"
     log_level: str = "info"
     vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
+    adapters: tuple[AdapterOrder, ...] = ()
+    checks_adapters: bool = True
 
 
 def _runner_spec(order: EngineOrder) -> RunnerSpec:
@@ -99,6 +111,7 @@ def build_engine(order: EngineOrder) -> Engine:
 
     logs.configure(order.log_format, order.log_level, engine=order.name)
     from server import token_bytes
+    from server.engine.adapters import Vocabulary
     from server.engine.engine import Engine
     from server.engine.probe import load_or_measure
     from server.engine.stops import StopTable
@@ -108,14 +121,19 @@ def build_engine(order: EngineOrder) -> Engine:
     table = token_bytes.open_table(order.table)
     runner = build_runner(_runner_spec(order))
     fingerprint = table.fingerprint.hex()
-    memory = TaskStore(_memory_folder(order, runner.info.fingerprint), fingerprint=fingerprint)
+    vocabularies = _Vocabularies(Vocabulary(fingerprint, enrichment_of(order.adapter)))
+    memory = TaskStore(
+        _memory_folder(order, runner.info.fingerprint),
+        fingerprint=fingerprint,
+        fingerprint_of=vocabularies.fingerprint_of,
+    )
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info.fingerprint)
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, about a minute")
     engine = Engine(
         runner,
-        _drafter_makers(runner.info, fingerprint, memory, enrichment_of(order.adapter)),
+        _drafter_makers(runner.info, memory, vocabularies),
         _engine_settings(order),
         stop_table=stops,
         cost=load_or_measure(runner, cost_file),
@@ -123,6 +141,8 @@ def build_engine(order: EngineOrder) -> Engine:
         profiles=ProfileFiles(table, runner.info.eos_token_ids),
         memory=memory,
     )
+    vocabularies.shelf = engine.adapters
+    _know_adapters(engine, order, table)
     _warm_up(engine, order.drafters, order.vocabularies)
     if order.learns:
         _warm_up_learning()
@@ -136,42 +156,96 @@ def _engine_settings(order: EngineOrder) -> EngineSettings:
     return EngineSettings(**asdict(order.sizes), target_step_s=target_step_s)
 
 
+class _Vocabularies:
+    """What ids mean: the base model's, and an adapter's. shelf: of the engine, once it is made."""
+
+    def __init__(self, base: Vocabulary) -> None:
+        self._base = base
+        self.shelf: AdapterShelf | None = None
+
+    def of(self, adapter_id: str) -> Vocabulary:
+        """Raises ValueError for an adapter that is not known any more."""
+        if not adapter_id:
+            return self._base
+        found = None if self.shelf is None else self.shelf.vocabulary(adapter_id)
+        if found is None:
+            raise ValueError("the adapter is not loaded")
+        return found
+
+    def fingerprint_of(self, scope: str) -> str:
+        """Of the ids that a scope's texts are in; as `of`."""
+        return self.of(adapter_of(scope)).fingerprint
+
+
 def _drafter_makers(
-    info: ModelInfo, fingerprint: str, memory: TaskStore, enrichment: Enrichment | None
+    info: ModelInfo, memory: TaskStore, vocabularies: _Vocabularies
 ) -> dict[str, Callable[[str, SpeculationParams], Drafter]]:
-    """(task, speculation) -> Drafter, by the drafter's name. fingerprint: of the tokenizer."""
-    return {
-        name: functools.partial(
-            make_task_drafter,
+    """(task, speculation) -> Drafter, by the drafter's name."""
+
+    def make(name: str, task: str, speculation: SpeculationParams) -> Drafter:
+        own = vocabularies.of(speculation.adapter)
+        return make_task_drafter(
             name,
-            fingerprint,
+            own.fingerprint,
             info.eos_token_ids,
+            task,
+            speculation,
             model=info.fingerprint,
             memory=memory,
-            enrichment=enrichment,
+            enrichment=own.enrichment,
         )
-        for name in DRAFTER_NAMES
-        if name != "off"
-    }
+
+    return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}
+
+
+def _know_adapters(engine: Engine, order: EngineOrder, table: TokenBytes) -> None:
+    """Tell the engine of the adapters that are served. Raises ModelError for one that cannot be."""
+    from server.engine.batch import AdaptingRunner
+    from server.wiring.adapters import VocabularyReader
+
+    runner = engine.runner
+    if not isinstance(runner, AdaptingRunner):
+        if order.adapters:
+            raise ModelError(
+                f"model {order.model}: adapters beside a base are not computed by the runner that "
+                "it has; serve one merged, with `adapter`"
+            )
+        return
+    compiles = order.engine.structured_outputs
+    engine.adapters.read = VocabularyReader(
+        runner, table, functools.partial(_compiler, order, engine.info) if compiles else None
+    )
+    for adapter in order.adapters:
+        engine.adapters.register(adapter, load=False)
+    problems = engine.adapters.settle()
+    if problems and order.checks_adapters:
+        raise ModelError("\n".join(problems))
+
+
+def _compiler(
+    order: EngineOrder, info: ModelInfo, enrichment: Enrichment | None, vocab_size: int
+) -> GrammarCompiler:
+    """What compiles grammars over a tokenizer's ids and an enrichment's."""
+    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar_tokenizer import load_grammar_tokenizer
+
+    return GrammarCompiler(
+        functools.partial(
+            load_grammar_tokenizer,
+            Path(order.folder) / "tokenizer.json",
+            vocab_size,
+            info.eos_token_ids,
+            enrichment,
+        ),
+        vocab_size,
+    )
 
 
 def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
     """What compiles grammars, its tokenizer read; None where they are switched off."""
-    from server.engine.grammar_compiler import GrammarCompiler
-    from server.engine.grammar_tokenizer import load_grammar_tokenizer
-
     if not order.engine.structured_outputs:
         return None
-    grammars = GrammarCompiler(
-        functools.partial(
-            load_grammar_tokenizer,
-            Path(order.folder) / "tokenizer.json",
-            info.vocab_size,
-            info.eos_token_ids,
-            enrichment_of(order.adapter),
-        ),
-        info.vocab_size,
-    )
+    grammars = _compiler(order, info, enrichment_of(order.adapter), info.vocab_size)
     grammars.load()
     return grammars
 

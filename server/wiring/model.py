@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     known = tokenizer.get_vocab(with_added_tokens=True)
     vocab_size = min(vocab_size, max(known.values(), default=-1) + 1)
     if enrichment is not None:
-        table = _enriched_table(folder, table, enrichment)
+        table = enriched_table(folder, table, enrichment)
         vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
     try:
         chat = load_chat_template(folder, tokenizer)
@@ -70,6 +71,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         max_model_len=min(limit, max_model_len or limit),
         created=created,
         fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
+        own_ids=own_ids(enrichment),
         chat=chat,
         sampling=(
             sampling_defaults(folder) if model.generation_config == "auto" else SamplingDefaults()
@@ -96,7 +98,15 @@ def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enric
         raise ModelError(f"adapter {adapter}: {error}") from None
 
 
-def _enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> TokenBytes:
+def own_ids(enrichment: Enrichment | None) -> Mapping[int, int]:
+    """ServedModel.own_ids."""
+    if enrichment is None:
+        return {}
+    pairs = zip(enrichment.ids, enrichment.parts, strict=True)
+    return {token_id: len(parts) for token_id, parts in pairs}
+
+
+def enriched_table(folder: Path, table: TokenBytes, enrichment: Enrichment) -> TokenBytes:
     """The table with the enrichment's tokens, in its file, mapped."""
     from server import token_bytes
     from server.model.cache_folder import writing_to_cache

@@ -14,13 +14,14 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters import DRAFTER_NAMES
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError
+from server.wiring.adapters import AdapterSet
 from server.wiring.engine import EngineOrder, build_engine
 from server.wiring.model import enrichment_of, served_model, table_file
 from server.wiring.profiles import ProfileFiles
@@ -29,6 +30,7 @@ from server.wiring.task_set import TaskSet
 if TYPE_CHECKING:
     from server.api.engines.client import EngineClient
     from server.api.served_model import ServedModel
+    from server.channel import EngineHandle
     from server.metrics.series import Metrics
 
 log = logging.getLogger("tailor.server")
@@ -43,6 +45,7 @@ class ServerPlan:
     models: Mapping[str, ServedModel]
     orders: tuple[EngineOrder, ...]
     task_set: TaskSet
+    adapters: AdapterSet
 
 
 def plan_server(
@@ -68,12 +71,21 @@ def plan_server(
         own = _tasks_of(model, config, tasks)
         _check_profiles(own, folder, models[model.name])
         orders += _orders(config, model, engine, folder, own, tasks)
+    adapters = AdapterSet(
+        models, folders, [m.name for m in config.models if set(m.devices) == {"cpu"}]
+    )
+    for model in config.models:
+        for one in model.adapters:
+            adapters.add(adapters.read(one, model.name))
+    _check_adapters(config, tasks, adapters)
+    orders = [replace(order, adapters=adapters.orders(order.model)) for order in orders]
 
     def load() -> Mapping[str, TaskConfig]:
         fresh = tasks if reload_tasks is None else reload_tasks()
         for model in config.models:
             own = _tasks_of(model, config, fresh)
             _check_profiles(own, folders[model.name], models[model.name])
+        _check_adapters(config, fresh, adapters)
         return fresh
 
     kept = cache_dir() / "tasks" / _namespace(config)
@@ -83,8 +95,33 @@ def plan_server(
         models={name: (folders[name], m.table.fingerprint.hex()) for name, m in models.items()},
         uploads=kept / "uploads",
         learned=kept / "engines",
+        adapters=adapters,
     )
-    return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set)
+    return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set, adapters)
+
+
+def _check_adapters(
+    config: ServerConfig, tasks: Mapping[str, TaskConfig], adapters: AdapterSet
+) -> None:
+    """Every task's adapter is served beside its model, and none is called like a task.
+
+    Raises ConfigError with a line for each that is not.
+    """
+    problems = [
+        f"task {name}: an adapter has the same name" for name in tasks if name in adapters.served
+    ]
+    first = config.models[0].name
+    for task in tasks.values():
+        if task.adapter is None:
+            continue
+        served = adapters.served.get(task.adapter)
+        if served is None or served.name != (task.model or first):
+            problems.append(
+                f"task {task.name}: adapter: {task.adapter} is no adapter of the model "
+                f"{task.model or first}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _shared_threads(config: ServerConfig) -> EngineConfig:
@@ -281,18 +318,27 @@ def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
     from server.engine.host import start_process
 
     config = plan.config
+    started: set[str] = set()
+
+    def start(order: EngineOrder) -> EngineHandle:
+        # An engine that starts again is told of the adapters that are served then.
+        now = replace(
+            order,
+            adapters=plan.adapters.orders(order.model),
+            checks_adapters=order.name not in started,
+        )
+        started.add(order.name)
+        return start_process(
+            functools.partial(build_engine, now), name=order.name, device=order.device
+        )
+
     return EngineClient(
         [
             EngineSpec(
                 order.name,
                 order.model,
                 order.device,
-                functools.partial(
-                    start_process,
-                    functools.partial(build_engine, order),
-                    name=order.name,
-                    device=order.device,
-                ),
+                functools.partial(start, order),
             )
             for order in plan.orders
         ],

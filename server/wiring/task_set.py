@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from drafters.catalog import Need, that_use
 from server.config import TaskConfig
@@ -66,6 +66,13 @@ class BuildOrder:
     target: str
 
 
+class ServedAdapters(Protocol):
+    """What a TaskSet needs of an AdapterSet: the adapters, by name, each with a `table`."""
+
+    @property
+    def served(self) -> Mapping[str, Any]: ...
+
+
 class TaskSet:
     """See the top of this file. Used from one event loop; files are read in threads.
 
@@ -73,7 +80,7 @@ class TaskSet:
     (folder, tokenizer fingerprint) by its name; the first is the default. uploads: folder for
     uploaded corpora, or None to take none. learned: folder with the engines' folders of what they
     learned (server.engine.task_store), swept by `delete`. build: how a corpus is built; None is
-    in a process of its own.
+    in a process of its own. adapters: those that are served.
     """
 
     def __init__(
@@ -85,10 +92,12 @@ class TaskSet:
         uploads: Path | None,
         learned: Path | None = None,
         build: Callable[[BuildOrder], dict[str, Any]] | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """Raises ConfigError when a task's corpus cannot be used."""
         self._load = load
         self._models = dict(models)
+        self.adapters: Any = adapters
         self._default_model = next(iter(self._models))
         self._uploads = uploads
         self._learned = learned
@@ -171,7 +180,11 @@ class TaskSet:
     # -- in threads -------------------------------------------------------------------------
 
     def _model_of(self, task: TaskConfig) -> tuple[Path, str]:
-        return self._models[task.model or self._default_model]
+        """(folder of the task's model, fingerprint of the ids that its corpus is in)."""
+        folder, fingerprint = self._models[task.model or self._default_model]
+        served = {} if self.adapters is None else self.adapters.served
+        adapter = served.get(task.adapter or "")
+        return folder, fingerprint if adapter is None else adapter.table.fingerprint.hex()
 
     def _check_again(self, task: str) -> Mapping[str, TaskConfig]:
         """One task's corpus has changed; the others are as they were."""

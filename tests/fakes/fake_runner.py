@@ -166,6 +166,10 @@ class FakeRunner:
         self.pack_waits: Callable[[str], None] = lambda folder: None
         self._adapters: dict[int, FakeModel] = {}
 
+    def check_adapter(self, folder: str) -> bool:
+        """Heads are their own."""
+        return True
+
     def pack_adapter(self, folder: str) -> FakeAdapter:
         """A FakeModel of its own."""
         self.pack_waits(folder)

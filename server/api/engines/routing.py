@@ -37,7 +37,7 @@ def route(slots: Sequence[EngineSlot], request: Request) -> EngineSlot:
     ready = [slot for slot in ready if slot.serves] or ready
     if len(ready) == 1:
         return ready[0]
-    ranked = sorted(ready, key=lambda slot: _affinity(request.task, slot.spec.name))
+    ranked = sorted(ready, key=lambda slot: _affinity(request, slot.spec.name))
     mean = (sum(slot.load for slot in ready) + request.num_choices) / len(ready)
     home = ranked[-1]
     if home.load + request.num_choices <= max(BOUNDED_LOAD * mean, request.num_choices):
@@ -45,5 +45,6 @@ def route(slots: Sequence[EngineSlot], request: Request) -> EngineSlot:
     return min(reversed(ranked), key=lambda slot: slot.load)
 
 
-def _affinity(task: str, engine: str) -> bytes:
-    return hashlib.blake2b(f"{task}\0{engine}".encode(), digest_size=8).digest()
+def _affinity(request: Request, engine: str) -> bytes:
+    own = f"{request.task}\0{engine}{request.adapter and chr(0)}{request.adapter}"
+    return hashlib.blake2b(own.encode(), digest_size=8).digest()

@@ -106,12 +106,8 @@ def _sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
-def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers) -> CpuAdapter:
-    """Read and pack a PEFT adapter for a base model. Called from any thread.
-
-    num_base: rows of the base's embedding table. layers: of the base, for their layout.
-    Raises ModelError for one that does not fit, UnsupportedModelError for what is not computed.
-    """
+def _opened(folder: Path, shape: ModelShape, num_base: int) -> tuple[LoraAdapter, int]:
+    """(the adapter, rows of its tables), once everything but the numbers was looked at."""
     lora = LoraAdapter(folder, tied=shape.tied)
     sizes = _sizes(shape)
     for name in sorted(lora.names()):
@@ -123,7 +119,22 @@ def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers)
         if name not in sizes:
             raise ModelError(f"adapter {folder} changes {name}, which is not there")
         lora.check(name, sizes[name])
-    num_rows = lora.num_rows(num_base)
+    return lora, lora.num_rows(num_base)
+
+
+def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
+    """Whether an adapter's head has rows of its own; reads no weights. Raises as pack_adapter."""
+    lora, _ = _opened(folder, shape, num_base)
+    return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
+
+
+def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers) -> CpuAdapter:
+    """Read and pack a PEFT adapter for a base model. Called from any thread.
+
+    num_base: rows of the base's embedding table. layers: of the base, for their layout.
+    Raises ModelError for one that does not fit, UnsupportedModelError for what is not computed.
+    """
+    lora, num_rows = _opened(folder, shape, num_base)
     up = gate_up_layout(layers, shape)[1]
     packer = _Packer(lora, shape, up)
     embedding, head = (_own_rows(lora, name, shape) for name in (EMBEDDING, HEAD))

@@ -18,7 +18,7 @@ import numpy as np
 
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.cpu import forward as cpu_forward
-from server.model.cpu.adapters import AdapterBank, CpuAdapter, pack_adapter
+from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
 from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows
 from server.model.cpu.head import FullHead, FullLogits
@@ -225,6 +225,10 @@ class CpuRunner:
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
         """Copy head rows into the dynamic pool. No step may be in flight."""
         self._slices.load_rows(token_ids, places)
+
+    def check_adapter(self, folder: str) -> bool:
+        """Whether an adapter's head has rows of its own. From any thread."""
+        return check_adapter(Path(folder), self._shape, self._weights.num_embeddings)
 
     def pack_adapter(self, folder: str) -> CpuAdapter:
         """Read an adapter. From any thread; a step may be in flight."""

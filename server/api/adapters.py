@@ -1,0 +1,192 @@
+"""The routes about adapters: what is served beside the base models, and changes without a restart.
+
+    POST /v1/load_lora_adapter     serve a folder that PEFT saved; vLLM's body
+    POST /v1/unload_lora_adapter   serve it no more; requests that are open end with it
+
+The gate lets only admin keys in. An adapter is served once every engine of its base has read and
+checked it. Engines that start later are told of it; a server that starts again is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from pydantic import ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.engines.client import EngineClient
+from server.api.openapi import described
+from server.api.protocol import LoadAdapterBody, UnloadAdapterBody, validate
+from server.api.route_context import RouteContext
+from server.api.served_model import ServedModel
+from server.config import AdapterConfig
+from server.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedFieldError,
+    echoed,
+)
+
+
+log = logging.getLogger("tailor.adapters")
+
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADAPTER_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
+"""Paths that need an admin key."""
+
+_LOAD_TIMEOUT_S = 120.0
+_POLL_S = 0.02
+
+
+class AdapterAdmin(Protocol):
+    """Who holds the adapters (server.wiring.adapters). `read` is called in a thread; it raises
+    ConfigError and ModelError."""
+
+    @property
+    def served(self) -> Mapping[str, ServedModel]: ...
+
+    def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel: ...
+
+    def add(self, served: ServedModel) -> ServedModel | None: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+class AdapterRoutes:
+    """`add_to` puts the routes into an app. admin: None where nothing can be changed."""
+
+    def __init__(
+        self, context: RouteContext, client: EngineClient, admin: AdapterAdmin | None
+    ) -> None:
+        self._context = context
+        self._client = client
+        self._admin = admin
+        self._lock = asyncio.Lock()
+
+    async def load(self, body: LoadAdapterBody) -> str:
+        """What POST /v1/load_lora_adapter answers."""
+        admin, intake = self._need_admin(), self._context.intake
+        name = body.lora_name
+        async with self._lock:
+            if name in intake.models or name in intake.tasks:
+                raise InvalidRequestError(
+                    f"lora_name: {echoed(name)} is the name of a model or task.", param="lora_name"
+                )
+            if name in intake.adapters and not body.load_inplace:
+                raise InvalidRequestError(
+                    f"The lora adapter {echoed(name)} has already been loaded. To load it in "
+                    "place, set load_inplace to true.",
+                    param="lora_name",
+                )
+            try:
+                config = AdapterConfig(name=name, path=body.lora_path, pinned=body.pinned)
+                served = await asyncio.to_thread(admin.read, config, body.base_model_name)
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise InvalidRequestError(f"lora_name: {message}.", param="lora_name") from None
+            except (ConfigError, ModelError) as error:
+                raise InvalidRequestError(
+                    f"lora_path: {error.message[:300]}.", param="lora_path"
+                ) from None
+            await self._tell_engines(served)
+            old = admin.add(served)
+            intake.adapters[name] = served
+            if old is not None and old.adapter_id != served.adapter_id:
+                await self._forget(old)
+        log.info("adapter %s was loaded", served.adapter_id)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload(self, body: UnloadAdapterBody) -> str:
+        """What POST /v1/unload_lora_adapter answers."""
+        admin, intake = self._need_admin(), self._context.intake
+        name = body.lora_name
+        async with self._lock:
+            served = intake.adapters.get(name)
+            if served is None:
+                raise ModelNotFoundError(
+                    f"The lora adapter {echoed(name)} cannot be found.", param="lora_name"
+                )
+            users = sorted(task.name for task in intake.tasks.values() if task.adapter == name)
+            if users:
+                raise InvalidRequestError(
+                    f"The lora adapter {echoed(name)} is used by the task {echoed(users[0])}.",
+                    param="lora_name",
+                )
+            del intake.adapters[name]
+            admin.remove(name)
+            await self._forget(served)
+        log.info("adapter %s was unloaded", served.adapter_id)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+
+        @app.post(LOAD_PATH, **described(LoadAdapterBody, "Serve an adapter"))
+        async def load_lora_adapter(request: HttpRequest) -> Response:
+            body = validate(LoadAdapterBody, await self._context.body(request))
+            return PlainTextResponse(await self.load(body))
+
+        @app.post(UNLOAD_PATH, **described(UnloadAdapterBody, "Serve an adapter no more"))
+        async def unload_lora_adapter(request: HttpRequest) -> Response:
+            body = validate(UnloadAdapterBody, await self._context.body(request))
+            return PlainTextResponse(await self.unload(body))
+
+    # -- parts ------------------------------------------------------------------------------
+
+    def _need_admin(self) -> AdapterAdmin:
+        if self._admin is None:
+            raise UnsupportedFieldError("This server's adapters cannot be changed.")
+        return self._admin
+
+    def _engines(self, model: str) -> list[str]:
+        return [
+            slot.spec.name
+            for slot in self._client.slots
+            if slot.spec.model == model and slot.state == "ready"
+        ]
+
+    async def _tell_engines(self, served: ServedModel) -> None:
+        """Until every engine of the base has read the adapter. Raises InvalidRequestError with
+        what is wrong with it, and then no engine knows it."""
+        order = served.adapter
+        assert order is not None
+        payload = {name: getattr(order, name) for name in type(order).__dataclass_fields__}
+        deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
+        problem = ""
+        for engine in self._engines(served.name):
+            answer = await self._client.control(engine, "adapter_register", payload)
+            problem = _problem_of(answer)
+            while not problem:
+                states = (await self._client.control(engine, "adapter_states", None))["value"]
+                [state] = [s for s in states if s["id"] == order.adapter_id]
+                problem = state["problem"]
+                if not state["pending"]:
+                    break
+                if time.monotonic() > deadline_s:
+                    problem = "it takes too long to read"
+                await asyncio.sleep(_POLL_S)
+            if problem:
+                await self._forget(served)
+                raise InvalidRequestError(f"lora_path: {problem}.", param="lora_path")
+
+    async def _forget(self, served: ServedModel) -> None:
+        for engine in self._engines(served.name):
+            problem = _problem_of(
+                await self._client.control(engine, "adapter_forget", served.adapter_id)
+            )
+            if problem:
+                raise EngineError(f"An engine did not forget the adapter: {problem}")
+
+
+def _problem_of(answer: Any) -> str:
+    return "" if answer.get("ok") else str(answer.get("error", "an engine refused it"))
