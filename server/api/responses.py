@@ -60,10 +60,14 @@ class PromptDetails(Shape, kw_only=True):
 
 
 class CompletionDetails(Shape, kw_only=True):
+    """base_tokens: ids of the base tokenizer that the completion stands for, where the model has
+    tokens of its own; in a stream when all that was generated was sent."""
+
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count
     reasoning_tokens: Count = 0
     audio_tokens: Count = 0
+    base_tokens: Count | UnsetType = UNSET
 
 
 class Usage(Shape, kw_only=True):

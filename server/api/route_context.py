@@ -87,6 +87,8 @@ class RouteContext:
         else:
             submission = Submission.answered(order.requests, self.metrics)
         submission.names = order.names
+        for account in submission.accounts:
+            account.own_ids = order.model.own_ids
         if order.stream:
             return EventStream(
                 events(shape, submission),

@@ -6,7 +6,7 @@ the usage that clients see.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -32,6 +32,8 @@ class RequestAccount:
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_cached_tokens = 0
         self.num_completion_tokens = 0
+        self.num_base_tokens = 0
+        self.own_ids: Mapping[int, int] = {}  # ServedModel.own_ids; set before the first Delta
         self.accepted_prediction_tokens = 0
         self.rejected_prediction_tokens = 0
         self.num_steps = 0
@@ -80,6 +82,7 @@ class RequestAccount:
             self._last_s[choice] = now_s
             self._tokens[choice] = self._tokens.get(choice, 0) + num_tokens
             self.num_completion_tokens += num_tokens
+            self.num_base_tokens += _num_base(delta.token_ids, self.own_ids)
         self._metrics.count_step(series, num_tokens, counts)
         self.num_steps += counts.num_steps
         self.accepted_prediction_tokens += counts.accepted_prediction_tokens
@@ -133,6 +136,11 @@ _VOCABULARY_SUMS = tuple(
 )
 
 
+def _num_base(token_ids: Iterable[int], own_ids: Mapping[int, int]) -> int:
+    """Base ids that these stand for; not counted, 0, where a model has none of its own."""
+    return sum(own_ids.get(i, 1) for i in token_ids) if own_ids else 0
+
+
 def _add(sums: list[int], more: tuple[int, ...]) -> None:
     if len(more) > len(sums):
         sums.extend([0] * (len(more) - len(sums)))
@@ -148,14 +156,16 @@ def usage_report(
     num_sent: completion tokens told so far, where a stream has not told all that arrived.
     num_truncated: tokens cut off the prompts.
     """
-    prompt = cached = completion = accepted = rejected = 0
+    prompt = cached = completion = accepted = rejected = base = 0
     for account in accounts:
         prompt += account.num_prompt_tokens
         cached += account.num_cached_tokens
         completion += account.num_completion_tokens
+        base += account.num_base_tokens
         accepted += account.accepted_prediction_tokens
         rejected += account.rejected_prediction_tokens
     if num_sent is not None:
+        base = base if num_sent == completion else 0
         completion = num_sent
     return Usage(
         prompt_tokens=prompt,
@@ -165,7 +175,9 @@ def usage_report(
             cached_tokens=cached, truncated_tokens=num_truncated or UNSET
         ),
         completion_tokens_details=CompletionDetails(
-            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=rejected,
+            base_tokens=base or UNSET,
         ),
     )
 

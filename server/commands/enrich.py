@@ -97,24 +97,43 @@ def _mine(data: TaskData, budget: int, n_max: int, alpha: float, bar: Bar) -> En
         raise ConfigError(str(error)) from None
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiningOptions:
+    """Algorithm 1's parameters."""
+
+    budget: Annotated[int, Parameter(name="--tokens", help="most new tokens (500)")] = 500
+    n_max: Annotated[int, Parameter(help="longest n-gram of one merge (4)")] = 4
+    alpha: Annotated[
+        float, Parameter(help="prefix collision score a token must stay below (0.02)")
+    ] = 0.02
+
+
+_MINING = MiningOptions()
+
+
 def enrich(
     *,
     data: DataFiles,
     output: OutputFile,
     model: Annotated[str, Parameter(help=f"whose tokenizer ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
     fields: FieldOptions = _FIELDS,
-    budget: Annotated[int, Parameter(name="--tokens", help="most new tokens (500)")] = 500,
-    n_max: Annotated[int, Parameter(help="longest n-gram of one merge (4)")] = 4,
-    alpha: Annotated[
-        float, Parameter(help="prefix collision score a token must stay below (0.02)")
-    ] = 0.02,
+    mining: MiningOptions = _MINING,
     show: Annotated[int, Parameter(help="print the first tokens that were found (12)")] = 12,
+    export: Annotated[
+        Path | None,
+        Parameter(
+            metavar="FOLDER",
+            help="write the model with these as added tokens too, for transformers and vLLM",
+        ),
+    ] = None,
 ) -> int:
     from server.model.catalog import model_folder
 
-    found = read_task_data(model_folder(model), data, fields)
+    folder = model_folder(model)
+    found = read_task_data(folder, data, fields)
     with Bar() as bar:
-        enrichment = _mine(found, budget, n_max, alpha, bar)
+        enrichment = _mine(found, mining.budget, mining.n_max, mining.alpha, bar)
     try:
         enrichment.save(output)
     except OSError as error:
@@ -128,6 +147,11 @@ def enrich(
         f"{len(enrichment)} tokens; held-out answers take {_mean(after):.2f} ids instead of "
         f"{_mean(before):.2f} ({ratio:.2f}x fewer)"
     )
+    if export is not None:
+        from server.commands.export import export_model
+
+        num_left = export_model(folder, enrichment, found.table, None, export)
+        print(f"written: {export}; {num_left} tokens are no text by themselves and are not in it")
     print(f"written: {output}, next: tailor tasks train --enrichment {output}")
     return 0
 

@@ -200,6 +200,15 @@ def test_ids_of_its_own_have_text_and_are_nobody_elses(served: Served) -> None:
         served.ask("own", "ab cd", logit_bias=new, stop=text[5:7])[1]
         == text[: text.find(text[5:7])]
     )
+    answer = served.client().completions.create(
+        model="own", prompt="ab cd", max_tokens=3, logit_bias=new, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+    details = answer.usage.completion_tokens_details
+    assert details is not None and details.model_dump()["base_tokens"] == 6
+    plain = served.client().completions.create(model="m", prompt="ab cd", max_tokens=3).usage
+    assert plain is not None and plain.completion_tokens_details is not None
+    assert "base_tokens" not in plain.completion_tokens_details.model_dump()
     told = served.post("/detokenize", {"model": "m", "tokens": expanded}).json()["prompt"]
     assert text == told
     for model in ("m", "plain"):

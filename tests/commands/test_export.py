@@ -1,0 +1,72 @@
+"""A model with a task's tokens as added tokens, read by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from server.commands.cli import main
+from server.commands.enrich import open_table
+from server.commands.export import export_model
+from server.errors import ConfigError
+from server.model.loader import build_module, open_model
+from tests.model.peft_adapters import enriched
+from tests.model.tiny_models import save_tiny, tiny_model
+from vocab_store.enrichment import Enrichment
+
+pytest.importorskip("peft")
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "tiny").mkdir()
+    save_tiny(tmp_path / "tiny", "llama")
+    return tmp_path / "tiny"
+
+
+def test_an_adapter_s_tokens_become_added_tokens(folder: Path, tmp_path: Path) -> None:
+    _, table, _ = open_table(folder)
+    adapter = tmp_path / "adapter"
+    enriched(tiny_model("llama"), adapter, 3, 4, table.fingerprint.hex())
+    enrichment = Enrichment.load(adapter / "enrichment.json")
+    out = tmp_path / "out"
+    assert export_model(folder, enrichment, table, adapter, out) == 0
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    texts = [table.join(parts, skip_special=False).decode() for parts in enrichment.parts]
+    ids = [tokenizer.convert_tokens_to_ids(text) for text in texts]
+    assert tokenizer.encode(f"A{texts[0]}B{texts[3]}")[1::2] == [ids[0], ids[3]]
+    assert tokenizer.decode([ids[1]]) == texts[1]
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    ours = build_module(open_model(folder, adapter=adapter), torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        theirs = model(torch.tensor([[5, ids[2], 9]])).logits
+        want = ours(torch.tensor([[5, enrichment.ids[2], 9]])).logits
+    base = enrichment.base_vocab_size
+    torch.testing.assert_close(theirs[..., :base], want[..., :base])
+    torch.testing.assert_close(theirs[..., ids], want[..., list(enrichment.ids)])
+    with pytest.raises(ConfigError, match="not empty"):
+        export_model(folder, enrichment, table, adapter, out)
+
+
+def test_enrich_writes_an_export(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "train.jsonl"
+    lines = [{"prompt": "a:", "completion": f" !!ok!! {'xy'[i % 2]} ##"} for i in range(60)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["tasks", "enrich", "--model", str(folder), "--data", str(data), "--tokens", "4"]
+    command += ["-o", str(tmp_path / "e.json"), "--export", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) == model.config.vocab_size > 128
+    assert len(tokenizer.encode(" !!ok!! x ##")) < len(" !!ok!! x ##")
