@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
 
-__all__ = ["export_model"]
 
 _KEPT = (
     "chat_template.jinja",

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _VERSION = 2  # 1 took the median, and had too few row counts from busy machines
 
 
-def _probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
+def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
     """One sequence: a root at position kv_len and a chain of num_rows - 1 drafted tokens."""
     info = runner.info
     size = info.block_size
@@ -71,7 +71,7 @@ def make_prober(runner: Runner, *, drawn: bool = True) -> Prober:
     """
 
     def probe(num_rows: int, kv_len: int) -> float:
-        batch = _probe_batch(runner, num_rows, kv_len)
+        batch = probe_batch(runner, num_rows, kv_len)
         if not drawn:
             none = np.empty(0, np.int32)
             batch = replace(

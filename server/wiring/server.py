@@ -96,6 +96,11 @@ def plan_server(
         uploads=kept / "uploads",
         learned=kept / "engines",
         adapters=adapters,
+        enrichments={
+            m.name: Path(m.adapter).expanduser() / "enrichment.json"
+            for m in config.models
+            if m.adapter is not None and models[m.name].own_ids
+        },
     )
     return ServerPlan(config, task_set.tasks, models, tuple(orders), task_set, adapters)
 

@@ -57,13 +57,17 @@ class BuildOrder:
     """What a process needs to build an uploaded corpus; plain values.
 
     folder: the model's. old: the examples that are kept, or None. source: JSON file with the new
-    ones. target: the task's folder of uploads.
+    ones. target: the task's folder of uploads. fingerprint: of the ids that the corpus is in, None
+    for the tokenizer's. enrichment: file of the tokens that outputs are written with, None for the
+    base's alone.
     """
 
     folder: str
     source: str
     old: str | None
     target: str
+    fingerprint: str | None = None
+    enrichment: str | None = None
 
 
 class ServedAdapters(Protocol):
@@ -81,6 +85,7 @@ class TaskSet:
     uploaded corpora, or None to take none. learned: folder with the engines' folders of what they
     learned (server.engine.task_store), swept by `delete`. build: how a corpus is built; None is
     in a process of its own. adapters: those that are served.
+    enrichments: file of the tokens of each model that has some of its own.
     """
 
     def __init__(
@@ -93,11 +98,13 @@ class TaskSet:
         learned: Path | None = None,
         build: Callable[[BuildOrder], dict[str, Any]] | None = None,
         adapters: ServedAdapters | None = None,
+        enrichments: Mapping[str, Path] | None = None,
     ) -> None:
         """Raises ConfigError when a task's corpus cannot be used."""
         self._load = load
         self._models = dict(models)
         self.adapters: Any = adapters
+        self._enrichments = dict(enrichments or {})
         self._default_model = next(iter(self._models))
         self._uploads = uploads
         self._learned = learned
@@ -185,6 +192,14 @@ class TaskSet:
         served = {} if self.adapters is None else self.adapters.served
         adapter = served.get(task.adapter or "")
         return folder, fingerprint if adapter is None else adapter.table.fingerprint.hex()
+
+    def _enrichment_of(self, task: TaskConfig) -> str | None:
+        """File of the tokens that a task's outputs are written with."""
+        if task.adapter is None:
+            found = self._enrichments.get(task.model or self._default_model)
+            return None if found is None else str(found)
+        adapter = self.adapters.served[task.adapter]
+        return str(Path(adapter.adapter.folder) / "enrichment.json") if adapter.own_ids else None
 
     def _check_again(self, task: str) -> Mapping[str, TaskConfig]:
         """One task's corpus has changed; the others are as they were."""
@@ -285,7 +300,10 @@ class TaskSet:
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
                     json.dump(list(examples), file)
-                order = BuildOrder(str(model_folder), source, old, str(folder))
+                order = BuildOrder(
+                    str(model_folder), source, old, str(folder), fingerprint,
+                    self._enrichment_of(task),
+                )  # fmt: skip
                 figures = self._run(order)
             finally:
                 Path(source).unlink(missing_ok=True)
@@ -358,10 +376,16 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     from drafters.auto.held_out import build_calibrated
     from drafters.learned import LearnedOutputs
     from server.datasets import open_tokenizer, tokenize_in_place
+    from vocab_store.enrichment import Enrichment
 
     tokenizer, fingerprint, eos_token_id = open_tokenizer(Path(order.folder))
+    fingerprint = order.fingerprint or fingerprint
     config = json.loads((Path(order.folder) / "config.json").read_text(encoding="utf-8"))
     vocab_size = int(config["vocab_size"])
+    written: Callable[[Sequence[int]], list[int]] = list
+    if order.enrichment is not None:
+        enrichment = Enrichment.load(order.enrichment)
+        vocab_size, written = enrichment.vocab_size, enrichment.segment
     # Room for everything: uploads are refused and never thinned out.
     held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30)
     if order.old is not None:
@@ -380,6 +404,7 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
             prompt, output = tokenize_in_place(
                 tokenizer, example.get("prompt") or "", example["completion"], eos_token_id
             )
+            output = written(output)
         held.add(prompt, output)
         if held.num_tokens > MAX_UPLOADED_TOKENS:
             raise ConfigError(

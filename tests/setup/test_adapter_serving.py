@@ -19,6 +19,8 @@ import torch
 from pydantic import SecretStr
 
 from drafters import DRAFTER_NAMES
+from drafters.corpus import Corpus
+from drafters.learned import LearnedOutputs
 from server.api.engines.client import EngineSpec
 from server.config import (
     AdapterConfig,
@@ -35,6 +37,7 @@ from server.wiring.engine import build_engine
 from server.wiring.model import served_model
 from server.wiring.places import check_places
 from server.wiring.server import plan_server
+from server.wiring.task_set import BuildOrder, build_upload
 from tests.api.live import LiveServer
 from tests.model.peft_adapters import enriched, lora
 from tests.model.tiny_models import save_tiny, tiny_model
@@ -222,6 +225,24 @@ def test_a_grammar_speaks_an_adapters_ids(served: Served) -> None:
         own, base = pool.map(lambda m: served.ask(m, "ab", extra_body=regex)[1], ("own", "m"))
     for text in (own, base):
         assert len(text) == 9 and text.isalpha() and text.islower()
+
+
+def test_uploaded_examples_are_written_in_an_adapters_ids(served: Served, tmp_path: Path) -> None:
+    text = served.post("/detokenize", {"model": "m", "tokens": [3, 4, 5, 6]}).json()["prompt"]
+    source = tmp_path / "examples.json"
+    source.write_text(json.dumps([{"prompt": text, "completion": text}] * 3))
+    order = BuildOrder(
+        str(served.folder / "tiny"), str(source), None, str(tmp_path), "ab" * 32,
+        str(served.folder / "own" / "enrichment.json"),
+    )  # fmt: skip
+    made = build_upload(order)
+    assert made["fingerprint"] == "ab" * 32
+    corpus = Corpus.load(tmp_path / made["corpus"], fingerprint="ab" * 32)
+    assert corpus.num_tokens < 3 * 5  # (3, 4) and (5, 6) are one id each, and the end
+    held = LearnedOutputs(1 << 20)
+    held.restore(tmp_path / made["examples"], fingerprint="ab" * 32, scope="upload")
+    (prompt, output), *_ = held.examples()
+    assert prompt.tolist() == [3, 4, 5, 6] and output.tolist()[:2] == [V, V + 2]
 
 
 def test_load_and_unload(served: Served, tmp_path: Path) -> None:
