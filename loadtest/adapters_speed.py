@@ -36,7 +36,6 @@ from server.engine.batch import AdaptingRunner, Batch
 from server.engine.probe import probe_batch
 from server.model.loader import open_model
 
-
 CASES = ("base", "one", "mixed")
 
 

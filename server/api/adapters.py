@@ -37,7 +37,6 @@ from server.errors import (
     echoed,
 )
 
-
 log = logging.getLogger("tailor.adapters")
 
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

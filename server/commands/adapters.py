@@ -9,7 +9,6 @@ from cyclopts import Parameter
 
 from server.commands.options import CallOptions
 
-
 _CALL = CallOptions()
 
 

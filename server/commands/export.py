@@ -74,8 +74,10 @@ def _add_tokens(
             continue
         if tokenizer.token_to_id(text) is not None:
             continue
-        if tokenizer.add_tokens([AddedToken(text, normalized=False)]):
-            ids[token_id] = tokenizer.token_to_id(text)
+        tokenizer.add_tokens([AddedToken(text, normalized=False)])
+        added = tokenizer.token_to_id(text)
+        if added is not None:
+            ids[token_id] = added
     tokenizer.save(str(out / "tokenizer.json"))
     return ids
 

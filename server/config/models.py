@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from server.config.section import Section
 from server.config.values import check_device
 
-
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,95})?")
 
 

@@ -29,7 +29,6 @@ from server.engine.stops import StopTable
 from server.types import AdapterOrder
 from vocab_store.enrichment import Enrichment
 
-
 _log = logging.getLogger(__name__)
 
 
