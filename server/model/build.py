@@ -145,16 +145,14 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
     from server.model.loader import open_model
-    from server.model.shape import rope_tables, shape_of
 
     if spec.sizes.block_size != BLOCK_SIZE:
         raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
-    folder = open_model(spec.folder, adapter=spec.adapter)
+    folder = open_model(spec.folder, adapter=spec.adapter, remembers=True)
     form = _cpu_form(spec, is_file=isinstance(folder.weights, GgufWeights))
     if is_generic(folder.config):
         return _build_generic_runner(spec, folder, form)
-    shape = shape_of(folder.config)
-    shape = replace(shape, vocab_size=folder.num_token_ids)
+    shape = replace(folder.shape(), vocab_size=folder.num_token_ids)
     weights: RunnerWeights
     max_rows = spec.sizes.max_num_batched_tokens
     if form == "file" or form in FORM_OF:
@@ -174,7 +172,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     return CpuRunner(
         shape,
         weights,
-        rope_tables(folder.config, shape, info.max_model_len),
+        folder.ropes(info.max_model_len),
         info,
         num_blocks=info.num_blocks,
         max_rows=info.max_num_batched_tokens,
@@ -202,7 +200,7 @@ def _cpu_info(
         block_size=BLOCK_SIZE,
         device="cpu",
         dtype=form,
-        fingerprint=f"{folder.fingerprint}:{form}",
+        fingerprint=f"{folder.fingerprint}:{form}" + f":kv-{kv_dtype}" * (kv_dtype != "float32"),
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
         kernel=kernel,

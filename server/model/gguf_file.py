@@ -19,6 +19,7 @@ import torch
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.integers.forms import BY_NAME
+from server.model.gguf_index import GgufIndex, GgufTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of files that are served as they are."""
@@ -26,16 +27,12 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 HEAD = "lm_head.weight"
 
 
-def _form_of(tensor: Any) -> str:
-    return str(tensor.tensor_type.name).lower()
-
-
-def unknown_forms(reader: Any) -> list[str]:
+def unknown_forms(index: GgufIndex) -> list[str]:
     """Names of matrices whose form the integer kernels do not have, with it; [] = all known."""
     return [
-        f"{tensor.name} ({_form_of(tensor)})"
-        for tensor in reader.tensors
-        if len(tensor.shape) == 2 and _form_of(tensor) not in BY_NAME
+        f"{tensor.name} ({tensor.form})"
+        for tensor in index.tensors.values()
+        if len(tensor.shape) == 2 and tensor.form not in BY_NAME
     ]
 
 
@@ -50,14 +47,14 @@ class GgufWeights:
     def __init__(self, path: Path, config: Any, expected: Mapping[str, tuple[int, ...]]) -> None:
         import gguf
 
-        reader = gguf.GGUFReader(path)
-        self._architecture = str(reader.fields["general.architecture"].contents())
+        self._index = index = GgufIndex(path)
+        self._architecture = str(index.fields.get("general.architecture"))
         if self._architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{path.name}: {self._architecture} files are not served as they are; "
                 f"{', '.join(ARCHITECTURES)} are. `weights: int8` works with all models"
             )
-        unknown = unknown_forms(reader)
+        unknown = unknown_forms(index)
         if unknown:
             raise UnsupportedModelError(
                 f"{path.name}: {unknown[0]} is of no form that is multiplied as it is; "
@@ -66,9 +63,8 @@ class GgufWeights:
         self._config = config
         kind = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[self._architecture]
         names = gguf.get_tensor_name_map(kind, int(config.num_hidden_layers))
-        stored = {tensor.name: tensor for tensor in reader.tensors}
-        self._tensors: dict[str, Any] = {}
-        self._shapes = dict(expected)
+        stored = index.tensors
+        self._tensors: dict[str, GgufTensor] = {}
         for name in expected:
             stem, _, suffix = name.rpartition(".")
             found = names.get_name(stem)
@@ -85,16 +81,17 @@ class GgufWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor in numbers, [outputs, inputs]. Raises KeyError."""
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+        return self._tensors[name].shape
 
     def form(self, name: str) -> str:
         """A matrix's form (integers/forms.py)."""
-        return _form_of(self._tensors[name])
+        return self._tensors[name].form
 
     def get(self, name: str) -> torch.Tensor:
         """A vector as float32, a matrix as uint8 [outputs, bytes of a row]. Raises KeyError."""
-        tensor = self._tensors[name]
-        data: npt.NDArray[Any] = tensor.data
+        data = self._tensors[name].data
+        if data.ndim == 1 and data.dtype == np.uint8:
+            raise ModelError(f"{name} is {self.form(name)}, which is not read for a vector")
         if data.dtype != np.uint8:
             values = np.array(data, np.float32)
             if self._architecture == "gemma3" and name.endswith("norm.weight"):
@@ -103,7 +100,7 @@ class GgufWeights:
         if self._architecture == "llama":
             data = self._unpermuted(name, data)
         # The mapping is read-only, and so is what is made of it here.
-        return torch.from_numpy(np.asarray(data)) if data.flags.writeable else _shared(data)
+        return torch.from_numpy(data) if data.flags.writeable else _shared(data)
 
     def _unpermuted(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """llama.cpp stores rows of q and k so that the rotation pairs neighbours; transformers'
@@ -116,6 +113,11 @@ class GgufWeights:
             return rows
         half = rows.shape[0] // heads // 2
         return rows.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+    def release_pages(self) -> None:
+        """Give back the memory of what was read: once a matrix is packed, only rows of the
+        embedding table are read again."""
+        self._index.release_pages()
 
     def close(self) -> None:
         """Let go of the file. Tensors that were read stay valid. Idempotent."""

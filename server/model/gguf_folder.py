@@ -123,12 +123,12 @@ def _describe(gguf: Path, out: Path, report: Report) -> None:
     import torch
     import transformers
     from accelerate import init_empty_weights
-    from gguf import GGUFReader
 
     from server.model.gguf_file import unknown_forms
+    from server.model.gguf_index import GgufIndex
 
     report(f"Reading {gguf.name} (once)")
-    unknown = unknown_forms(GGUFReader(gguf))
+    unknown = unknown_forms(GgufIndex(gguf))
     if unknown:
         raise UnsupportedModelError(
             f"{gguf.name}: {unknown[0]} is of no form that is multiplied as it is; "

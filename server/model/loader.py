@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from server.errors import ModelError, UnsupportedModelError
+from server.model import known_config
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
 from server.model.cache_folder import remembered_sha256
 from server.model.catalog import Report, model_folder
@@ -35,7 +37,8 @@ from server.model.families import family_of
 from server.model.generic import is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
-from server.model.shape import shape_of
+from server.model.known_config import KnownConfig
+from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
 from vocab_store.enrichment import Enrichment
 
@@ -204,7 +207,8 @@ class ModelFolder:
     fingerprint: sha256 (hex) over config, weights and adapter; equal means equal outputs.
     tokenizer_file: tokenizer.json. tokenizer_fingerprint: its sha256.
     eos_token_ids: every id of config.json and generation_config.json that ends a text, ascending.
-    weights: the tensors. enrichment: what ids of the adapter's own stand for.
+    weights: the tensors. enrichment: what ids of the adapter's own stand for. known: what is kept
+    of transformers' config; then `config` has only what is asked of it here.
     """
 
     path: Path
@@ -215,6 +219,20 @@ class ModelFolder:
     eos_token_ids: tuple[int, ...]
     weights: WeightReader | GgufWeights
     enrichment: Enrichment | None = None
+    known: KnownConfig | None = None
+
+    def shape(self) -> ModelShape:
+        """Sizes and switches of the model."""
+        return shape_of(self.config) if self.known is None else self.known.shape
+
+    def ropes(self, num_positions: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """(cos, sin) of shape.rope_tables, kept for the next start."""
+        tables = None if self.known is None else self.known.ropes(num_positions)
+        if tables is None:
+            config = self.config if self.known is None else _config(self.path)
+            tables = rope_tables(config, self.shape(), num_positions)
+            known_config.keep_ropes(_raw_config(self.path), tables)
+        return tables
 
     @property
     def dtype(self) -> torch.dtype:
@@ -245,49 +263,58 @@ def open_model(
     *,
     wheel_dir: Path | None = None,
     report: Report | None = None,
+    remembers: bool = False,
 ) -> ModelFolder:
     """Open a model: a built-in name, a folder, a GGUF file or a Hugging Face id.
 
-    adapter: folder of a PEFT LoRA to merge.
+    adapter: folder of a PEFT LoRA to merge. remembers: what transformers makes of the config is
+    taken from the cache where it is kept, without importing transformers; not for build_module.
     Raises ModelError (missing files, wrong shapes), IntegrityError and UnsupportedModelError.
     """
-    from transformers import AutoConfig
-
     path = model_folder(str(name_or_path), wheel_dir=wheel_dir, report=report)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} holds no config.json")
-    raw = read_json(path / "config.json")
-    check_raw(raw)
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}/config.json: {str(error)[:300]}") from None
-    is_wrapped = not is_generic(raw) and config.model_type != family_of(raw).model_type
+    raw = _raw_config(path)
+    known = known_config.find(raw) if remembers and adapter is None else None
+    config: Any = _config(path) if known is None else known.config
     eos = [getattr(config, "eos_token_id", None)]
+    is_own = known is not None or not is_generic(raw)
+    is_wrapped = known is None and is_own and config.model_type != family_of(raw).model_type
     if is_wrapped:
         config = _text_config(raw, config)
         eos.append(getattr(config, "eos_token_id", None))
-    check_supported(config)
+    if known is None:
+        check_supported(config)
     tokenizer_file = path / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise ModelError(
             f"{path} holds no tokenizer.json; save the tokenizer once with transformers' "
             "AutoTokenizer(...).save_pretrained to get one"
         )
-    gguf = gguf_of(path)
+    gguf, lora = gguf_of(path), None
+    weights: WeightReader | GgufWeights
     if gguf is not None:
-        return _open_gguf(path, gguf, raw, config, adapter)
-    files = _weight_files(path)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
-    names = TensorNames(_text_name if is_wrapped else _full_name)
-    if is_generic(config):
-        names = _generic_names(config)
-    weights = WeightReader(files, tied=tied, adapter=lora, tensor_names=names)
-    if lora is not None:
-        config.vocab_size = lora.num_rows(int(config.vocab_size))
-        config.tie_word_embeddings = tied and not lora.separate_head
-    _check_complete(path, config, weights, lora)
+        if adapter is not None:
+            raise UnsupportedModelError(
+                f"adapter {adapter} cannot be merged into {gguf.name} as it is; with `weights: "
+                "int8` or floats it can"
+            )
+        expected = _expected(config) if known is None else known.expected
+        files: tuple[Path, ...] = (gguf,)
+        weights = GgufWeights(gguf, config, expected)
+    else:
+        files = _weight_files(path)
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
+        names = TensorNames(_text_name if is_wrapped else _full_name)
+        if not is_own:
+            names = _generic_names(config)
+        weights = WeightReader(files, tied=tied, adapter=lora, tensor_names=names)
+        if lora is not None:
+            config.vocab_size = lora.num_rows(int(config.vocab_size))
+            config.tie_word_embeddings = tied and not lora.separate_head
+        expected = _expected(config) if known is None else known.expected
+    _check_complete(path, expected, weights, lora)
+    if remembers and known is None and lora is None and is_own and not is_wrapped:
+        known_config.keep(raw, config, expected)
     return ModelFolder(
         path=path,
         config=config,
@@ -297,33 +324,33 @@ def open_model(
         eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
         weights=weights,
         enrichment=None if lora is None else lora.enrichment,
+        known=known,
     )
 
 
-def _open_gguf(
-    path: Path, gguf: Path, raw: Mapping[str, Any], config: Any, adapter: str | Path | None
-) -> ModelFolder:
-    """A model whose matrices are served as its GGUF has them."""
-    if adapter is not None:
-        raise UnsupportedModelError(
-            f"adapter {adapter} cannot be merged into {gguf.name} as it is; with `weights: int8` "
-            "or floats it can"
-        )
-    module = _meta_module(config)
-    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    weights = GgufWeights(gguf, config, expected)
-    _check_complete(path, config, weights, None)
-    tokenizer_file = path / "tokenizer.json"
-    eos = [getattr(config, "eos_token_id", None)]
-    return ModelFolder(
-        path=path,
-        config=config,
-        fingerprint=_fingerprint(raw, (gguf,), ()),
-        tokenizer_file=tokenizer_file,
-        tokenizer_fingerprint=remembered_sha256(tokenizer_file),
-        eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
-        weights=weights,
-    )
+def _raw_config(path: Path) -> dict[str, Any]:
+    """config.json of a folder, of a model that may be supported."""
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} holds no config.json")
+    raw = read_json(path / "config.json")
+    check_raw(raw)
+    return raw
+
+
+def _config(path: Path) -> Any:
+    """A folder's config as transformers reads it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}/config.json: {str(error)[:300]}") from None
+
+
+def _expected(config: Any) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of the weights that transformers' own class has."""
+    state = _meta_module(config).state_dict()
+    return {name: tuple(value.shape) for name, value in state.items()}
 
 
 def _text_config(raw: Mapping[str, Any], config: Any) -> Any:
@@ -357,14 +384,11 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 def _check_complete(
     path: Path,
-    config: Any,
+    expected: Mapping[str, tuple[int, ...]],
     weights: WeightReader | GgufWeights,
     adapter: LoraAdapter | None,
 ) -> None:
-    """Compare names and shapes with what transformers' own class expects."""
-    expected = {
-        name: tuple(value.shape) for name, value in _meta_module(config).state_dict().items()
-    }
+    """Compare names and shapes with those that are expected."""
     names = set(weights.names())
     missing, extra = sorted(set(expected) - names), sorted(names - set(expected))
     if missing:

@@ -5,6 +5,11 @@ The first write to a page costs more than the arithmetic of its rows: in a virtu
 after a pause"). The block pool hands out blocks in ascending order while there are fresh ones, so
 pages can be made ready one stretch ahead of the highest block in use; memory that a server never
 needs is never taken.
+
+Every layer and head has a plane of its own, and each would begin with a huge page: 360 MB for
+SmolLM2 before the first request. So the first half megabyte of a plane has small pages and short
+stretches. Long histories read huge pages: small ones made a step behind 4,000 tokens 12 % slower in
+float32, 4 % in float16.
 """
 
 from __future__ import annotations
@@ -24,8 +29,13 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14: fault pages in as if written to, without changing what they hold."""
 
 _PAGE = 4096
+_MADV_NOHUGEPAGE = 15
+
 _STRETCH_BYTES = 2 << 20
 """Of one plane: a huge page."""
+
+_SMALL_BYTES = 512 << 10
+"""Of one plane: its beginning, in small pages; a quarter of it is a stretch."""
 
 
 class KvPages:
@@ -41,6 +51,7 @@ class KvPages:
         self._num_blocks = arrays[0].shape[-3]
         block_bytes = max(array.strides[-3] for array in arrays)
         self._stretch = max(1, _STRETCH_BYTES // block_bytes)
+        self._short = max(1, _SMALL_BYTES // 4 // block_bytes)
         self._ready = 0
         self._wanted = 0
         self._closed = False
@@ -50,8 +61,10 @@ class KvPages:
         if self._madvise is None:
             return
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        if self._populate(0, self._stretch):
-            self._ready = min(self._stretch, self._num_blocks)
+        for address, size in self._ranges(0, min(4 * self._short, self._num_blocks)):
+            self._madvise(address, size, _MADV_NOHUGEPAGE)  # without it, huge pages are as well
+        if self._populate(0, self._short):
+            self._ready = min(self._short, self._num_blocks)
             self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
             self._thread.start()
 
@@ -62,11 +75,15 @@ class KvPages:
 
     def use(self, block: int) -> None:
         """Say that `block` is in use: pages up to a stretch behind it are made ready soon."""
-        wanted = min(self._num_blocks, block + 1 + self._stretch)
+        wanted = min(self._num_blocks, block + 1 + self._after(block))
         if wanted > self._wanted:
             with self._news:
                 self._wanted = wanted
                 self._news.notify()
+
+    def _after(self, block: int) -> int:
+        """How far ahead of a block in use pages are made ready, in blocks."""
+        return self._short if block < 3 * self._short else self._stretch
 
     def close(self) -> None:
         """End the thread; the arrays may go away afterwards. Idempotent."""
@@ -85,7 +102,8 @@ class KvPages:
                 self._news.wait_for(lambda: self._closed or self._wanted > self._ready)
                 if self._closed:
                     return
-            end = min(self._num_blocks, self._ready + self._stretch)
+            length = self._short if self._ready < 4 * self._short else self._stretch
+            end = min(self._num_blocks, self._ready + length)
             if not self._populate(self._ready, end):
                 return
             self._ready = end

@@ -39,6 +39,9 @@ class FileWeights(Weights, Protocol):
     def form(self, name: str) -> str:
         """A matrix's form by name (forms.BY_NAME)."""
 
+    def release_pages(self) -> None:
+        """Give back the memory of what was read."""
+
 
 class IntegerWeights:
     """All weights of a model, quantised. Read-only after construction.
@@ -81,6 +84,9 @@ class IntegerWeights:
         self.packed_head = self._pack_head(tensors.head(), shape.vocab_size, shape.hidden_size)
         self.head_bytes = self.packed_head.panels.nbytes
         self.num_bytes = sum(a.nbytes for a in self._arenas) + self.layers.norms.nbytes
+        if form == "file":
+            source: Any = weights
+            source.release_pages()
         if progress is not None:
             progress(shape.num_layers + 1, shape.num_layers + 1)
 

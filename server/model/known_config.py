@@ -1,0 +1,122 @@
+"""What transformers makes of a config.json, kept in the cache folder.
+
+To import transformers and its model takes seconds and a hundred megabytes; what a CPU needs of it
+is a ModelShape, the names and shapes of the weights, and the tables of the rotation. They are kept
+by the sha256 of the config, of transformers' version and of our own code that reads configs, so
+that a change of any of them asks transformers again. Read-only caches only cost time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.atomic_file import replacing
+from server.model import families, refusals, shape, supported
+from server.model.cache_folder import cache_dir
+from server.model.families import WeightNames
+from server.model.shape import ModelShape
+
+__all__ = ["KnownConfig", "find", "keep", "keep_ropes"]
+
+Float32 = npt.NDArray[np.float32]
+
+_CONFIG_KEYS = (
+    "eos_token_id", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "tie_word_embeddings", "vocab_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KnownConfig:
+    """config: those attributes of transformers' config that a ModelFolder is asked for. shape: as
+    shape_of gives it. expected: name -> shape of the weights."""
+
+    key: str
+    config: Any
+    shape: ModelShape
+    expected: Mapping[str, tuple[int, ...]]
+
+    def ropes(self, num_positions: int) -> tuple[Float32, Float32] | None:
+        """The first positions of rope_tables, when so many are kept."""
+        try:
+            with np.load(_file(self.key, "npz")) as kept:
+                cos, sin = kept["cos"], kept["sin"]
+        except (OSError, ValueError, KeyError, EOFError):
+            return None
+        if cos.shape != sin.shape or cos.ndim != 3 or cos.shape[1] < num_positions:
+            return None
+        first = (np.ascontiguousarray(t[:, :num_positions]) for t in (cos, sin))
+        return next(first), next(first)
+
+
+def find(raw: Mapping[str, Any]) -> KnownConfig | None:
+    """What is kept of a config.json with these values."""
+    key = _key(raw)
+    try:
+        plain = json.loads(_file(key, "json").read_text(encoding="utf-8"))
+        own = {name: _tuples(value) for name, value in plain["shape"].items()}
+        names = WeightNames(**{k: _tuples(v) for k, v in plain["shape"]["names"].items()})
+        return KnownConfig(
+            key=key,
+            config=SimpleNamespace(**plain["config"]),
+            shape=ModelShape(**{**own, "names": names}),
+            expected={name: tuple(size) for name, size in plain["expected"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def keep(raw: Mapping[str, Any], config: Any, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Keep what transformers said of a config that is supported."""
+    plain = {
+        "config": {name: getattr(config, name, None) for name in _CONFIG_KEYS},
+        "shape": dataclasses.asdict(shape.shape_of(config)),
+        "expected": {name: list(size) for name, size in expected.items()},
+    }
+    _write(_key(raw), "json", json.dumps(plain).encode())
+
+
+def keep_ropes(raw: Mapping[str, Any], ropes: tuple[Float32, Float32]) -> None:
+    """Keep tables that rope_tables made."""
+    from io import BytesIO
+
+    out = BytesIO()
+    np.savez(out, cos=ropes[0], sin=ropes[1])
+    _write(_key(raw), "npz", out.getvalue())
+
+
+def _key(raw: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode())
+    digest.update(importlib.metadata.version("transformers").encode())
+    for module in (families, refusals, shape, supported):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _file(key: str, suffix: str) -> Path:
+    return cache_dir() / "configs" / f"{key}.{suffix}"
+
+
+def _write(key: str, suffix: str, content: bytes) -> None:
+    file = _file(key, suffix)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as out:
+            out.write(content)
+    except OSError:
+        pass
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,94 @@
+"""A model's second start asks transformers nothing, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.errors import ModelError
+from server.model import known_config
+from server.model.gguf_folder import file_folder
+from server.model.loader import open_model
+from server.model.shape import shape_of
+from tests.model import families
+from tests.model.tiny_models import save_tiny
+from tests.setup.second_start import digest
+from tests.setup.test_gguf_file import write_gguf
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gguf", "gemma3"])
+def test_the_second_start_imports_no_transformers(family: str, tmp_path: Path) -> None:
+    if family == "gguf":
+        write_gguf(tmp_path / "tiny.gguf", "Q8_0")
+        folder = file_folder(str(tmp_path / "tiny.gguf"))
+    else:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        save_tiny(folder, family)
+    first = digest(str(folder))
+    code = (
+        "import sys; from tests.setup.second_start import digest; "
+        f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == first
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_what_is_kept_is_what_transformers_says(family: str) -> None:
+    config = families.build(family).config
+    expected = {"model.norm.weight": (32,)}
+    raw = {"family": family}
+    assert known_config.find(raw) is None
+    known_config.keep(raw, config, expected)
+    known = known_config.find(raw)
+    assert known is not None
+    assert known.shape == shape_of(config)
+    assert known.expected == expected
+    assert known.config.vocab_size == config.vocab_size
+    assert known_config.find({"family": "another"}) is None
+
+
+def test_tables_are_kept_for_the_positions_that_were_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny(folder, "llama")
+    want = open_model(folder, remembers=True).ropes(200)
+    again = open_model(folder, remembers=True)
+    assert again.known is not None
+    for positions in (50, 200, 210):  # the last are more than are kept
+        got = again.ropes(positions)
+        for table, whole in zip(got, want, strict=True):
+            assert np.array_equal(table[:, :200], whole[:, :positions])
+    assert open_model(folder).known is None
+
+
+def test_damaged_files_are_made_anew_and_weights_are_checked_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny(folder, "llama")
+    open_model(folder, remembers=True).ropes(64)
+    for file in (tmp_path / "cache" / "configs").iterdir():
+        file.write_bytes(b"{")
+    opened = open_model(folder, remembers=True)
+    assert opened.known is None
+    assert opened.ropes(64)[0].shape[1] == 64
+    (kept,) = (tmp_path / "cache" / "configs").glob("*.json")
+    plain = json.loads(kept.read_text())
+    plain["expected"]["model.norm.weight"] = [33]
+    kept.write_text(json.dumps(plain))
+    with pytest.raises(ModelError, match="the config says"):
+        open_model(folder, remembers=True)
