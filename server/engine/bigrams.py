@@ -67,5 +67,6 @@ def take_bigrams(
 
 
 def model_fingerprint(fingerprint: str) -> str:
-    """A model's fingerprint without the dtype it runs in, which moves no bigram that matters."""
-    return fingerprint.rpartition(":")[0] or fingerprint
+    """A model's fingerprint without what weights and KV cache are kept as, which moves no bigram that
+    matters."""
+    return fingerprint.partition(":")[0]

@@ -25,7 +25,11 @@ _NUMBERS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _LIST = 8, 9
-_FLOATS = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "f64": np.dtype("<f8")}
+_FLOATS: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "f64": np.dtype("<f8"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,5 +58,5 @@ def test_a_small_vocabulary_and_wrong_numbers() -> None:
 
 
 def test_the_dtype_is_no_part_of_the_model() -> None:
-    assert model_fingerprint("abc:float32") == model_fingerprint("abc:bfloat16") == "abc"
+    assert model_fingerprint("abc:float32") == model_fingerprint("abc:int8:kv-int8") == "abc"
     assert model_fingerprint("abc") == "abc"
