@@ -67,6 +67,6 @@ def take_bigrams(
 
 
 def model_fingerprint(fingerprint: str) -> str:
-    """A model's fingerprint without what weights and KV cache are kept as, which moves no bigram that
-    matters."""
+    """A model's fingerprint without what its weights and KV cache are kept as, which moves no
+    bigram that matters."""
     return fingerprint.partition(":")[0]
