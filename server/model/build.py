@@ -150,7 +150,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
     folder = open_model(spec.folder, adapter=spec.adapter, remembers=True)
     form = _cpu_form(spec, is_file=isinstance(folder.weights, GgufWeights))
-    if is_generic(folder.config):
+    if folder.known is None and is_generic(folder.config):
         return _build_generic_runner(spec, folder, form)
     shape = replace(folder.shape(), vocab_size=folder.num_token_ids)
     weights: RunnerWeights

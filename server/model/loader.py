@@ -16,8 +16,6 @@ refused with the reason. A wrong answer is worse than none.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors,
 from server.model.cache_folder import remembered_sha256
 from server.model.catalog import Report, model_folder
 from server.model.families import family_of
+from server.model.folder_files import eos_token_ids, fingerprint_of, weight_files
 from server.model.generic import is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
@@ -301,7 +300,7 @@ def open_model(
         files: tuple[Path, ...] = (gguf,)
         weights = GgufWeights(gguf, config, expected)
     else:
-        files = _weight_files(path)
+        files = weight_files(path)
         tied = bool(getattr(config, "tie_word_embeddings", False))
         lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
         names = TensorNames(_text_name if is_wrapped else _full_name)
@@ -318,10 +317,10 @@ def open_model(
     return ModelFolder(
         path=path,
         config=config,
-        fingerprint=_fingerprint(raw, files, () if lora is None else lora.files),
+        fingerprint=fingerprint_of(raw, files, () if lora is None else lora.files),
         tokenizer_file=tokenizer_file,
         tokenizer_fingerprint=remembered_sha256(tokenizer_file),
-        eos_token_ids=_eos_token_ids(path, eos, int(config.vocab_size)),
+        eos_token_ids=eos_token_ids(path, eos, int(config.vocab_size)),
         weights=weights,
         enrichment=None if lora is None else lora.enrichment,
         known=known,
@@ -366,22 +365,6 @@ def _text_config(raw: Mapping[str, Any], config: Any) -> Any:
     return text
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{index}: holds no weight_map")
-        files = tuple(path / str(name) for name in sorted(set(weight_map.values())))
-        for file in files:
-            if file.parent != path or not file.is_file():
-                raise ModelError(f"{index} names {file.name}, which is not there")
-        return files
-    if (path / "model.safetensors").is_file():
-        return (path / "model.safetensors",)
-    raise ModelError(f"{path} holds no model.safetensors (.bin files are not read: they are code)")
-
-
 def _check_complete(
     path: Path,
     expected: Mapping[str, tuple[int, ...]],
@@ -404,31 +387,6 @@ def _check_complete(
             raise ModelError(f"adapter {adapter.folder} changes {unknown[0]}, which is not there")
         for name in adapter.names():
             adapter.check(name, expected[name])
-
-
-def _eos_token_ids(path: Path, sources: list[Any], vocab_size: int) -> tuple[int, ...]:
-    ids: set[int] = set()
-    if (path / "generation_config.json").is_file():
-        sources = [*sources, read_json(path / "generation_config.json").get("eos_token_id")]
-    for value in sources:
-        for token_id in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(token_id, int) and 0 <= token_id < vocab_size:
-                ids.add(token_id)
-    return tuple(sorted(ids))
-
-
-def _fingerprint(
-    raw_config: Mapping[str, Any], weights: Sequence[Path], adapter: Sequence[Path]
-) -> str:
-    """sha256 over the config (less what only names its origin) and the hashes of all files."""
-    kept = {
-        k: v for k, v in raw_config.items() if k not in ("transformers_version", "_name_or_path")
-    }
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-    for kind, files in (("weights", weights), ("adapter", adapter)):
-        for file in files:
-            digest.update(f"\n{kind} {remembered_sha256(file)}".encode())
-    return digest.hexdigest()
 
 
 # --- transformers' own module ---------------------------------------------------------------------
