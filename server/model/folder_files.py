@@ -1,4 +1,4 @@
-"""What a model's folder holds beside its config: weights, the ids that end a text, a fingerprint."""
+"""What a model folder holds beside its config: weights, ids that end a text, a fingerprint."""
 
 from __future__ import annotations
 
