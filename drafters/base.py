@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from drafters.tree import DraftTree
 
 
@@ -57,6 +60,31 @@ class DraftSession(Protocol):
 
     def close(self) -> None:
         """Release what the session holds. Idempotent."""
+
+
+class LikelySession(DraftSession, Protocol):
+    """A DraftSession that also drafts from the model's own logits.
+
+    num_likely: so many likeliest ids of every verified row it wants to see; 0 for none, and then
+    `note_likely` is not called.
+    """
+
+    num_likely: int
+
+    def note_likely(
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        ids: npt.NDArray[np.int32],
+        chances: npt.NDArray[np.float32],
+    ) -> None:
+        """What the model held likeliest in the step that was just verified.
+
+        token_ids, parents: of the nodes that were verified, -1 = the last emitted token. ids: int32
+        [1 + nodes, K], chances: float32 [1 + nodes, K]: what may follow the last emitted token,
+        then each node; -1 and 0 where there is nothing. K is at least num_likely. Called before
+        `feedback` and `extend` of the same step.
+        """
 
 
 @runtime_checkable

@@ -55,13 +55,15 @@ class Need(Enum):
     """What a drafter's class takes beside its options, by the keyword it takes it as.
 
     CORPUS: drafters.corpus.Corpus or None. LEARNED: a layer of learned outputs over it, or None.
-    EOS: ids that are never worth drafting. PREDICTION: nothing, but its sessions use
+    EOS: ids that are never worth drafting. LIKELY: the scope's drafters.auto.likely.LikelyTable, or
+    None: each session has its own. PREDICTION: nothing, but its sessions use
     `prediction_ids`, which other drafters ignore.
     """
 
     CORPUS = "corpus"
     LEARNED = "learned"
     EOS = "eos_token_ids"
+    LIKELY = "likely"
     PREDICTION = "prediction_ids"
 
 
@@ -102,6 +104,19 @@ class DrafterSpec:
         """The drafter's class; its module is imported only now (numba)."""
         module, _, attribute = self.factory.partition(":")
         return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """What `auto` can be told."""
+
+    num_likely: int = option(
+        8,
+        ge=0,
+        le=8,
+        key="logits",
+        help="likeliest ids of each verified row that are kept and drafted from; 0 is off",
+    )
 
 
 @dataclass(frozen=True)
@@ -153,6 +168,7 @@ OURS = (
         "auto",
         "drafters.auto.drafter:AutoDrafter",
         "all sources in one tree, by the calibrated chance of every node",
+        options=AutoOptions,
         needs=frozenset(Need),
     ),
     DrafterSpec(

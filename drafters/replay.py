@@ -23,20 +23,27 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from drafters import DRAFTER_NAMES, Drafter, make_drafter
+from drafters.base import DraftSession, LikelySession
 from drafters.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One request as it went: ids of prompt and output (its EOS id included if it ended)."""
+    """One request as it went: ids of prompt and output (its EOS id included if it ended).
+
+    likely_ids, likely_chances: what the model held likeliest at each token of the output, where
+    that was recorded (loadtest.own_runs); else empty. Of rejected nodes no replay knows it.
+    """
 
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    likely_ids: Sequence[Sequence[int]] = ()
+    likely_chances: Sequence[Sequence[float]] = ()
 
 
 @dataclass(slots=True)
@@ -152,6 +159,7 @@ def replay(
                 result.propose_s.append(clock() - start)
             accepted = follow(tree, output, position)
             num = min(len(accepted) + 1, len(output) - position)
+            note_rows(session, recording, position, num)
             session.feedback(tree, accepted)
             emitted = [int(token) for token in output[position : position + num]]
             start = clock()
@@ -168,6 +176,23 @@ def replay(
         if drafted:
             result.by_source[name] = (drafted, hits)
     return result
+
+
+def note_rows(session: DraftSession, recording: Recording, position: int, num: int) -> None:
+    """Give a session that wants them the rows of the next `num` tokens of a recording."""
+    if not recording.likely_ids or not getattr(session, "num_likely", 0):
+        return
+    rows = slice(position, position + num)
+    width = max(len(ids) for ids in recording.likely_ids)
+    ids = np.full((num, width), -1, np.int32)
+    chances = np.zeros((num, width), np.float32)
+    for row, (own, of) in enumerate(
+        zip(recording.likely_ids[rows], recording.likely_chances[rows], strict=True)
+    ):
+        ids[row, : len(own)], chances[row, : len(of)] = own, of
+    path = [int(token) for token in recording.output_ids[position : position + num - 1]]
+    parents = range(-1, num - 2)
+    cast("LikelySession", session).note_likely(path, parents, ids, chances)
 
 
 def _count(
@@ -211,7 +236,8 @@ def read_recordings(path: Path | str) -> Iterator[Recording]:
                 raise ValueError(
                     f"{path}, line {number}: ids must be integers, the prompt not empty"
                 )
-            yield Recording(prompt, output)
+            likely = entry.get("likely_ids", ()), entry.get("likely_chances", ())
+            yield Recording(prompt, output, *likely)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -6,6 +6,11 @@ Reads train splits only. Of each data set the last part is held out and replayed
 the rest: with that corpus, without it, and with a prediction made from the output by random edits;
 every data set counts for the same number of tokens.
 Expectation maximisation for the weights, then the factors that correct what they claim.
+
+    python -m loadtest.fit_trust --recorded DIR
+
+fits what the model's own logits are worth, and leaves the rest: DIR/SET/train.jsonl are a model's
+own answers with what it held likely (python -m loadtest.own_runs record).
 """
 
 from __future__ import annotations
@@ -16,13 +21,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from drafters.auto.cells import NUM_CELLS, NUM_FACTORS, NUM_LEVELS
+from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_FACTORS, NUM_LEVELS, NUM_SOURCES
 from drafters.auto.drafter import AutoDrafter
+from drafters.auto.likely import LikelyTable
 from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
 from drafters.corpus import build_corpus
-from drafters.replay import Recording
+from drafters.replay import Recording, note_rows, read_recordings
 from loadtest.recordings import data_sets, load_tokenizer, read_split
+
+Floats = npt.NDArray[np.float64]
 
 ROUNDS = 8
 TOKENS_PER_SET = 2500.0
@@ -46,6 +55,53 @@ def edited(held: Sequence[Recording], example: Recording, rng: random.Random) ->
     return out
 
 
+def fit_logits(folder: Path) -> tuple[Floats, Floats]:
+    """(weights, factors) with those of the logits fitted anew: half of the runs share what the
+    model held likely among a set's requests, half of them do not."""
+    start = Trust()
+    weights, factors = start.weights.copy(), start.factors.copy()
+    own_weights = slice(LOGITS * NUM_CELLS // NUM_SOURCES, None)
+    own_factors = slice(LOGITS * NUM_FACTORS // NUM_SOURCES, None)
+    parts = [list(read_recordings(path)) for path in sorted(folder.glob("*/train.jsonl"))]
+    if not parts:
+        raise FileNotFoundError(f"{folder} has no SET/train.jsonl")
+    for turn in range(ROUNDS):
+        evidence = np.zeros((2, NUM_CELLS))
+        outcomes = np.zeros((3, NUM_FACTORS))
+        for recordings in parts:
+            for likely in (LikelyTable(), None):
+                trust = Trust(weights, factors, memory=1e12)
+                drafter = AutoDrafter(trust=trust, likely=likely)
+                for recording in recordings:
+                    _teach(drafter, recording)
+                evidence += trust.evidence
+                outcomes += trust.outcomes
+        fitted = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
+        weights[own_weights] = fitted[own_weights]
+        factors[own_factors] = ((outcomes[1] + 2.0) / (outcomes[0] + 2.0))[own_factors]
+        asked = evidence[0, own_weights]
+        mean = np.average(weights[own_weights], weights=asked)
+        print(f"round {turn + 1}: mean weight asked {mean:.4f}")
+    return weights, factors
+
+
+def _teach(drafter: AutoDrafter, recording: Recording) -> None:
+    """A recording, token by token, as without drafts."""
+    session = drafter.open(recording.prompt_ids)
+    session.settle_once()
+    for place, token in enumerate(recording.output_ids):
+        note_rows(session, recording, place, 1)
+        session.extend([token])
+    session.close()
+
+
+def _write(path: Path, weights: Floats, factors: Floats) -> None:
+    per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
+    per_cent = np.clip(np.rint(100 * factors), 1, 800).astype(int).reshape(-1, 10)
+    write_default_trust(path, per_mille.tolist(), per_cent.tolist())
+    print(f"wrote {path}")
+
+
 def main() -> None:
     """The command."""
     root = Path(__file__).resolve().parent.parent
@@ -54,7 +110,11 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--output", type=Path, default=DEFAULT_TRUST)
     parser.add_argument("--held-out", type=int, default=100)
+    parser.add_argument("--recorded", type=Path, help="fit the logits alone, from these answers")
     arguments = parser.parse_args()
+    if arguments.recorded is not None:
+        _write(arguments.output, *fit_logits(arguments.recorded))
+        return
     tokenizer = load_tokenizer(arguments.tokenizer)
     parts = []
     for name in data_sets(arguments.data):
@@ -97,10 +157,7 @@ def main() -> None:
         weights = (evidence[1] + SMOOTHING * weights) / (evidence[0] + SMOOTHING)
         factors = (outcomes[1] + 2.0) / (outcomes[0] + 2.0)
         print(f"round {turn + 1}: mean weight asked {np.average(weights, weights=evidence[0]):.4f}")
-    per_mille = np.clip(np.rint(1000 * weights), 1, 999).astype(int).reshape(NUM_LEVELS, -1)
-    per_cent = np.clip(np.rint(100 * factors), 1, 800).astype(int).reshape(-1, 10)
-    write_default_trust(arguments.output, per_mille.tolist(), per_cent.tolist())
-    print(f"wrote {arguments.output}")
+    _write(arguments.output, weights, factors)
 
 
 if __name__ == "__main__":

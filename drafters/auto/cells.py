@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from drafters.jit import compiled
 
-SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction")
-CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION = 0, 1, 2, 3, 4
-NUM_SOURCES = 5
+SOURCES = ("corpus", "prompt", "output", "retrieved", "prediction", "logits")
+CORPUS, PROMPT, OUTPUT, RETRIEVED, PREDICTION, LOGITS = 0, 1, 2, 3, 4, 5
+NUM_SOURCES = 6
 NUM_BUCKETS = 10  # match lengths 0, 1, 2, 3, 4, 5-6, 7-9, 10-15, 16-31, 32 and more
 NUM_OCCURRENCES = 6  # 1, 2, 3-4, 5-9, 10-29, 30 and more
 NUM_AGREEMENTS = 3  # share of the commonest next token: below 1/2, below 1, 1
@@ -28,6 +28,7 @@ MAX_MATCH = 34  # comparisons end here: longer matches share a bucket
 MAX_VISITS = 64  # occurrences looked at per node and chain, newest first
 MAX_RETRIEVED_VISITS = 24  # the same in retrieved outputs, the likest last and so seen first
 MAX_RETRIEVED_MATCH = 34
+MAX_LIKELY_MATCH = 3  # longest contexts whose likeliest ids are kept
 MAX_CANDIDATES = 208  # distinct next tokens per node
 MAX_TOP = 8  # commonest next tokens read per automaton state
 HASH_SIZE = 1024

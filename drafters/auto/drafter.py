@@ -1,7 +1,8 @@
 """`auto`: one tree from all sources, each node ranked by its calibrated chance.
 
 Sources: the sequence's own text, the task's corpus at any match length, the outputs of the
-corpus' examples nearest to this prompt, and the client's prediction. What they say is gathered
+corpus' examples nearest to this prompt, the client's prediction, and what the model's own logits
+held likely (drafters.auto.likely). What they say is gathered
 (drafters.auto.gather), blended (drafters.auto.blend) and grown into a tree
 (drafters.auto.tree_builder). How far each kind of context is believed is learned per task from
 every token that is emitted (drafters.auto.trust).
@@ -20,19 +21,31 @@ import numpy.typing as npt
 
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import learn_token
-from drafters.auto.cells import PREDICTION, RETRIEVED, SOURCES
+from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
+from drafters.auto.likely import NUM_LIKELY, LikelyTable
 from drafters.auto.text_index import START, TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
-from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_MARKS, NO_TEXT, ContextFields
+from drafters.auto.views import (
+    NO_CORPUS,
+    NO_ECHO,
+    NO_HINTS,
+    NO_LIKELY,
+    NO_MARKS,
+    NO_TEXT,
+    ContextFields,
+    LikelyFields,
+)
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
 
+Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
+NUM_RETRIEVED = 12  # examples whose outputs are retrieved for a request
 RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
@@ -49,10 +62,12 @@ class AutoDrafter:
     trust: weights and their evidence, shared by the sessions; by default what the corpus' held-out
         examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
-    num_retrieved: examples whose outputs are retrieved for a request; 0 is off.
     eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
         By default the id that ends the corpus' outputs.
     learn: adapt the trust to the tokens that are emitted.
+    num_likely: likeliest ids of a verified row that are kept and drafted from; 0 is off.
+    likely: what the model held likely in this scope so far, shared by its sessions; None: each
+        session has its own, which ends with it.
     """
 
     name = "auto"
@@ -65,15 +80,18 @@ class AutoDrafter:
         learned: Corpus | None = None,
         trust: Trust | None = None,
         min_survival: float = 0.003,
-        num_retrieved: int = 12,
         eos_token_ids: Sequence[int] | None = None,
         learn: bool = True,
+        num_likely: int = NUM_LIKELY,
+        likely: LikelyTable | None = None,
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
-        if not 0 <= num_retrieved <= 256:
-            raise ValueError(f"num_retrieved must be in 0..256, not {num_retrieved}")
+        if not 0 <= num_likely <= NUM_LIKELY:
+            raise ValueError(f"num_likely must be in 0..{NUM_LIKELY}, not {num_likely}")
         self.corpus = corpus
+        self.num_likely = num_likely
+        self.likely = likely
         # Those whose examples are retrieved: what was learned stands beside the corpus.
         self.layers = tuple(
             layer
@@ -89,7 +107,7 @@ class AutoDrafter:
         self.trust = trust
         self.corpus_arrays = (self.automaton.states, self.automaton.edges, self.automaton.tops)
         self.min_survival = min_survival
-        self.num_retrieved = num_retrieved
+        self.num_retrieved = NUM_RETRIEVED
         if eos_token_ids is None:
             eos_token_ids = () if corpus is None else corpus.end_ids()
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
@@ -126,6 +144,8 @@ class AutoDrafter:
         """Compile, or load from the cache, all that sessions call, with a corpus too."""
         session = self.open([1, 2, 3, 1, 2], prediction_ids=[1, 2])
         session.settle()
+        nothing = np.zeros((1, NUM_LIKELY), np.int32)
+        session.note_likely((), (), nothing, nothing.astype(np.float32))
         session.extend([3])
         session.propose(4, 4)
         session.rollback(0)
@@ -144,8 +164,11 @@ class AutoSession:
     __slots__ = (
         "_anchors",
         "_drafter",
+        "_echo",
         "_index",
+        "_likely",
         "_marks",
+        "_noted",
         "_num_learned",
         "_num_prompt",
         "_places",
@@ -153,6 +176,7 @@ class AutoSession:
         "_prompt_marks",
         "_retrieved",
         "_settled",
+        "num_likely",
     )
 
     def __init__(
@@ -168,6 +192,14 @@ class AutoSession:
         self._prompt_marks: Float32 = NO_MARKS
         self._settled = False
         self._num_learned = 0
+        self.num_likely = drafter.num_likely
+        self._likely: LikelyTable | None = None
+        if drafter.num_likely:
+            self._likely = drafter.likely if drafter.likely is not None else LikelyTable()
+        # Rows of the last step, to be added once its tokens were learned from: what the model held
+        # likely at a token is no evidence for how well it was foreseen.
+        self._noted: tuple[Int32, Int32, Float32] | None = None
+        self._echo = NO_ECHO
         # For each emitted token (and before any): the place in the retrieved index of the last
         # token that followed the prediction, and how many have not followed it since.
         self._anchors: list[tuple[int, int]] = []
@@ -305,7 +337,12 @@ class AutoSession:
             self._hints(),
             (states, edges, tops, state, length),
             drafter.eos_token_ids,
+            self._likely_fields(),
         )
+
+    def _likely_fields(self) -> LikelyFields:
+        """What the model's logits said, as compiled code takes it."""
+        return NO_LIKELY if self._likely is None else (*self._likely.arrays, *self._echo)
 
     def _context_without(self, drafter: AutoDrafter) -> ContextFields:
         """The same without the corpus, what it says of prompts, and its retrieved outputs.
@@ -320,6 +357,7 @@ class AutoSession:
             self._hints(),
             NO_CORPUS,
             drafter.eos_token_ids,
+            self._likely_fields(),
         )
 
     def _learn(self, drafter: AutoDrafter, token: int) -> None:
@@ -352,6 +390,7 @@ class AutoSession:
         index, automaton = self._index, drafter.automaton
         # A token drawn again after a rollback is not evidence twice.
         seen = index.size - self._num_prompt
+        root = index.size
         for token in token_ids:
             if drafter.learn and self._settled and seen >= self._num_learned:
                 self._learn(drafter, token)
@@ -364,8 +403,36 @@ class AutoSession:
             self._places.append(place)
             if self._anchors:
                 self._align(token)
+            self._echo = NO_ECHO
+        if self._noted is not None:
+            self._keep_rows(root, token_ids)
         if self._anchors:
             self._weigh_near()
+
+    def note_likely(
+        self, token_ids: Sequence[int], parents: Sequence[int], ids: Int32, chances: Float32
+    ) -> None:
+        """See LikelySession; kept when the step's tokens are appended."""
+        self._owner()
+        if self._likely is not None:
+            num = self.num_likely
+            nodes = np.array((token_ids, parents), np.int32)
+            self._noted = nodes, ids[:, :num].copy(), chances[:, :num].copy()
+
+    def _keep_rows(self, root: int, token_ids: Sequence[int]) -> None:
+        """Add the rows of a step whose root was the `root`-th token, and remember the last."""
+        assert self._noted is not None and self._likely is not None
+        (nodes, ids, chances), self._noted = self._noted, None
+        before = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root][::-1].copy()
+        self._likely.note(before, nodes, ids, chances)
+        row = 0
+        for token in token_ids[:-1]:
+            found = np.flatnonzero((nodes[1] == row - 1) & (nodes[0] == token))
+            if not found.size:
+                return
+            row = 1 + int(found[0])
+        others = ids[row] != token_ids[-1]
+        self._echo = ids[row][others], chances[row][others]
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """What was accepted is learned in extend(), from every token."""
@@ -382,6 +449,7 @@ class AutoSession:
         if not 0 <= mark <= self._index.size - self._num_prompt:
             raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
         self._index.truncate(self._num_prompt + mark)
+        self._noted, self._echo = None, NO_ECHO
         del self._places[mark + 1 :]
         if self._anchors:
             del self._anchors[mark + 1 :]

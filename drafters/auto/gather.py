@@ -8,6 +8,7 @@ tokens followed that context at *every* match length it has:
     output      what it has emitted so far
     retrieved   outputs of the corpus' examples whose prompts are nearest to this one
     prediction  the text the client expects (OpenAI's Predicted Outputs)
+    logits      what the model itself held likely after the same few tokens (drafters.auto.likely)
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy.typing as npt
 from drafters.auto.cells import (
     CORPUS,
     HASH_SIZE,
+    LOGITS,
     MAX_CANDIDATES,
+    MAX_LIKELY_MATCH,
     MAX_MATCH,
     MAX_RETRIEVED_MATCH,
     MAX_RETRIEVED_VISITS,
@@ -35,8 +38,9 @@ from drafters.auto.cells import (
     cell_of,
     length_bucket,
 )
+from drafters.auto.likely import context_key, find_context
 from drafters.auto.text_index import START, find_slot, triple_key
-from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, TextView
+from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
 from drafters.jit import inlined
 
 Int32 = npt.NDArray[np.int32]
@@ -229,11 +233,41 @@ def _gather_hints(docs: TextView, hints: Int32, found: Gathered) -> None:
 
 
 @inlined
+def _gather_likely(likely: LikelyView, size: int, depth: int, found: Gathered) -> None:
+    """What the model held likely after the last tokens of found.path[:size], newest first."""
+    for length in range(1, min(size, MAX_LIKELY_MATCH) + 1):
+        slot = find_context(likely.keys, context_key(found.path, length))
+        if slot < 0:
+            break  # a longer context was not seen either
+        level = LOGITS * NUM_BUCKETS + length
+        found.totals[level] = likely.sums[slot, likely.ids.shape[1]]
+        _clear(found.counts, level)
+        for i in range(likely.ids.shape[1]):
+            share = likely.sums[slot, i]
+            if share > 0.0:
+                row = _candidate(likely.ids[slot, i], found)
+                if row >= 0:
+                    found.counts[level, row] = share
+    if depth == 0 and likely.echo_ids.shape[0] > 0:
+        # What the last row held likely beside the token that it drew may come one later.
+        level = LOGITS * NUM_BUCKETS
+        found.totals[level] = 1.0
+        _clear(found.counts, level)
+        for i in range(likely.echo_ids.shape[0]):
+            row = _candidate(likely.echo_ids[i], found)
+            if row >= 0:
+                found.counts[level, row] = likely.echo_chances[i]
+
+
+@inlined
 def _add_longer(found: Gathered) -> None:
-    """Counts by exact length become counts by context: it also occurs wherever a longer does."""
+    """Counts by exact length become counts by context: it also occurs wherever a longer does.
+
+    Those of the corpus and of the logits are kept by context.
+    """
     num_candidates = found.state[NUM]
     counts, totals = found.counts, found.totals
-    for source in range(1, NUM_SOURCES):
+    for source in range(1, LOGITS):
         longer = -1
         for bucket in range(NUM_BUCKETS - 1, 0, -1):
             level = source * NUM_BUCKETS + bucket
@@ -292,8 +326,11 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
             situation = 1 if covers else 0
             if rival > 0:
                 situation += 4 if rival >= bucket else 2
+            share = top / total
+            if source == LOGITS:  # a chance, not a count: nothing ever has all of it
+                share = np.float32(0.0 if share < 0.35 else (0.7 if share < 0.8 else 1.0))
             found.levels[num_levels] = level
-            found.cells[num_levels] = cell_of(level, total, top / total, situation)
+            found.cells[num_levels] = cell_of(level, total, share, situation)
             num_levels += 1
     return num_levels
 
@@ -326,5 +363,7 @@ def gather(context: Context, state: int, length: int, depth: int, found: Gathere
             _gather_hints(docs, context.hints, found)
     if context.corpus.states.shape[0] > 0:
         _gather_corpus(context.corpus, state, length, found)
+    if context.likely.keys.shape[0] > 0:
+        _gather_likely(context.likely, min(MAX_LIKELY_MATCH, depth + own.size), depth, found)
     _add_longer(found)
     return _order_levels(found, cover)

@@ -264,7 +264,8 @@ class Trust:
         try:
             body = json.loads(Path(path).read_text())
             good = (body["kind"], body["version"]) == ("drafter trust", VERSION)
-            if not good or body["sources"] != list(SOURCES):
+            sources = body["sources"]
+            if not good or sources != list(SOURCES[: len(sources)]):
                 raise CalibrationError(f"{path} is not a version {VERSION} drafter trust")
             evidence = np.asarray(body["evidence"], np.float64)
             outcomes = np.asarray(body["outcomes"], np.float64)
@@ -276,6 +277,8 @@ class Trust:
 
     def restore_arrays(self, evidence: Float64, outcomes: Float64) -> None:
         """The same from arrays. Raises CalibrationError for other shapes or impossible counts."""
+        evidence = _widened(evidence, NUM_CELLS)
+        outcomes = _widened(outcomes, NUM_FACTORS)
         if evidence.shape != self.evidence.shape or outcomes.shape != self.outcomes.shape:
             raise CalibrationError("the saved trust has other cells")
         counts = np.concatenate([evidence.ravel(), outcomes.ravel()])
@@ -285,6 +288,15 @@ class Trust:
         self.outcomes[:] = outcomes
         self._next_update = 0.0
         self.update()
+
+
+def _widened(counts: Float64, num_cells: int) -> Float64:
+    """Counts [., cells] of the first few sources, as they were before there were more, with
+    nothing counted for the others. What cannot be that stays as it is."""
+    missing = num_cells - counts.shape[-1]
+    if counts.ndim != 2 or missing < 0 or missing % (num_cells // NUM_SOURCES):
+        return counts
+    return np.pad(counts, ((0, 0), (0, missing)))
 
 
 def _odds(weights: Float64) -> Float64:

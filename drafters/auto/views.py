@@ -61,12 +61,26 @@ class CorpusView(NamedTuple):
     length: int
 
 
+class LikelyView(NamedTuple):
+    """A drafters.auto.likely.LikelyTable, and what the row held likeliest that drew the last token.
+
+    keys: int64 [slots]. ids: int32 [slots, K]. sums: float32 [slots, K + 1]. echo_ids: int32 [K]
+    and echo_chances: float32 [K], or empty.
+    """
+
+    keys: Int64
+    ids: Int32
+    sums: Float32
+    echo_ids: Int32
+    echo_chances: Float32
+
+
 class Context(NamedTuple):
     """All that the next token is guessed from.
 
     own: prompt and output. num_output: tokens of output at its end. docs: retrieved outputs and
     the prediction. hints: int32, places in docs that may come next. ends: int32, EOS ids, which
-    are never drafted.
+    are never drafted. likely: what the model's own logits said.
     """
 
     own: TextView
@@ -75,6 +89,7 @@ class Context(NamedTuple):
     hints: Int32
     corpus: CorpusView
     ends: Int32
+    likely: LikelyView
 
 
 class Trusts(NamedTuple):
@@ -87,7 +102,8 @@ class Trusts(NamedTuple):
 LimitsFields = tuple[int, int, float]
 TextFields = tuple[Int32, Int64, Float32, int]
 CorpusFields = tuple[Int32, Int32, Int32, int, int]
-ContextFields = tuple[TextFields, int, TextFields, Int32, CorpusFields, Int32]
+LikelyFields = tuple[Int64, Int32, Float32, Int32, Float32]
+ContextFields = tuple[TextFields, int, TextFields, Int32, CorpusFields, Int32, LikelyFields]
 TrustsFields = tuple[Float64, Float64]
 
 NO_MARKS = np.empty((2, 0), np.float32)
@@ -101,9 +117,25 @@ NO_CORPUS: CorpusFields = (
     0,
 )
 
+NO_ECHO = np.empty(0, np.int32), np.empty(0, np.float32)
+NO_LIKELY: LikelyFields = (
+    np.empty(0, np.int64),
+    np.empty((0, 0), np.int32),
+    np.empty((0, 0), np.float32),
+    *NO_ECHO,
+)
+
 
 @inlined
 def context_of(fields: ContextFields) -> Context:
     """The Context of plain tuples."""
-    own, num_output, docs, hints, corpus, ends = fields
-    return Context(TextView(*own), num_output, TextView(*docs), hints, CorpusView(*corpus), ends)
+    own, num_output, docs, hints, corpus, ends, likely = fields
+    return Context(
+        TextView(*own),
+        num_output,
+        TextView(*docs),
+        hints,
+        CorpusView(*corpus),
+        ends,
+        LikelyView(*likely),
+    )

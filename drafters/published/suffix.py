@@ -16,7 +16,7 @@ from drafters.auto.cells import SOURCES
 from drafters.auto.text_index import TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
-from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_MARKS, NO_TEXT
+from drafters.auto.views import NO_CORPUS, NO_HINTS, NO_LIKELY, NO_MARKS, NO_TEXT
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 
@@ -93,6 +93,7 @@ class SuffixSession:
             NO_HINTS,
             NO_CORPUS,
             drafter.eos_token_ids,
+            NO_LIKELY,
         )
         limits = (budget, max_depth, drafter.min_survival)
         return drafter.workspace.grow(limits, context, drafter.trust.fields)

@@ -120,6 +120,8 @@ class Batch:
       constraints exclude every id of its slice, it is drawn from the full head.
     draw_keep: None, or int32 [D], -1 or the place where the runner keeps the hidden state that the
       draw is made from, for `verify`; such a draw gives no logprobs.
+    num_likely: so many likeliest ids of each draw's row are wanted for drafters (Drawn.likely); 0:
+      none are, and nothing is computed for them.
 
     Scores, for prompt logprobs: score_rows, score_targets int32 [C]: the logprob of `target` under
       the logits of `row`, with score_top[c] most likely ids beside it.
@@ -156,6 +158,7 @@ class Batch:
     slices: tuple[HeadSlice, ...] = ()
     draw_keep: Int32 | None = None
     seq_adapters: Int32 | None = None
+    num_likely: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -180,6 +183,19 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Likely:
+    """The likeliest next ids of some draws' rows, as the model's raw logits have them.
+
+    ids: int32 [D, K], chance descending, -1 where there are fewer. chances: float32
+    [D, K], softmax of the raw logits over all ids that the draw sees (its slice, or all), before
+    bias, grammar, penalties and temperature; 0 for -1 and for a row that is not finite.
+    """
+
+    ids: Int32
+    chances: Float32
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
     """What a Runner returns for a Batch.
 
@@ -189,6 +205,7 @@ class Drawn:
     (logprob descending, id ascending).
     score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws;
     head_s: those of them that the LM head's product took, 0.0 where they are not known.
+    likely: of every draw, where Batch.num_likely asks; None where it does not.
     """
 
     token_ids: Int32
@@ -200,6 +217,7 @@ class Drawn:
     score_top: Sequence[tuple[tuple[int, float], ...]]
     model_s: float = 0.0
     head_s: float = 0.0
+    likely: Likely | None = None
 
 
 class Runner(Protocol):

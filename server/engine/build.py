@@ -26,14 +26,14 @@ _NO_MASKS = np.empty((0, 0), np.uint32)
 def build_batch(
     items: SequenceOf[Scheduled],
     trees: SequenceOf[CheckedTree | None],
-    *,
     num_prefill_rows: int,
     masks: SequenceOf[UInt32 | None] | None = None,
+    num_likely: int = 0,
 ) -> Built:
     """All rows of one step. trees[i] hangs off the last row of items[i], or is None.
 
     masks[i]: the grammar's, uint32 [1 + nodes, words]: the root's row (all choices that fork off it
-    share it), then one per node; or None.
+    share it), then one per node; or None. num_likely: see Batch.
     """
     num_nodes = sum(len(t.token_ids) for t in trees if t is not None)
     num_rows = sum(item.num_rows for item in items) + num_nodes
@@ -61,7 +61,7 @@ def build_batch(
         if tree is not None:
             draws.add_nodes(tree, rows.num, root_draw, item.start + item.num_rows - 1)
             rows.add_nodes(s, item, tree)
-    batch = _batch(rows, draws, scores, num_prefill_rows, num_nodes)
+    batch = _batch(rows, draws, scores, (num_prefill_rows, num_nodes), num_likely)
     if any(item.sequence.adapter is not None for item in items):
         batch = replace(batch, seq_adapters=np.array([_place(item) for item in items], np.int32))
     return Built(
@@ -229,8 +229,9 @@ def _together(masks: SequenceOf[UInt32]) -> UInt32:
 
 
 def _batch(
-    rows: _Rows, draws: _Draws, scores: _Scores, num_prefill_rows: int, num_draft_rows: int
+    rows: _Rows, draws: _Draws, scores: _Scores, counts: tuple[int, int], num_likely: int
 ) -> Batch:
+    """counts: of prefill rows and of draft rows."""
     return Batch(
         token_ids=rows.token_ids,
         token_from=rows.token_from,
@@ -252,6 +253,7 @@ def _batch(
         score_rows=np.array(scores.rows, np.int32),
         score_targets=np.array(scores.targets, np.int32),
         score_top=np.array(scores.top, np.int32),
-        num_prefill_rows=num_prefill_rows,
-        num_draft_rows=num_draft_rows,
+        num_prefill_rows=counts[0],
+        num_draft_rows=counts[1],
+        num_likely=num_likely,
     )

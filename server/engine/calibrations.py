@@ -23,6 +23,7 @@ from server.types import NO_SCOPE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from drafters.auto.likely import LikelyTable
     from drafters.base import Drafter
 
 TableKey = tuple[str, str, str, str]
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 MAX_TABLES = 512  # a quarter of a MB each
 MAX_TABLES_TOLD = 64  # calibration files of one task that a report reads
+MAX_LIKELY = 64  # tables of likely ids, of 2.5 MB at most
 TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 
 
@@ -70,6 +72,7 @@ class Calibrations:
         self._save_every_s = save_every_s
         self._write_later = write_later
         self._tables: OrderedDict[TableKey, Table] = OrderedDict()
+        self._likely: OrderedDict[tuple[str, str], LikelyTable] = OrderedDict()  # (task, scope)
         self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
         self._tallies: dict[tuple[str, str], _Tally] = {}
         self._restored_tallies = False
@@ -102,6 +105,21 @@ class Calibrations:
         self._tables.move_to_end(key)
         self._calibrated.add((task, drafter.name))
         setattr(drafter, attribute, table)
+
+    def likely(self, task: str, scope: str) -> LikelyTable:
+        """What the model held likely in a scope's requests of a task. Its drafters write it."""
+        from drafters.auto.likely import LikelyTable
+
+        table = self._likely.setdefault((task, scope), LikelyTable())
+        self._likely.move_to_end((task, scope))
+        if len(self._likely) > MAX_LIKELY:
+            self._likely.popitem(last=False)
+        return table
+
+    def forget_likely(self, task: str) -> None:
+        """Drop what the model held likely in a task's requests."""
+        for key in [key for key in self._likely if key[0] == task]:
+            del self._likely[key]
 
     def observe(self, task: str, drafter: str, scope: str, num_steps: int, num_tokens: int) -> None:
         """A choice finished with so many tokens in so many decode steps."""

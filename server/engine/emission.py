@@ -122,6 +122,8 @@ class Emission:
             self._slices.keep(sequence, run.draws, len(run.ids))
         elif sequence.request.sampling.num_logprobs is not None:
             sequence.logprobs.extend(results.logprob(d) for d in run.draws)
+        likely = results.likely(draw, 0 if tree is None else len(tree.token_ids))
+        self._sessions.note_likely(sequence, tree, likely)
         self._append(sequence, tree, run, results.model_s)
         if waits:
             self._windows.add(sequence, end, is_due)

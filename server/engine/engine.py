@@ -139,7 +139,8 @@ class Engine:
             return self.take_deltas()
         trees, propose_s = self._propose(plan)
         masks = step_masks(plan.items, trees)
-        built = build_batch(plan.items, trees, num_prefill_rows=plan.num_prefill_rows, masks=masks)
+        likely = self.sessions.num_likely(plan.items, self._most_drafts)
+        built = build_batch(plan.items, trees, plan.num_prefill_rows, masks, likely)
         batch = self.slices.attach(plan.items, built.spans, built.batch, self.scheduler.running)
         try:
             launched = time.perf_counter()
@@ -155,10 +156,9 @@ class Engine:
             self._recover(plan, failure.error)
             return self.take_deltas()
         self._observe(plan, built, began, propose_s, results.model_s)
-        drawn = results.drawn
-        self.slices.observe(
-            batch, drawn.model_s - drawn.head_s, drawn.head_s, plan.num_prefill_rows > 0
-        )
+        head_s = results.drawn.head_s
+        body_s = results.drawn.model_s - head_s
+        self.slices.observe(batch, body_s, head_s, plan.num_prefill_rows > 0)
         return self.take_deltas()
 
     @property

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from drafters.base import LikelySession
+from server.engine.batch import Likely
 from server.engine.drafting import CheckedTree, DrafterRegistry
 from server.engine.grammar import FORCED
+from server.engine.plan import Scheduled
 from server.engine.planner import Ask
 from server.engine.sequence import Sequence, SequenceMark
 
@@ -92,6 +96,33 @@ class DraftSessions:
             allowed,
             0 if sequence.adapter is None else sequence.adapter.order.vocab_size,
         )
+
+    def num_likely(self, items: Iterable[Scheduled], most_drafts: int) -> int:
+        """How many likeliest ids a step's rows are asked for: as many as the session that wants
+        most does. most_drafts: the most nodes that could pay in this step; where there are none
+        nobody drafts, and nothing is computed for it."""
+        wanted = 0
+        for item in items:
+            sequence = item.sequence
+            if item.draws and (most_drafts or sequence.no_draft_reason != "budget"):
+                wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
+        return wanted
+
+    def note_likely(
+        self, sequence: Sequence, tree: CheckedTree | None, likely: Likely | None
+    ) -> None:
+        """Tell a session that wants them which ids were likeliest in the rows of a step: at the
+        last token, and behind each node of the tree. Called before `learn`."""
+        session = sequence.session
+        if likely is None or not getattr(session, "num_likely", 0):
+            return
+        nodes: tuple[list[int], list[int]] = ([], [])
+        if tree is not None:
+            nodes = (tree.token_ids, tree.parents)
+        try:
+            cast("LikelySession", session).note_likely(*nodes, likely.ids, likely.chances)
+        except Exception as error:
+            self.disable(sequence, error)
 
     def learn(
         self,

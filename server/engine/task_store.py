@@ -2,13 +2,14 @@
 
 *Calibration* is the drafters' own (drafters.auto.trust, drafters.calibration): one table per (task,
 drafter, corpus, scope), shared by all drafters made of these, so that making one anew forgets
-nothing. *Learned outputs* are those of finished requests of tasks that learn, one reservoir per
-(task, scope). The scope is made of tenant and cache_salt, so that nobody's drafts are made of
-another's text, nor as many or as few as another's text made them. Learned outputs stay in memory
-unless the task says `learn: persist`; then they are kept as calibrations are: written atomically
-into the engine's own folder at intervals and at the end, and read from there when they are first
-needed. The folder belongs to one model and one engine: engines of one model learn apart, each from
-what it served.
+nothing. *Likely ids* are what the model held likely after the same few tokens, one table per (task,
+scope) of tasks that learn, in memory only (server/engine/calibrations.py has both). *Learned
+outputs* are those of finished requests of tasks that learn, one reservoir per (task, scope). The
+scope is made of tenant and cache_salt, so that nobody's drafts are made of another's text, nor as
+many or as few as another's text made them. Learned outputs stay in memory unless the task says
+`learn: persist`; then they are kept as calibrations are: written atomically into the engine's own
+folder at intervals and at the end, and read from there when they are first needed. The folder
+belongs to one model and one engine: engines of one model learn apart, each from what it served.
 
 Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
 priority keeps the reservoirs, builds their layers (drafters.learned) and writes files. `poll` says
@@ -151,6 +152,7 @@ class TaskStore:
         self._calibrations = Calibrations(folder, save_every_s, lambda job: self._put(_Save(job)))
         self.calibrate = self._calibrations.calibrate
         self.observe = self._calibrations.observe
+        self.likely = self._calibrations.likely
         self._num_put = 0
         self._num_learned: dict[str, int] = {}
         self._told_sizes: tuple[tuple[str, int, int], ...] = ()
@@ -248,6 +250,7 @@ class TaskStore:
         self._generations[task] = self._generations.get(task, 0) + 1
         for key in [key for key in self._opened if key[0] == task]:
             del self._opened[key]
+        self._calibrations.forget_likely(task)
         self._put(_Forget(task))
 
     def refresh(self) -> None:

@@ -29,6 +29,7 @@ from server.types import (
 from tests.engine.one_token_loop import Outcome, one_token_loop
 from tests.fakes.fake_drafters import (
     FakeDrafter,
+    LikelyDrafter,
     broken_drafter,
     liar_drafter,
     oracle_drafter,
@@ -150,7 +151,7 @@ def random_workload(rng: Random) -> Workload:
     max_model_len = rng.choice((17, 32, 48))
     letters = [bytes(rng.choice(b"ab") for _ in range(rng.randint(0, 3))) for _ in range(vocab)]
     base = [rng.randrange(vocab) for _ in range(20)]
-    drafter = rng.choice(("off", "random", "random", "oracle", "oracle", "liar", "liar", "broken"))
+    drafter = rng.choice(("off", "random", "likely", "oracle", "oracle", "liar", "liar", "broken"))
     requests: list[tuple[int, Request, int | None]] = []
     num_requests = rng.randint(1, 6)
     longest = 1
@@ -308,6 +309,8 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
         return oracle_drafter(texts)
     if work.drafter == "liar":
         return liar_drafter(work.rng.randrange(1 << 30), texts, vocab)
+    if work.drafter == "likely":
+        return LikelyDrafter(work.model)
     if work.drafter == "broken":
         return broken_drafter(work.rng.randrange(1 << 30), vocab)
     return random_drafter(work.rng.randrange(1 << 30), vocab, work.rng.choice((0, 3)))

@@ -92,9 +92,9 @@ def test_windows_do_roll_back() -> None:
     assert num_windows > 100 and num_dropped > 20
 
 
-@pytest.mark.parametrize("drafter", ["off", "random", "oracle", "liar", "broken"])
+@pytest.mark.parametrize("drafter", ["off", "random", "likely", "oracle", "liar", "broken"])
 def test_the_drafter_does_not_show(drafter: str) -> None:
-    """The very same requests, five drafters: equal results, and off computes no draft row."""
+    """The very same requests, six drafters: equal results, and off computes no draft row."""
     speculation = SpeculationParams(drafter, 0 if drafter == "off" else 12)
     num_draft_rows = num_accepted = 0
     for seed in range(12):

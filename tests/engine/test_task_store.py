@@ -109,6 +109,7 @@ def engines() -> Iterator[list[Engine]]:
 
 def test_two_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: list[Engine]) -> None:
     """Memory stays bounded, tokens per step rise, aborted requests teach nothing."""
+    outputs_alone = replace(LEARN, options=(("auto.logits", 0),))
     engine = _engine(tmp_path)
     engines.append(engine)
     rng = Random(5)
@@ -121,6 +122,7 @@ def test_two_thousand_requests_of_a_task_that_learns(tmp_path: Path, engines: li
                 f"{batch}-{i}",
                 [NEVER if i % 10 == 0 else 2, rng.randrange(2, 59)],
                 sampling=SamplingParams(temperature=0.0, max_tokens=4 + i % 4, ignore_eos=True),
+                speculation=outputs_alone,
             )
             for i in range(100)
         ]
@@ -313,6 +315,34 @@ def test_tenants_and_salts_share_nothing(tmp_path: Path, engines: list[Engine]) 
     assert len(engine.stats().learned) == 2
     names = [path.name for path in _all_files(engine, tmp_path)]
     assert len([n for n in names if n.startswith("learned-")]) == 4
+
+
+def test_likely_ids_are_kept_per_task_and_scope(engines: list[Engine]) -> None:
+    """What the model held likely in one key's requests is nowhere else, outlives a new layer, and
+    is forgotten when it is asked for; a request that does not learn keeps its own."""
+    engine = _engine(None)
+    engines.append(engine)
+    memory = engine.memory
+    assert memory is not None
+    scopes = {}
+    for name, fields in (("a", {"tenant": "a"}), ("salted", {"tenant": "a", "cache_salt": "x"})):
+        request = _request(name, [2, 3, 5], **fields)
+        _run(engine, [request])
+        scopes[name] = request.scope
+    own = memory.likely("task", scopes["a"])
+    assert np.count_nonzero(own.keys) > 5
+    assert own is not memory.likely("task", scopes["salted"])
+    held = np.count_nonzero(own.keys)
+    _run(engine, [_request("b", [2, 9, 40], tenant="b")])
+    _run(engine, [_request("c", [2, 9, 40], tenant="a", task="other")])
+    off = SpeculationParams("auto", 5)
+    _run(engine, [_request("d", [2, 9, 40], tenant="a", speculation=off)])
+    assert np.count_nonzero(own.keys) == held
+    memory.wait()
+    _run(engine, [_request("e", [7, 9, 41], tenant="a")])
+    assert memory.likely("task", scopes["a"]) is own and np.count_nonzero(own.keys) > held
+    engine.controls["task_forget"]({"task": "task"})
+    assert not memory.likely("task", scopes["a"]).keys.any()
 
 
 def test_calibration_is_kept_per_scope_and_told_as_a_sum(

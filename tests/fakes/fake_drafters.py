@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
+from tests.fakes.fake_runner import FakeModel
 
 
 class FakeSession:
@@ -205,3 +207,71 @@ def broken_drafter(seed: int, vocab_size: int) -> FakeDrafter:
         return random_tree(rng, vocab_size, budget, max_depth)
 
     return FakeDrafter(propose)
+
+
+class LikelySession(FakeSession):
+    """Drafts what the model held likely, and checks that it is told so of the right contexts: each
+    row's chances are those of the model's own logits behind the text and the node's path."""
+
+    num_likely = 3
+
+    def __init__(self, prompt_ids: Sequence[int], model: FakeModel) -> None:
+        super().__init__(prompt_ids, self._behind)
+        self.num_rows = 0
+        self._model = model
+        self._likely: dict[int, list[int]] = {}
+
+    def note_likely(
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        ids: npt.NDArray[np.int32],
+        chances: npt.NDArray[np.float32],
+    ) -> None:
+        self._alive()
+        assert ids.shape == chances.shape == (1 + len(token_ids), ids.shape[1])
+        paths: list[list[int]] = []
+        for row in range(ids.shape[0]):
+            if row:
+                parent = parents[row - 1]
+                paths.append([*(paths[parent] if parent >= 0 else []), token_ids[row - 1]])
+            text = [*self.tokens, *(paths[-1] if row else [])]
+            recent = text[-self._model.context :] if self._model.context else []
+            logits = self._model.logits(int(self._model.hashes(text)[-1]), recent)
+            known = chances[row] > 0
+            seen = logits[ids[row, known]]
+            assert (np.diff(seen) <= 0).all()  # of a slice they need not be the very first
+            np.testing.assert_allclose(
+                chances[row, known], chances[row, 0] * np.exp(seen - seen[:1]), rtol=1e-3
+            )
+            self._likely[text[-1]] = ids[row, known].tolist()
+            self.num_rows += 1
+
+    def _behind(self, tokens: list[int], budget: int, max_depth: int) -> DraftTree:
+        path: list[int] = []
+        token = tokens[-1] if tokens else -1
+        while len(path) < min(budget, max_depth) and self._likely.get(token):
+            token = self._likely[token][0]
+            path.append(token)
+        return DraftTree.chain(path)
+
+
+class LikelyDrafter(FakeDrafter):
+    """Opens LikelySessions."""
+
+    sources = ("likely",)
+
+    def __init__(self, model: FakeModel) -> None:
+        super().__init__(lambda tokens, budget, max_depth: DraftTree.empty())
+        self._model = model
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> LikelySession:
+        session = LikelySession(prompt_ids, self._model)
+        self.sessions.append(session)
+        return session

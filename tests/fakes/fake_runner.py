@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32
+from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32, Likely
 from server.engine.reference_sampler import draw, token_logprob
 from server.types import ModelInfo
 
@@ -316,6 +316,8 @@ class FakeRunner:
         ranks = np.zeros(num, np.int32)
         top: list[tuple[tuple[int, float], ...]] = [()] * num
         failed: list[tuple[int, str]] = []
+        shape = (num, batch.num_likely)
+        likely = Likely(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
         for d in range(num):
             row = int(batch.draw_rows[d])
             params = batch.params[int(batch.draw_params[d])]
@@ -348,6 +350,7 @@ class FakeRunner:
                 ids[d] = -1
                 failed.append((d, str(error)))
                 continue
+            _fill_likely(likely, d, seen)
             if params.sampling.num_logprobs is not None and keep < 0:
                 lp = token_logprob(seen, int(ids[d]), params.sampling.num_logprobs)
                 logprobs[d], ranks[d], top[d] = lp.logprob, lp.rank, lp.top
@@ -360,7 +363,24 @@ class FakeRunner:
             lp = token_logprob(logits, int(batch.score_targets[c]), int(batch.score_top[c]))
             score_logprobs[c], score_ranks[c] = lp.logprob, lp.rank
             score_top.append(lp.top)
-        drawn = Drawn(ids, logprobs, ranks, top, score_logprobs, score_ranks, score_top)
+        drawn = Drawn(
+            ids,
+            logprobs,
+            ranks,
+            top,
+            score_logprobs,
+            score_ranks,
+            score_top,
+            likely=likely if batch.num_likely else None,
+        )
         if failed:
             raise DrawError(tuple(failed), drawn)
         return drawn
+
+
+def _fill_likely(likely: Likely, d: int, logits: Float32) -> None:
+    """The likeliest ids of draw d."""
+    top = token_logprob(logits, 0, min(likely.ids.shape[1], logits.shape[0])).top
+    found = [(i, np.exp(value)) for i, value in top if value > -np.inf]
+    likely.ids[d, : len(found)] = [i for i, _ in found]
+    likely.chances[d, : len(found)] = [chance for _, chance in found]

@@ -116,3 +116,18 @@ def assert_equal(got: Drawn, want: Drawn) -> None:
     assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
     assert np.array_equal(got.ranks, want.ranks)
     assert list(got.top) == list(want.top)
+
+
+def assert_likely(runner: SlicingRunner, batch: Batch, atol: float) -> None:
+    """The likeliest ids of every draw are those that its logprobs name, over its slice or all ids,
+    whatever it is drawn by; and asking for them changes nothing else."""
+    asked = tuple(
+        replace(p, sampling=SamplingParams(temperature=0.0, num_logprobs=5)) for p in batch.params
+    )
+    want = run(runner, replace(batch, params=asked))
+    got = run(runner, replace(batch, num_likely=5))
+    assert_equal(got, run(runner, batch))
+    assert got.likely is not None and run(runner, batch).likely is None
+    for ids, chances, top in zip(got.likely.ids, got.likely.chances, want.top, strict=True):
+        assert ids.tolist() == [i for i, _ in top]
+        np.testing.assert_allclose(chances, np.exp([value for _, value in top]), atol=atol)

@@ -18,6 +18,7 @@ from server.engine.batch import (
     Drawn,
     DrawParams,
     Int32,
+    Likely,
     places_of,
 )
 from server.engine.reference_sampler import noise_key
@@ -30,6 +31,7 @@ from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
 _EMPTY_IDS = np.empty(0, np.int64)
+_FIRST = np.zeros(1, np.int64)
 _EMPTY_MASK = np.empty(0, np.uint32)
 _EMPTY_BIAS = np.empty(0, np.float64)
 _NO_COUNTS = Counts(_EMPTY_IDS, _EMPTY_IDS, _EMPTY_IDS)
@@ -41,7 +43,11 @@ SlicedLogits = dict[int, tuple[Float32, Float32]]
 class Answers:
     """The parts of a Drawn while it is made."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, num_likely: int = 0) -> None:
+        self.likely: Likely | None = None
+        if num_likely:
+            shape = (num, num_likely)
+            self.likely = Likely(np.empty(shape, np.int32), np.empty(shape, np.float32))
         self.token_ids = np.empty(num, np.int32)
         self.logprobs = np.full(num, np.nan, np.float32)
         self.ranks = np.zeros(num, np.int32)
@@ -62,6 +68,7 @@ class Answers:
             [x[2] for x in scored],
             model_s,
             head_s,
+            self.likely,
         )
         if self.failed:
             raise DrawError(tuple(sorted(self.failed)), result)
@@ -95,7 +102,7 @@ class Draws:
         rows. full_logits: those of other rows; called last, because it may overwrite `full`.
         """
         num = batch.num_draws
-        result = Answers(num)
+        result = Answers(num, batch.num_likely)
         empty: list[int] = []
         if batch.draw_slice is None:
             rows = [full.places[r] for r in batch.draw_rows.tolist()]
@@ -148,6 +155,11 @@ class Draws:
                 result.token_ids[d] = self._draw_one(
                     batch, d, full.logits[row], size, _ALL_IDS, full.states[row], is_plain
                 )
+        if result.likely is not None:
+            sampler.likeliest(
+                np.array(draws, np.int64), np.array(rows, np.int64), full.logits, full.states,
+                result.likely.ids, result.likely.chances,
+            )  # fmt: skip
         for d, row, own in zip(draws, rows, params, strict=True):
             token = int(result.token_ids[d])
             if token == sampler.FAILED:
@@ -203,10 +215,19 @@ class Draws:
         if column == sampler.FAILED:
             if sampler.is_finite_row(state):
                 return False
+            if result.likely is not None:
+                result.likely.ids[d], result.likely.chances[d] = sampler.FAILED, 0.0
             result.token_ids[d] = column
             result.failed.append((d, _reason(state)))
             return True
         result.token_ids[d] = slice_.ids[column]
+        if result.likely is not None:
+            ids = result.likely.ids[d]
+            sampler.likeliest(
+                np.array([d]), _FIRST, logits[None], state[None], result.likely.ids,
+                result.likely.chances,
+            )  # fmt: skip
+            ids[ids >= 0] = slice_.ids[ids[ids >= 0]]
         if own.sampling.num_logprobs is not None and not batch.is_kept(d):
             value, rank, top = self._logprob(logits, num, column, own.sampling.num_logprobs)
             ids = slice_.ids

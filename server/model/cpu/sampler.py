@@ -330,3 +330,82 @@ def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
     for j in range(filled):
         top_logprobs[j] -= normaliser
     return target - normaliser, rank
+
+
+@_serial
+def _kth_largest(x, num, k):
+    """The k-th largest of x[:num], k <= num."""
+    best = np.full(k, -np.inf, np.float32)
+    for i in range(num):
+        v = x[i]
+        if v > best[k - 1]:
+            j = k - 1
+            while j > 0 and best[j - 1] < v:
+                best[j] = best[j - 1]
+                j -= 1
+            best[j] = v
+    return best[k - 1]
+
+
+@_serial
+def _likeliest(x, ids, chances, tops):
+    """Fill ids and chances (a Likely's row) from float32 x [n], n a multiple of 16, pads -inf.
+
+    tops: float32 scratch, one for each 256 of x. Only chunks whose largest is among the K largest
+    of all chunks can hold one of the K likeliest.
+    """
+    n = x.shape[0]
+    k = ids.shape[0]
+    num_chunks = 0
+    top = np.float32(-np.inf)
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        tops[num_chunks] = max_of(x[start:].ctypes.data, size // LANES)
+        top = max(top, tops[num_chunks])
+        num_chunks += 1
+    floor = np.float32(-np.inf)
+    if num_chunks >= k:
+        floor = _kth_largest(tops, num_chunks, k)
+    filled = 0
+    for c in range(num_chunks):
+        if tops[c] < floor or tops[c] == -np.inf:
+            continue
+        for i in range(c * _CHUNK, min((c + 1) * _CHUNK, n)):
+            v = x[i]
+            if v < floor or v == -np.inf or (filled == k and v <= chances[k - 1]):
+                continue
+            j = filled if filled < k else k - 1
+            while j > 0 and chances[j - 1] < v:
+                chances[j] = chances[j - 1]
+                ids[j] = ids[j - 1]
+                j -= 1
+            chances[j] = v
+            ids[j] = i
+            if filled < k:
+                filled += 1
+    total = np.float32(0.0)
+    if filled > 0:
+        total = exp_sum(x.ctypes.data, n // LANES, top)
+    for j in range(k):
+        if j < filled:
+            chances[j] = np.exp(chances[j] - top) / total
+        else:
+            ids[j] = FAILED
+            chances[j] = 0.0
+
+
+@_serial
+def likeliest(draws, rows, logits, hidden, ids, chances):
+    """ids[draws[i]], chances[draws[i]] = the likeliest of logits[rows[i]]; none of a row that is
+    not finite.
+
+    draws, rows: int64. logits, hidden: as FullLogits has them. ids int32, chances float32 [D, K].
+    """
+    tops = np.empty(logits.shape[1] // _CHUNK + 1, np.float32)
+    for i in range(rows.shape[0]):
+        d = draws[i]
+        if is_finite_row(hidden[rows[i]]):
+            _likeliest(logits[rows[i]], ids[d], chances[d], tops)
+        else:
+            ids[d] = FAILED
+            chances[d] = 0.0

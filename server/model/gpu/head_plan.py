@@ -167,6 +167,11 @@ def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[
             rows = batch.score_rows[slab.score_ids]
             arrays[f"{i}.score_rows"] = np.searchsorted(slab.rows, rows).astype(np.int32)
             arrays[f"{i}.score_targets"] = batch.score_targets[slab.score_ids]
+        if batch.num_likely and slab.view is not None:  # a row of logits for each draw
+            arrays[f"{i}.likely_rows"] = np.arange(slab.draw_ids.shape[0], dtype=np.int32)
+        elif batch.num_likely:
+            at = np.searchsorted(slab.rows, batch.draw_rows[slab.draw_ids])
+            arrays[f"{i}.likely_rows"] = at.astype(np.int32)
     return arrays
 
 
@@ -204,7 +209,8 @@ def kept_draws(batch: Batch) -> Array:
 def bytes_per_logit(batch: Batch) -> int:
     """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken; float64
     copies, sorted values with their indices and running sums where draws are processed; int64 order
-    keys for logprobs."""
+    keys for logprobs; two more float32 where the likeliest ids are wanted."""
     params = (p.sampling for p in batch.params)
     only_argmax = all(s.temperature == 0.0 and s.num_logprobs is None for s in params)
-    return 4 if only_argmax and batch.score_rows.shape[0] == 0 else 48
+    least = 12 if batch.num_likely else 4
+    return least if only_argmax and batch.score_rows.shape[0] == 0 else 48

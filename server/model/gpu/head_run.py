@@ -99,6 +99,13 @@ class HeadRun:
             step.segments.append(Segment("draw", slab.draw_ids, (token_ids,)))
             if "draw_ids" in tensors:
                 self._keep_ids(step.batch.num_draws, token_ids, tensors["draw_ids"])
+            if step.batch.num_likely:
+                rows = tensors["likely_rows"]
+                likely = likeliest(logits.index_select(0, rows), step.batch.num_likely)
+                if ids is not None:
+                    own = ids.index_select(0, rows).gather(1, likely[0].long())
+                    likely = own.int(), likely[1]
+                step.segments.append(Segment("likely", slab.draw_ids, likely))
             wanted = slab.plan.arrays["logprob_at"]
             if wanted.shape[0]:
                 found = token_logprobs(
@@ -130,3 +137,11 @@ class HeadRun:
                     (found.logprob, found.rank, found.top_ids, found.top_logprobs),
                 )
             )
+
+
+def likeliest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The num likeliest columns of raw logits float32 [n, V]: int32 and float32 [n, min(num, V)],
+    columns and their chances; chance 0 where a row is not finite."""
+    top = torch.topk(logits, min(num, logits.shape[1]), dim=1)
+    chances = (top.values - torch.logsumexp(logits, dim=1)[:, None]).exp()
+    return top.indices.int(), chances.nan_to_num(0.0)

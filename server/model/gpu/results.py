@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn
+from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, Likely
 from server.model.gpu.sampler import NAN_LOGITS
 from server.model.gpu.slices import Placed
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 class Segment:
     """Results of one kind, to be read back: device tensors of 4-byte items, in order."""
 
-    kind: Literal["draw", "logprob", "score"]
+    kind: Literal["draw", "logprob", "score", "likely"]
     index: Array
     tensors: tuple[torch.Tensor, ...]
 
@@ -76,6 +76,10 @@ def read_back(step: Step) -> Drawn:
     score_logprobs = np.full(num_scores, np.nan, np.float32)
     score_ranks = np.zeros(num_scores, np.int32)
     score_top: list[tuple[tuple[int, float], ...]] = [()] * num_scores
+    likely = None
+    if batch.num_likely:
+        shape = (batch.num_draws, batch.num_likely)
+        likely = Likely(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
     flat = np.empty(0, np.int32) if step.results is None else step.results.numpy()
     at = 0
     for segment in step.segments:
@@ -88,6 +92,12 @@ def read_back(step: Step) -> Drawn:
         index = segment.index
         if segment.kind == "draw":
             token_ids[index] = parts[0]
+            continue
+        if segment.kind == "likely":
+            assert likely is not None
+            num = parts[0].shape[1]  # a slice may have fewer ids than are asked for
+            likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
+            likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
             continue
         if segment.kind == "logprob":
             into = (logprobs, ranks, top)
@@ -120,6 +130,7 @@ def read_back(step: Step) -> Drawn:
         score_top,
         step.model_s,
         step.head_s,
+        likely,
     )
     if failed:
         raise DrawError(failed, drawn)

@@ -51,7 +51,9 @@ def test_the_first_answer_tokens_are_drafted_before_any_is_there(corpus: Corpus)
 def test_the_nearest_examples_are_worth_tokens(corpus: Corpus) -> None:
     tests = recordings(30, 3)
     with_them = replay(AutoDrafter(corpus=corpus), tests, budget=8)
-    without = replay(AutoDrafter(corpus=corpus, num_retrieved=0), tests, budget=8)
+    alone = AutoDrafter(corpus=corpus)
+    alone.num_retrieved = 0
+    without = replay(alone, tests, budget=8)
     assert with_them.tokens_per_step > 1.2 * without.tokens_per_step
     assert with_them.by_source["retrieved"][1] > 0
 
@@ -190,7 +192,7 @@ def test_old_evidence_fades() -> None:
 def test_bad_parameters_are_refused() -> None:
     for options in (
         {"min_survival": 1.0},
-        {"num_retrieved": -1},
+        {"num_likely": 9},
     ):
         with pytest.raises(ValueError):
             AutoDrafter(**options)

@@ -76,7 +76,7 @@ def _run(
     runner.info = replace(runner.info, num_blocks=num_blocks)
     engine = Engine(
         runner,
-        {"suffix": make_drafter("suffix")},
+        {name: make_drafter(name) for name in ("suffix", "auto")},
         EngineSettings(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=64, chunked_prefill_rows=16
         ),
@@ -100,7 +100,7 @@ def _run(
 def test_exact_is_full_to_the_last_bit(family: str) -> None:
     runner = cpu_runner(families.build(family), num_blocks=48)
     rng = Random(7)
-    num_missed = num_windows = num_accepted = 0
+    num_missed = num_windows = num_accepted = num_likely = 0
     try:
         for seed in range(3):
             requests = _requests(seed)
@@ -115,7 +115,11 @@ def test_exact_is_full_to_the_last_bit(family: str) -> None:
                             rng.choice((0, 1, 3, 7)),
                         ),
                         speculation=rng.choice(
-                            (SpeculationParams(), SpeculationParams("suffix", 6))
+                            (
+                                SpeculationParams(),
+                                SpeculationParams("suffix", 6),
+                                SpeculationParams("auto", 6),
+                            )
                         ),
                     )
                     for request in requests
@@ -133,7 +137,10 @@ def test_exact_is_full_to_the_last_bit(family: str) -> None:
                     num_missed += sum(v.num_missed for v in result.vocabulary)
                     num_windows += sum(v.num_windows for v in result.vocabulary)
                     num_accepted += sum(c.num_accepted for c in result.counts)
+                    num_likely += sum(
+                        kept for c in result.counts for s, _, kept in c.by_source if s == "logits"
+                    )
     finally:
         runner.close()
     assert num_missed > 30 and num_windows > num_missed
-    assert num_accepted > 10
+    assert num_accepted > 10 and num_likely > 5

@@ -24,6 +24,7 @@ from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
     alone,
     assert_equal,
+    assert_likely,
     batch_of,
     cached,
     ids_of,
@@ -60,6 +61,16 @@ def slices(runner: CpuRunner) -> list[HeadSlice]:
         cached(runner, 0, first, extra[:0], np.empty(0, np.int32)),
         cached(runner, 1, second, extra[[0, 9, 4]], np.array([5, 200, 3], np.int32)),
     ]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_likeliest_ids_are_told_beside_the_draws(
+    runner: CpuRunner, slices: list[HeadSlice], seed: int
+) -> None:
+    batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
+    assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-6)
+    assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-6)
+    assert_likely(runner, replace(batch, draw_slice=None), 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(7))

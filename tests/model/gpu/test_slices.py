@@ -37,6 +37,7 @@ from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
     alone,
+    assert_likely,
     batch_of,
     cached,
     ids_of,
@@ -155,6 +156,16 @@ def hf_logits(module: PreTrainedModel, batch: Batch, row: int) -> npt.NDArray[np
 
 
 # -- draws ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_likeliest_ids_are_told_beside_the_draws(
+    runner: TorchRunner, slices: list[HeadSlice], seed: int
+) -> None:
+    batch = batch_of(8, seed, [0, 1, 2, -1, 2, 1, -1, 0])
+    assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-5)
+    assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-5)
+    assert_likely(runner, replace(batch, draw_slice=None), 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(7))

@@ -1,0 +1,189 @@
+"""The model's own logits as a source: what it held likely after the same few tokens before.
+
+Every verified row, that of a rejected node too, comes with the ids that were likeliest there. They
+are kept by the last one, two and three tokens before them, as sums of chances: Token Recycling
+(Luo et al., arXiv 2408.08696) keeps the last row of each token alone, STAND (arXiv 2506.04708)
+averages by n-gram, which is what is done here. LogitSpec (arXiv 2507.01449): what the last row held
+likely and did not draw may come one token later; a session keeps that itself.
+
+The table is a hash table in which a context lives within WAYS slots of its home. It grows up to
+a bound; from then on what is seen rarely is overwritten, and what is asked to make room fades.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.auto.cells import MAX_LIKELY_MATCH
+from drafters.jit import compiled
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+NUM_LIKELY = 8
+"""Ids kept of a row."""
+
+WAYS = 8
+FIRST_SLOTS = 1 << 9
+MAX_SLOTS = 1 << 15  # 2.5 MB
+DECAY = 0.9  # of a context's sums at each visit: about ten rows are remembered
+FADE = 0.9  # of the contexts that another one finds in its way
+EMPTY = 0
+
+
+@compiled
+def context_key(newest: Int32, length: int) -> int:
+    """A key above 0 for newest[:length], newest token first."""
+    h = np.uint64(length)
+    for i in range(length):
+        h = (h ^ np.uint64(newest[i] + 7)) * np.uint64(0x9E3779B97F4A7C15)
+        h ^= h >> np.uint64(29)
+    return int(np.int64((h >> np.uint64(2)) | np.uint64(1)))
+
+
+@compiled
+def find_context(keys: Int64, key: int) -> int:
+    """The slot of a key, -1 where it is not kept."""
+    mask = keys.shape[0] - 1
+    home = (key >> 8) & mask
+    for i in range(WAYS):
+        if keys[(home + i) & mask] == key:
+            return int((home + i) & mask)
+    return -1
+
+
+@compiled
+def _slot_for(keys: Int64, sums: Float32, key: int) -> int:
+    """The slot of a key: its own, an empty one, or that of the context seen least."""
+    mask = keys.shape[0] - 1
+    home = (key >> 8) & mask
+    total = sums.shape[1] - 1
+    best = home
+    for i in range(WAYS):
+        slot = (home + i) & mask
+        if keys[slot] == key:
+            return int(slot)
+        if keys[slot] == EMPTY:
+            best = slot
+            break
+        if sums[slot, total] < sums[best, total]:
+            best = slot
+    if keys[best] != EMPTY:
+        for i in range(WAYS):
+            sums[(home + i) & mask] *= np.float32(FADE)
+    keys[best] = key
+    sums[best] = 0.0
+    return int(best)
+
+
+@compiled
+def _add(ids: Int32, sums: Float32, new_ids: Int32, chances: Float32) -> None:
+    """Add a row to a context's sums. ids: int32 [K], sums: float32 [K + 1], the last for all."""
+    num = ids.shape[0]
+    for i in range(num + 1):
+        sums[i] *= np.float32(DECAY)
+    sums[num] += np.float32(1.0)
+    for j in range(min(num, new_ids.shape[0])):
+        chance = chances[j]
+        if chance <= 0.0:
+            break
+        place = -1
+        least = 0
+        for i in range(num):
+            if ids[i] == new_ids[j] and sums[i] > 0.0:
+                place = i
+                break
+            if sums[i] < sums[least]:
+                least = i
+        if place >= 0:
+            sums[place] += chance
+        elif chance > sums[least]:
+            ids[least] = new_ids[j]
+            sums[least] = chance
+
+
+@compiled
+def _grow(keys: Int64, ids: Int32, sums: Float32, to: tuple[Int64, Int32, Float32]) -> None:
+    """Move all contexts into a larger, empty table."""
+    for slot in range(keys.shape[0]):
+        if keys[slot] != EMPTY:
+            at = _slot_for(to[0], to[2], keys[slot])
+            to[1][at] = ids[slot]
+            to[2][at] = sums[slot]
+
+
+@compiled
+def _note_rows(
+    table: tuple[Int64, Int32, Float32],
+    before: Int32,
+    nodes: Int32,
+    ids: Int32,
+    chances: Float32,
+    path: Int32,
+) -> None:
+    """Add the rows of a tree. before: the last tokens before it, newest first. nodes: int32 [2, N]
+    token, parent. ids, chances: [1 + N, K], the root's first. path: int32 scratch."""
+    keys, kept, sums = table
+    for row in range(ids.shape[0]):
+        if chances[row, 0] <= 0.0:
+            continue
+        size = 0
+        node = row - 1
+        while node >= 0 and size < MAX_LIKELY_MATCH:
+            path[size] = nodes[0, node]
+            node = nodes[1, node]
+            size += 1
+        for i in range(min(before.shape[0], MAX_LIKELY_MATCH - size)):
+            path[size] = before[i]
+            size += 1
+        for length in range(1, size + 1):
+            slot = _slot_for(keys, sums, context_key(path, length))
+            _add(kept[slot], sums[slot], ids[row], chances[row])
+
+
+class LikelyTable:
+    """What the model held likely, by context. One writer: the sessions of one scope's drafter.
+
+    keys: int64 [slots], 0 = empty. ids: int32 [slots, NUM_LIKELY]. sums: float32 [slots,
+    NUM_LIKELY + 1]: the sum of each id's chances, and how many rows there were, both decayed.
+    """
+
+    __slots__ = ("_max_slots", "_most_held", "_path", "ids", "keys", "sums")
+
+    def __init__(self, max_slots: int = MAX_SLOTS) -> None:
+        """max_slots: a power of two."""
+        self._max_slots = max_slots
+        self._path: Int32 = np.zeros(MAX_LIKELY_MATCH, np.int32)
+        self.keys, self.ids, self.sums = _empty(min(FIRST_SLOTS, max_slots))
+        self._most_held = 0  # contexts, at most
+
+    @property
+    def arrays(self) -> tuple[Int64, Int32, Float32]:
+        """(keys, ids, sums), as compiled code takes them."""
+        return self.keys, self.ids, self.sums
+
+    def note(self, before: Int32, nodes: Int32, ids: Int32, chances: Float32) -> None:
+        """Add the rows of a step.
+
+        before: int32, the tokens up to the root, newest first; three are enough. nodes: int32
+        [2, N] token and parent of the verified nodes. ids, chances: [1 + N, K], the root's first.
+        """
+        num_slots = self.keys.shape[0]
+        if num_slots < self._max_slots and 2 * self._most_held > num_slots:
+            self._most_held = int(np.count_nonzero(self.keys))
+            if 2 * self._most_held > num_slots:
+                larger = _empty(min(4 * num_slots, self._max_slots))
+                _grow(*self.arrays, larger)
+                self.keys, self.ids, self.sums = larger
+        _note_rows(self.arrays, before, nodes, ids, chances, self._path)
+        self._most_held += MAX_LIKELY_MATCH * ids.shape[0]
+
+
+def _empty(num_slots: int) -> tuple[Int64, Int32, Float32]:
+    return (
+        np.zeros(num_slots, np.int64),
+        np.zeros((num_slots, NUM_LIKELY), np.int32),
+        np.zeros((num_slots, NUM_LIKELY + 1), np.float32),
+    )
