@@ -24,12 +24,17 @@ from server.model.cpu.attention_kernels import (
     store_value,
 )
 from server.model.cpu.kernels import exp_shifted, float_at, max_of, rms_norm, set_float
-from server.model.cpu.records import RowKeys
+from server.model.cpu.records import AttentionAddresses, Tile
 from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.team import barrier, take
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
+
+_NEVER = np.float32(-np.inf)
+
+TILE_ROWS = 4
+"""Most rows whose scores and sums are computed together: their query heads share each load."""
 
 
 @_serial
@@ -113,127 +118,174 @@ def place(rows, qkv, layer, shape, work):
 
 
 @_serial
-def _score_row(q, group, keys, shape, scores, acc):
-    """Softmax numerators of one row's keys into scores, 1 / their sum into acc[:, width]."""
-    d = shape.head_dim
-    width = keys.values.width
-    room = scores.shape[1]
-    prefix_len = keys.prefix_len
-    num_keys = prefix_len + keys.num_path
-    first = keys.start // LANES
-    base = first * LANES
-    end_block = (prefix_len + LANES - 1) // LANES
+def _finish_scores(tile, i, room, shape):
+    """Softmax numerators of row i of a tile into its scores, 1 / their sum into acc[:, width]; the
+    scores of its prefix are there."""
+    at = tile.at
+    d, group, width = shape.head_dim, tile.group, tile.values.width
+    r, own = tile.first + i, i * group
+    prefix_len, num_path = int32_at(at.prefix_len, r), int32_at(at.path_len, r)
+    path = at.path_slots + int32_at(at.path_start, r) * 4
+    base = tile.start // LANES * LANES
+    num_keys = prefix_len + num_path
     padded = (num_keys - base + LANES - 1) // LANES * LANES
-    s = scores.ctypes.data
-    if end_block > first:
-        block_scores(q, d, group, keys.keys, keys.table + first * 4, end_block - first, s, room)
+    s = at.scores + own * room * 4
+    block = at.acc + (own * at.acc_stride + width) * 4
     last = -1
-    for j in range(keys.num_path):
-        slot = int32_at(keys.path, j)
+    for j in range(num_path):
+        slot = int32_at(path, j)
         if slot // LANES != last:
             last = slot // LANES
-            one_score(q, d, group, keys.keys, last, acc.ctypes.data + width * 4, acc.shape[1])
+            one_score(at.queries + own * d * 4, d, group, tile.keys, last, block, at.acc_stride)
         for g in range(group):
-            scores[g, prefix_len + j - base] = acc[g, width + slot % LANES]
+            score = float_at(block, g * at.acc_stride + slot % LANES)
+            set_float(s, g * room + prefix_len + j - base, score)
     scale = shape.scale
     if shape.cap > 0:
         for g in range(group):
             soft_cap(s + g * room * 4, padded // LANES, scale, shape.cap)
         scale = np.float32(1.0)
     for g in range(group):
-        for i in range(base, keys.start):
-            scores[g, i - base] = -np.inf
-        for i in range(num_keys - base, padded):
-            scores[g, i] = -np.inf
         row = s + g * room * 4
+        for j in range(tile.start - base):
+            set_float(row, j, _NEVER)
+        for j in range(num_keys - base, padded):
+            set_float(row, j, _NEVER)
         top = max_of(row, padded // LANES) * scale
         total = exp_shifted(row, padded // LANES, scale, top)
-        acc[g, width] = np.float32(1.0) / total
+        set_float(at.acc, (own + g) * at.acc_stride + width, np.float32(1.0) / total)
 
 
 @_serial
-def _add_path(group, keys, scores, acc):
-    """The values of a row's path, in order; slots that follow each other in a block at once."""
-    base = keys.start // LANES * LANES
-    room = scores.shape[1]
-    j = max(0, keys.start - keys.prefix_len)
-    while j < keys.num_path:
-        slot = int32_at(keys.path, j)
+def _add_prefix(tile, own, num_heads, low, high, room):
+    """acc[own : own + num_heads] += the values of positions low .. high - 1, in order."""
+    at = tile.at
+    base = tile.start // LANES * LANES
+    s = at.scores + own * room * 4
+    to = at.acc + own * at.acc_stride * 4
+    while low < high:
+        b = low // LANES
+        num = min(high, (b + 1) * LANES) - low
+        slot = int32_at(tile.table, b) * LANES + low % LANES
+        add_weighted(
+            s + (low - base) * 4, room, num_heads, tile.values, slot, num, to, at.acc_stride
+        )
+        low += num
+
+
+@_serial
+def _add_path(tile, i, room):
+    """The values of row i's path, in order; slots that follow each other in a block at once."""
+    at = tile.at
+    r, own = tile.first + i, i * tile.group
+    prefix_len, num_path = int32_at(at.prefix_len, r), int32_at(at.path_len, r)
+    path = at.path_slots + int32_at(at.path_start, r) * 4
+    base = tile.start // LANES * LANES
+    s = at.scores + (own * room + prefix_len - base) * 4
+    to = at.acc + own * at.acc_stride * 4
+    j = max(0, tile.start - prefix_len)
+    while j < num_path:
+        slot = int32_at(path, j)
         num = 1
-        while j + num < keys.num_path and (slot + num) % LANES > 0:
-            if int32_at(keys.path, j + num) != slot + num:
+        while j + num < num_path and (slot + num) % LANES > 0:
+            if int32_at(path, j + num) != slot + num:
                 break
             num += 1
-        add_weighted(
-            scores.ctypes.data + (keys.prefix_len + j - base) * 4, room, group, keys.values, slot,
-            num, acc.ctypes.data, acc.shape[1],
-        )  # fmt: skip
+        add_weighted(s + j * 4, room, tile.group, tile.values, slot, num, to, at.acc_stride)
         j += num
 
 
 @_serial
-def _attend_row(q, group, keys, shape, scores, acc, out):
-    """One row, one KV head, its `group` query heads, at address q one after the other.
+def _attend_tile(tile, shape):
+    """Some rows of one sequence, one KV head, its query heads."""
+    at = tile.at
+    d, group, width, room = shape.head_dim, tile.group, tile.values.width, at.room
+    heads = tile.num * group
+    for i in range(tile.num):
+        q = at.qkv + ((tile.first + i) * at.qkv_stride + tile.column) * 4
+        for j in range(group * d):
+            set_float(at.queries, i * group * d + j, float_at(q, j))
+    low, end = tile.start // LANES, (tile.longest + LANES - 1) // LANES
+    if end > low:
+        table = tile.table + low * 4
+        block_scores(at.queries, d, heads, tile.keys, table, end - low, at.scores, room)
+    for i in range(tile.num):
+        _finish_scores(tile, i, room, shape)
+    for g in range(heads):
+        for j in range(width):
+            set_float(at.acc, g * at.acc_stride + j, np.float32(0.0))
+    _add_prefix(tile, 0, heads, tile.start, tile.shortest, room)
+    low = max(tile.start, tile.shortest)
+    for i in range(tile.num):
+        r = tile.first + i
+        _add_prefix(tile, i * group, group, low, int32_at(at.prefix_len, r), room)
+        _add_path(tile, i, room)
+        out = at.out + (r * at.out_stride + tile.column) * 4
+        for g in range(group):
+            acc = at.acc + (i * group + g) * at.acc_stride * 4
+            scale = float_at(acc, width)
+            for j in range(d):
+                set_float(out, g * d + j, float_at(acc, j) * scale)
 
-    scores: float32 [group, room]; acc: float32 [group, w + 16]. The last 16 columns of acc are
-    the scores of one block of path keys. out: address of float32 [group * head_dim].
-    """
-    d = shape.head_dim
-    width = keys.values.width
-    room = scores.shape[1]
-    start, prefix_len = keys.start, keys.prefix_len
-    base = start // LANES * LANES
-    s = scores.ctypes.data
-    _score_row(q, group, keys, shape, scores, acc)
-    for g in range(group):
-        for i in range(width):
-            acc[g, i] = np.float32(0.0)
-    for b in range(base // LANES, (prefix_len + LANES - 1) // LANES):
-        low = max(start, b * LANES)
-        high = min(prefix_len, (b + 1) * LANES)
-        if high > low:
-            add_weighted(
-                s + (low - base) * 4, room, group, keys.values,
-                int32_at(keys.table, b) * LANES + low - b * LANES, high - low, acc.ctypes.data,
-                acc.shape[1],
-            )  # fmt: skip
-    _add_path(group, keys, scores, acc)
-    for g in range(group):
-        for i in range(d):
-            set_float(out, g * d + i, acc[g, i] * acc[g, width])
+
+@_serial
+def _attend_rows(first, last, h, at, window, planes, shape, group):
+    """Rows first .. last - 1 and KV head h: in one tile where they are of one sequence and see it
+    from its beginning, else one after the other."""
+    sequence = int32_at(at.seq_ids, first)
+    alike = window == 0
+    for r in range(first + 1, last):
+        alike = alike and int32_at(at.seq_ids, r) == sequence
+    num = last - first if alike else 1
+    keys, values = _planes(planes, h)
+    for r in range(first, last, num):
+        start = 0
+        if window > 0:
+            start = max(0, int32_at(at.positions, r) - window + 1)
+        shortest = longest = int32_at(at.prefix_len, r)
+        for i in range(r + 1, r + num):
+            shortest = min(shortest, int32_at(at.prefix_len, i))
+            longest = max(longest, int32_at(at.prefix_len, i))
+        table = at.tables + int32_at(at.seq_ids, r) * at.table_stride * 4
+        tile = Tile(
+            at, r, num, group, h * group * shape.head_dim, start, shortest, longest, table, keys,
+            values,
+        )  # fmt: skip
+        _attend_tile(tile, shape)
+
+
+@_serial
+def _addresses(rows, qkv, scratch, out, thread):
+    """Where a thread finds what it works on."""
+    return AttentionAddresses(
+        rows.positions.ctypes.data, rows.seq_ids.ctypes.data, rows.prefix_len.ctypes.data,
+        rows.path_start.ctypes.data, rows.path_len.ctypes.data, rows.path_slots.ctypes.data,
+        rows.tables.ctypes.data, rows.tables.shape[1], qkv.ctypes.data, qkv.shape[1],
+        out.ctypes.data, out.shape[1], scratch.queries[thread].ctypes.data,
+        scratch.scores[thread].ctypes.data, scratch.scores.shape[2],
+        scratch.acc[thread].ctypes.data, scratch.acc.shape[2],
+    )  # fmt: skip
 
 
 @_serial
 def attend(rows, qkv, layer, shape, scratch, out, work):
     """out[r] = attention of row r over its keys, all heads; K and V of all rows are in place.
 
-    Items are (KV head, row).
+    Items are (KV head, some rows that follow each other): keys and values come from memory once
+    for an item's rows.
     """
-    scores, acc = scratch.scores[work.thread], scratch.acc[work.thread]
+    at = _addresses(rows, qkv, scratch, out, work.thread)
     planes = _all_planes(layer)
-    num_kv_heads = layer.keys.shape[0]
+    num_kv_heads, window = layer.keys.shape[0], layer.window
     group = shape.num_heads // num_kv_heads
-    d = shape.head_dim
-    paths, tables = rows.path_slots.ctypes.data, rows.tables.ctypes.data
+    size = min(TILE_ROWS, max(1, rows.num * num_kv_heads // (4 * work.threads)))
+    tiles = (rows.num + size - 1) // size
     item = take(work)
-    while item < rows.num * num_kv_heads:
+    while item < tiles * num_kv_heads:
         # Late rows have the most keys: hand them out first, and all of one head, whose keys and
         # values of a prompt a core's L2 can hold, before those of the next.
-        r = rows.num - 1 - item % rows.num
-        h = item // rows.num
-        start = 0
-        if layer.window > 0 and rows.positions[r] - layer.window + 1 > 0:
-            start = rows.positions[r] - layer.window + 1
-        key_plane, value_plane = _planes(planes, h)
-        keys = RowKeys(
-            start, np.int64(rows.prefix_len[r]), paths + rows.path_start[r] * 4,
-            np.int64(rows.path_len[r]), tables + rows.seq_ids[r] * rows.tables.shape[1] * 4,
-            key_plane, value_plane,
-        )  # fmt: skip
-        column = h * group * d
-        _attend_row(
-            qkv.ctypes.data + (r * qkv.shape[1] + column) * 4, group, keys, shape, scores, acc,
-            out.ctypes.data + (r * out.shape[1] + column) * 4,
-        )  # fmt: skip
+        last = rows.num - item % tiles * size
+        first = max(0, last - size)
+        _attend_rows(first, last, item // tiles, at, window, planes, shape, group)
         item = take(work)
     barrier(work)

@@ -122,7 +122,9 @@ class Scratch(NamedTuple):
     """Buffers of a step, float32, room for the most rows that a Batch may have.
 
     x [R, H]: the residual stream: embeddings before, used up after. hidden [R, H]: the result,
-    final-normed states. scores [threads, group, room], acc [threads, group, value width + 16].
+    final-normed states. queries [threads, tile, head_dim], scores
+    [threads, tile, room], acc [threads, tile, value width + 16]: tile: the query heads of
+    attention.TILE_ROWS rows and one KV head.
     """
 
     x: Float32
@@ -134,6 +136,7 @@ class Scratch(NamedTuple):
     convolved: Float32
     inner: Float32
     hidden: Float32
+    queries: Float32
     scores: Float32
     acc: Float32
 
@@ -167,15 +170,49 @@ class AttentionLayer(NamedTuple):
     value_scales: Float32
 
 
-class RowKeys(NamedTuple):
-    """The keys of one row and one KV head: positions [start, prefix_len) through `table`, then the
-    slots of `path`. start, prefix_len, num_path: int64; path, table: addresses of int32. keys,
-    values: attention_kernels.Plane."""
+class AttentionAddresses(NamedTuple):
+    """Where attention's arrays begin, and how long their rows are in numbers.
 
-    start: Any
+    Those of Rows (int32), qkv and the result [R, stride], and one thread's part of Scratch's
+    queries, scores [tile, room] and acc [tile, stride]. All int64.
+    """
+
+    positions: Any
+    seq_ids: Any
     prefix_len: Any
-    path: Any
-    num_path: Any
+    path_start: Any
+    path_len: Any
+    path_slots: Any
+    tables: Any
+    table_stride: Any
+    qkv: Any
+    qkv_stride: Any
+    out: Any
+    out_stride: Any
+    queries: Any
+    scores: Any
+    room: Any
+    acc: Any
+    acc_stride: Any
+
+
+class Tile(NamedTuple):
+    """Rows first .. first + num - 1, all of one sequence, and one KV head with its `group` query
+    heads, which begin at `column` of qkv and of the result.
+
+    Their keys are the positions from `start` to each row's own prefix_len (the shortest and the
+    longest of which are here) through the block table at address `table`, and each row's path.
+    keys, values: attention_kernels.Plane. at: AttentionAddresses. The rest are int64.
+    """
+
+    at: Any
+    first: Any
+    num: Any
+    group: Any
+    column: Any
+    start: Any
+    shortest: Any
+    longest: Any
     table: Any
     keys: Any
     values: Any

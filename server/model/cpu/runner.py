@@ -19,6 +19,7 @@ import numpy as np
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.cpu import forward as cpu_forward
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
+from server.model.cpu.attention import TILE_ROWS
 from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows
 from server.model.cpu.head import FullHead, FullLogits
@@ -87,7 +88,7 @@ def _scratch(
 ) -> Scratch:
     """Buffers of a step: max_rows rows, and per thread the scores of max_model_len keys."""
     s = shape
-    group = s.num_heads // s.num_kv_heads
+    tile = s.num_heads // s.num_kv_heads * TILE_ROWS
     room = -(-max_model_len // LANES) * LANES + 4 * LANES + max_rows // LANES * LANES
 
     def rows(width: int) -> Float32:
@@ -106,8 +107,9 @@ def _scratch(
         convolved=rows(s.hidden_size if any(s.convolutions) else 0),
         inner=rows(inner_size),
         hidden=rows(s.hidden_size),
-        scores=np.zeros((threads, group, room), np.float32),
-        acc=np.zeros((threads, group, _value_width(s) + LANES), np.float32),
+        queries=np.zeros((threads, tile, s.head_dim), np.float32),
+        scores=np.zeros((threads, tile, room), np.float32),
+        acc=np.zeros((threads, tile, _value_width(s) + LANES), np.float32),
     )
 
 
