@@ -6,7 +6,8 @@ with an empty cache would each compile the same kernels, for about a minute a wo
     python -m tests.compile_kernels
 
 makes a task for a tiny model with `tailor tasks tune`: that runs the CPU runner, every drafter, a
-corpus and a vocabulary profile.
+corpus and a vocabulary profile. Then steps with integer weights, the product of every form, and
+steps with small KV caches.
 """
 
 from __future__ import annotations
@@ -42,6 +43,23 @@ def compile_kernels() -> None:
     )  # fmt: skip
 
 
+def _compile_steps() -> None:
+    """Steps of the weight kinds and KV types that a task's float32 did not run."""
+    from server.engine.probe import make_prober
+    from server.model.cpu.integers.forms import FORMS
+    from server.model.cpu.integers.kernels import kernel_address
+    from tests.model import families
+    from tests.model.cpu_models import cpu_runner
+
+    for form in FORMS:
+        kernel_address(form)
+    module = families.build("llama")
+    for weights, kv_dtype in (("int8", "float32"), ("float32", "float16"), ("float32", "int8")):
+        runner = cpu_runner(module, dtype=weights, kv_dtype=kv_dtype)
+        make_prober(runner)(4, 8)
+        runner.close()
+
+
 def main() -> int:
     from server.commands.cli import main as tailor
     from tests.model.tiny_models import save_tiny
@@ -56,7 +74,9 @@ def main() -> int:
         data.write_text(line * 40)
         words = ["tasks", "tune", "--model", str(folder / "model"), "--data", str(data)]
         words += ["--name", "town", "-o", str(folder / "town.yaml"), "--max-tokens", "16"]
-        return tailor([*words, "--num-prompts", "20"])
+        status = tailor([*words, "--num-prompts", "20"])
+    _compile_steps()
+    return status
 
 
 if __name__ == "__main__":

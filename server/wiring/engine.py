@@ -128,7 +128,7 @@ def build_engine(order: EngineOrder) -> Engine:
         fingerprint_of=vocabularies.fingerprint_of,
     )
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
-    cost_file = _cost_file(order, runner.info.fingerprint)
+    cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, about a minute")
     engine = Engine(
@@ -260,14 +260,16 @@ def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:
     return cache_dir() / "tasks" / order.namespace / "engines" / key
 
 
-def _cost_file(order: EngineOrder, fingerprint: str) -> Path:
-    """Where the cost of a step is kept: by device, model with dtype, and threads."""
+def _cost_file(order: EngineOrder, info: ModelInfo) -> Path:
+    """Where the cost of a step is kept: by device, model with the types of weights and KV, and
+    threads."""
     import hashlib
 
     from server.model.cache_folder import cache_dir
 
     threads = order.engine.threads or len(os.sched_getaffinity(0))
-    key = f"{order.device}|{_device_name(order.device)}|{fingerprint}|{threads}"
+    device = f"{order.device}|{_device_name(order.device)}"
+    key = f"{device}|{info.fingerprint}|{info.kv_dtype}|{threads}"
     return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
