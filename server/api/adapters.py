@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -31,6 +31,7 @@ from server.errors import (
     ConfigError,
     EngineError,
     InvalidRequestError,
+    LoadingError,
     ModelError,
     ModelNotFoundError,
     UnsupportedFieldError,
@@ -97,11 +98,12 @@ class AdapterRoutes:
                 raise InvalidRequestError(
                     f"lora_path: {error.message[:300]}.", param="lora_path"
                 ) from None
-            await self._tell_engines(served)
+            engines = self._engines(served.name)
+            await self._tell_engines(served, engines)
             old = admin.add(served)
             intake.adapters[name] = served
             if old is not None and old.adapter_id != served.adapter_id:
-                await self._forget(old)
+                await self._forget(old, self._engines(old.name))
         log.info("adapter %s was loaded", served.adapter_id)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -121,9 +123,10 @@ class AdapterRoutes:
                     f"The lora adapter {echoed(name)} is used by the task {echoed(users[0])}.",
                     param="lora_name",
                 )
+            engines = self._engines(served.name)
             del intake.adapters[name]
             admin.remove(name)
-            await self._forget(served)
+            await self._forget(served, engines)
         log.info("adapter %s was unloaded", served.adapter_id)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
@@ -148,13 +151,14 @@ class AdapterRoutes:
         return self._admin
 
     def _engines(self, model: str) -> list[str]:
-        return [
-            slot.spec.name
-            for slot in self._client.slots
-            if slot.spec.model == model and slot.state == "ready"
-        ]
+        """Names of the model's engines. Raises LoadingError while one is starting: it was told
+        which adapters there are when it began to."""
+        slots = [slot for slot in self._client.slots if slot.spec.model == model]
+        if any(slot.state in ("loading", "restarting") for slot in slots):
+            raise LoadingError("An engine of the model is starting.", retry_after_s=2.0)
+        return [slot.spec.name for slot in slots if slot.state == "ready"]
 
-    async def _tell_engines(self, served: ServedModel) -> None:
+    async def _tell_engines(self, served: ServedModel, engines: Sequence[str]) -> None:
         """Until every engine of the base has read the adapter. Raises InvalidRequestError with
         what is wrong with it, and then no engine knows it."""
         order = served.adapter
@@ -162,7 +166,7 @@ class AdapterRoutes:
         payload = {name: getattr(order, name) for name in type(order).__dataclass_fields__}
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
         problem = ""
-        for engine in self._engines(served.name):
+        for engine in engines:
             answer = await self._client.control(engine, "adapter_register", payload)
             problem = _problem_of(answer)
             while not problem:
@@ -175,11 +179,11 @@ class AdapterRoutes:
                     problem = "it takes too long to read"
                 await asyncio.sleep(_POLL_S)
             if problem:
-                await self._forget(served)
+                await self._forget(served, engines)
                 raise InvalidRequestError(f"lora_path: {problem}.", param="lora_path")
 
-    async def _forget(self, served: ServedModel) -> None:
-        for engine in self._engines(served.name):
+    async def _forget(self, served: ServedModel, engines: Sequence[str]) -> None:
+        for engine in engines:
             problem = _problem_of(
                 await self._client.control(engine, "adapter_forget", served.adapter_id)
             )
