@@ -27,6 +27,22 @@ def pytest_configure(config: pytest.Config) -> None:
             cache.set("tailor/kernels", kept)
 
 
+# Where few tests take long: they start servers, commands and other people's clients. Their files
+# come first, so that no process is left alone with one of them at the end of a parallel run.
+_LONG = ("setup", "conformance", "docker", "monitoring", "loadtest", "commands", "training", "api")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of the long folders first; the order within a folder stays."""
+    tests = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(tests).parts[0]
+        return _LONG.index(folder) if folder in _LONG else len(_LONG)
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The converted smollm2-135m-instruct folder. Fetched and converted once into the cache."""

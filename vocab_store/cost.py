@@ -155,7 +155,7 @@ class Fill:
 
     num_fill: candidates to take, from the front of the given order. num_ids: rows of T with them.
     miss: expected miss rate. window: its best N. cost_s: seconds per token; full_s: those of the
-    full head. use_exact: whether `exact` is the cheaper of the two.
+    full head.
     """
 
     num_fill: int
@@ -164,10 +164,6 @@ class Fill:
     window: int
     cost_s: float
     full_s: float
-
-    @property
-    def use_exact(self) -> bool:
-        return self.cost_s < self.full_s
 
 
 def best_fill(

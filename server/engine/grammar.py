@@ -207,7 +207,6 @@ class _Growth:
     """The nodes of a ConstrainedTree as they are found, depth first."""
 
     def __init__(self, source: int, forced: Sequence[int]) -> None:
-        self.forced_source = source
         self.num_certain = len(forced)
         self.token_ids: list[int] = []
         self.parents: list[int] = []

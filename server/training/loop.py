@@ -55,14 +55,13 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """step of num_steps, nats an output id of the last step, elapsed and left in seconds;
+    """step of num_steps, nats an output id of the last step, seconds so far;
     validation: nats an answer on held-out examples, at the steps that measured it."""
 
     step: int
     num_steps: int
     loss: float
     elapsed_s: float
-    left_s: float
     validation: float | None = None
 
 
@@ -179,22 +178,13 @@ def train(
         validation = None
         if held_out and state.step % options.validate_every == 0 and state.step < num:
             validation = evaluate_loss(tuned, held_out, options, device)
-        report(_progress(state, num, loss, validation, options))
+        report(TrainProgress(state.step, num, loss, state.elapsed_s, validation))
         if clock() - saved > options.save_every_s:
             keeper.save(state)
             saved = clock()
     after = evaluate_loss(tuned, held_out, options, device)
     keeper.remove()
     return TrainResult(state.step, by_clock, clock() - began, state.nats_before, after)
-
-
-def _progress(
-    state: _State, num: int, loss: float, validation: float | None, options: TrainOptions
-) -> TrainProgress:
-    left = state.elapsed_s / state.step * (num - state.step)
-    if options.time_limit_s is not None:
-        left = min(left, max(0.0, options.time_limit_s - state.elapsed_s))
-    return TrainProgress(state.step, num, loss, state.elapsed_s, left, validation)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, done: float, warm_up: float) -> None:

@@ -139,7 +139,7 @@ def test_best_fill_is_the_cheapest_prefix(
             prices.append((window * step + full_s) / kept_by_enumeration(left, window))
     assert fill.cost_s == pytest.approx(min(prices), rel=1e-7)
     assert fill.num_ids == 20 + fill.num_fill
-    assert fill.use_exact == (fill.cost_s < body_s + full_s)
+    assert fill.full_s == pytest.approx(body_s + full_s)
     again = exact_cost_s(costs, fill.num_ids + 3.5, fill.miss, fill.window)
     assert fill.cost_s == pytest.approx(again, rel=1e-9)
 
