@@ -36,6 +36,7 @@ GROUPS = {  # what each is for, and an example
     "adapters": ("Work with a running server's adapters.", "tailor adapters list"),
     "corpus": ("Work with a task's corpus.", "tailor corpus show task.corpus"),
     "vocab": ("Work with vocabulary profiles.", "tailor vocab show task.vocab"),
+    "fleet": ("Serve with many replicas on many machines.", "tailor fleet up cluster.yaml"),
 }
 
 COMMANDS = (
@@ -202,6 +203,18 @@ COMMANDS = (
         "vocab:show",
         "show what a vocabulary profile holds",
         "tailor vocab show task.vocab",
+    ),
+    Command(
+        "fleet up",
+        "fleet:up",
+        "run a fleet: replicas of the engines and of the API on Ray Serve, here or on a cluster",
+        "tailor fleet up cluster.yaml",
+    ),
+    Command(
+        "fleet check",
+        "fleet:check",
+        "check a cluster.yaml and all that it names; a problem names file, line and key",
+        "tailor fleet check cluster.yaml",
     ),
     Command(
         "completion",

@@ -169,10 +169,7 @@ def serve(
     config = server_config(place, what, how)
     config = over(config, "log", {"format": log_format, "level": log_level})
     # What is wrong is told before minutes of fetching and loading.
-    keys = _secrets(config)
-    tasks = server_tasks(config)
-    _check_task_lists(config, tasks)
-    check_places(config.models)
+    keys, tasks = check_server(config)
     from server import logs
     from server.wiring.server import listen, plan_server, run_server
 
@@ -195,6 +192,18 @@ def serve(
             ).start()
 
     return run_server(plan, listener, on_ready=on_ready)
+
+
+def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]]:
+    """The keys' secrets and the tasks, once all that can be told before loading was looked at.
+
+    Raises ConfigError.
+    """
+    keys = _secrets(config)
+    tasks = server_tasks(config)
+    _check_task_lists(config, tasks)
+    check_places(config.models)
+    return keys, tasks
 
 
 def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> ServerConfig:

@@ -1,0 +1,59 @@
+"""`tailor fleet`: many replicas of the engines behind one API, on Ray Serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.config.cluster import load_cluster_config
+
+if TYPE_CHECKING:
+    from server.config import ServerConfig
+    from server.config.cluster import ClusterConfig
+
+__all__ = ["check", "up"]
+
+
+def up(file: Path, /) -> int:
+    from server import logs
+    from server.fleet.local import up as run
+    from server.fleet.parts import ServedParts
+
+    cluster, server = _checked(file)
+    logs.configure(server.log.format, server.log.level)
+    listen = server.listen
+
+    def on_ready() -> None:
+        host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
+        print(f"The fleet is ready on http://{host}:{listen.port}.", flush=True)
+
+    return run(cluster, ServedParts(server), on_ready=on_ready)
+
+
+def check(file: Path, /) -> int:
+    cluster, server = _checked(file)
+    for model in server.models:
+        replicas = cluster.replicas_of(model.name)
+        num = (
+            str(replicas.min)
+            if replicas.most == replicas.min
+            else f"{replicas.min} to {replicas.most}"
+        )
+        print(
+            f"{model.name}: {num} replica{'s' if replicas.most > 1 else ''}, each with "
+            f"{replicas.num_cpus:g} cores and {replicas.num_gpus:g} GPUs"
+        )
+    print(
+        f"ingress: {cluster.ingress.replicas} on {server.listen.host}:{server.listen.port}; "
+        f"routing by {cluster.routing.policy}; Ray: {cluster.address or 'started here'}"
+    )
+    return 0
+
+
+def _checked(file: Path) -> tuple[ClusterConfig, ServerConfig]:
+    """Both files, and what they name. Raises ConfigError."""
+    from server.commands.serve import check_server
+
+    cluster, server = load_cluster_config(file)
+    check_server(server)
+    return cluster, server

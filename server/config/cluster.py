@@ -1,0 +1,161 @@
+"""ClusterConfig: what cluster.yaml may say, beside the server.yaml that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from server.config.section import Section, from_folder, validate
+from server.config.server import ServerConfig, load_server_config
+from server.config.values import Memory, parse_memory
+from server.config.yaml_file import Document, read_yaml
+from server.errors import ConfigError
+
+__all__ = [
+    "ClusterConfig",
+    "EmbeddedConfig",
+    "IngressConfig",
+    "ReplicasConfig",
+    "RoutingConfig",
+    "load_cluster_config",
+]
+
+
+class EmbeddedConfig(Section):
+    """The Ray that is started here when no address is given."""
+
+    num_cpus: float | None = Field(
+        None, gt=0, le=4096, description="what replicas may ask for in all; default what they do"
+    )
+    object_store_memory: Memory = Field(
+        parse_memory("200MiB"), description="shared memory of Ray's object store; an amount"
+    )
+
+
+class IngressConfig(Section):
+    """The replicas of the HTTP application."""
+
+    replicas: int = Field(1, ge=1, le=1000, description="how many")
+    num_cpus: float = Field(0.5, ge=0, le=1024, description="cores that one asks Ray for")
+    every_node: bool = Field(
+        False, description="whether each node with a replica listens, or the head alone"
+    )
+
+
+class ReplicasConfig(Section):
+    """The engines of a model: one a replica."""
+
+    min: int = Field(1, ge=0, le=10_000, description="replicas at least; 0 lets it go to sleep")
+    max: int | None = Field(
+        None, ge=1, le=10_000, description="replicas at most; default min, and then none is scaled"
+    )
+    num_cpus: float = Field(1.0, ge=0, le=1024, description="cores that one asks Ray for")
+    num_gpus: float = Field(0.0, ge=0, le=64, description="GPUs that one asks Ray for")
+    max_ongoing_requests: int = Field(
+        256, ge=1, le=1 << 20, description="requests open on one; more wait at the ingresses"
+    )
+    health_check_s: float = Field(
+        2.0, ge=0.1, le=3600, description="seconds between two looks at its health"
+    )
+
+    @model_validator(mode="after")
+    def _order(self) -> ReplicasConfig:
+        if self.max is not None and self.max < max(1, self.min):
+            raise ValueError("max must be at least min")
+        if self.max is None and self.min == 0:
+            raise ValueError("min 0 needs max")
+        return self
+
+    @property
+    def most(self) -> int:
+        """Replicas at most."""
+        return self.min if self.max is None else self.max
+
+
+class RoutingConfig(Section):
+    """Which replica works for a request."""
+
+    policy: Literal["tasks", "serve"] = Field(
+        "tasks", description="tasks: a task has home replicas; serve: Ray Serve's default"
+    )
+    target_load: float = Field(
+        0.7, gt=0, le=1, description="share of a replica that a task fills before it gets a home"
+    )
+    cold_cost: float = Field(
+        0.3, ge=0, le=10, description="how much longer a task's steps take away from home"
+    )
+    max_messages_per_s: float = Field(
+        2000.0,
+        gt=0,
+        le=1e6,
+        description="messages that a replica sends in a second; above that, a stream's steps are "
+        "sent together",
+    )
+    max_runs: int = Field(
+        4, ge=1, le=100, description="replicas that a request may lose before it fails, and one"
+    )
+
+
+class ClusterConfig(Section):
+    """cluster.yaml: a fleet. Everything that a single server reads stays in its server.yaml."""
+
+    server: str = Field(
+        min_length=1, max_length=4096, description="the server.yaml of every ingress and engine"
+    )
+    address: str | None = Field(
+        None, max_length=4096, description="of a Ray cluster; without one, Ray is started here"
+    )
+    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
+    replicas: ReplicasConfig = Field(
+        default_factory=ReplicasConfig, description="the engines of each model"
+    )
+    models: Mapping[str, ReplicasConfig] = Field(
+        default_factory=dict, description="`replicas` for one model, by its name, all keys anew"
+    )
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+
+    def replicas_of(self, model: str) -> ReplicasConfig:
+        """The replicas of a model."""
+        return self.models.get(model, self.replicas)
+
+
+def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
+    """Read cluster.yaml and the server.yaml that it names, relative to it.
+
+    Raises ConfigError with one line a problem.
+    """
+    document = read_yaml(path)
+    cluster = validate(ClusterConfig, document)
+    server_file = from_folder(path.resolve().parent, cluster.server)
+    if not Path(server_file).is_file():
+        raise ConfigError(document.error(("server",), f"{server_file}: there is no such file"))
+    server = load_server_config(Path(server_file))
+    _check_models(cluster, server, document)
+    if cluster.embedded.object_store_memory.num_bytes is None:
+        raise ConfigError(
+            document.error(
+                ("embedded", "object_store_memory"), 'must be an amount, such as "200MiB"'
+            )
+        )
+    return cluster.model_copy(update={"server": server_file}), server
+
+
+def _check_models(cluster: ClusterConfig, server: ServerConfig, document: Document) -> None:
+    names = [model.name for model in server.models]
+    for name in cluster.models:
+        if name not in names:
+            known = ", ".join(names)
+            text = f"server.yaml has no model of this name; it has {known}"
+            raise ConfigError(document.error(("models", name), text))
+    for model in server.models:
+        on_gpu = any(device != "cpu" for device in model.devices)
+        if on_gpu != (cluster.replicas_of(model.name).num_gpus > 0):
+            at = ("models", model.name) if model.name in cluster.models else ("replicas",)
+            text = f"the model {model.name} runs on {model.devices[0]}: give its replicas " + (
+                "num_gpus" if on_gpu else "no num_gpus"
+            )
+            raise ConfigError(document.error(at, text))

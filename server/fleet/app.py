@@ -1,0 +1,263 @@
+"""The fleet as an application of Ray Serve: engine replicas, the desk, ingress replicas.
+
+    serve run server.fleet.app:build config=cluster.yaml
+    serve build server.fleet.app:fleet      # reads the file that TAILOR_CLUSTER names
+
+`tailor fleet up cluster.yaml` does the same and starts Ray where none is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from server import logs
+from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
+from server.fleet.desk import Desk, Standing
+from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
+from server.fleet.ingress import IngressApp
+from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
+from server.fleet.replica import EngineReplica
+from server.fleet.routing import Job
+from server.fleet.serve_replicas import ServeReplicas
+
+__all__ = ["DeskDeployment", "EngineDeployment", "IngressDeployment", "application", "build"]
+
+log = logging.getLogger("tailor.fleet")
+
+_TELL_S = 1.0
+_ROUTER = "server.fleet.task_router:TaskRouter"
+
+
+class DeskDeployment:
+    """desk.Desk; one replica."""
+
+    def __init__(self) -> None:
+        self._desk = Desk()
+
+    async def tell(self, standing: Standing) -> int:
+        """A replica is there, and how. Returns the number of changes of the tasks."""
+        self._desk.tell(standing)
+        return self._desk.num_changes
+
+    async def leave(self, replica_id: str) -> None:
+        """A replica ends."""
+        self._desk.leave(replica_id)
+
+    async def standings(self, model: str | None = None) -> list[Standing]:
+        """Those of a model, or all."""
+        return self._desk.standings(model)
+
+    async def state(self, model: str) -> FleetState:
+        """For the ingresses."""
+        standings = self._desk.standings(model)
+        return FleetState(self._desk.info(model), {s.name: s.stats for s in standings})
+
+    async def num_changes(self) -> int:
+        """Changes of the tasks so far."""
+        return self._desk.num_changes
+
+    async def changed(self) -> int:
+        """The tasks were changed."""
+        return self._desk.changed()
+
+
+class EngineDeployment:
+    """replica.EngineReplica; ready when its engine is."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        parts: FleetParts,
+        model: str,
+        replicas: ReplicasConfig,
+        max_messages_per_s: float,
+        desk: DeploymentHandle,
+    ) -> None:
+        config = parts.server
+        logs.configure(config.log.format, config.log.level)
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
+        self._desk = desk.options(_by_reference=False)
+        spec = await asyncio.to_thread(
+            parts.engine, model, context.rank.rank, replicas.num_cpus, replicas.num_gpus
+        )
+        self._replica = EngineReplica(
+            spec,
+            replica_id=self._replica_id,
+            restart=restart_policy(config),
+            max_queued_requests=config.limits.max_queued_requests,
+            max_queued_tokens=config.limits.max_queued_tokens,
+            max_messages_per_s=max_messages_per_s,
+        )
+        self._drain_s = config.limits.drain_s
+        await self._replica.start()
+        await self._tell_once()
+        self._telling = asyncio.create_task(self._tell())
+
+    async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
+        """EngineReplica.stream. job: for the router, which has chosen by it."""
+        async with contextlib.aclosing(self._replica.stream(request, age_s)) as stream:
+            async for message in stream:
+                yield message
+
+    async def control(self, name: str, payload: Any, replica: str) -> Any:
+        """EngineReplica.control. replica: for the router."""
+        return await self._replica.control(name, payload, timeout_s=8.0)
+
+    async def pid(self, replica: str) -> int:
+        """The replica's process, for those who test what happens when it dies."""
+        return os.getpid()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the router reads; see TaskRouter."""
+        replica = self._replica
+        costs = replica.costs.costs(replica.info.max_num_seqs)
+        return {
+            "costs": None if costs is None else costs.told(),
+            "habits": replica.costs.habits(),
+            "is_stuck": not replica.serves,
+        }
+
+    def check_health(self) -> None:
+        """Raises when the replica is to be replaced."""
+        self._replica.check()
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(_TELL_S)
+            self._replica.costs.observe(self._replica.stats)
+            try:
+                await self._tell_once()
+            except Exception as error:
+                log.warning("the desk does not answer: %s", type(error).__name__)
+
+    async def _tell_once(self) -> None:
+        replica = self._replica
+        await self._desk.tell.remote(
+            Standing(
+                replica.spec.name,
+                replica.spec.model,
+                self._replica_id,
+                ray.get_runtime_context().get_node_id(),
+                replica.info,
+                replica.stats,
+                replica.costs.habits(),
+            )
+        )
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_telling"):
+            self._telling.cancel()
+            await self._replica.stop(0.0)  # Serve has waited for what was open
+
+
+@serve.ingress()
+class IngressDeployment:
+    """ingress.IngressApp: the HTTP application, its engines the fleet's."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        parts: FleetParts,
+        max_runs: int,
+        desk: DeploymentHandle,
+        engines: Mapping[str, DeploymentHandle],
+    ) -> None:
+        logs.configure(parts.server.log.format, parts.server.log.level)
+        front: Front = await asyncio.to_thread(parts.front)
+        loop = asyncio.get_running_loop()
+
+        def start(model: str, on_state: Any) -> FleetHandle:
+            return FleetHandle(
+                ServeReplicas(model, engines[model], desk),
+                name=f"{model}/fleet",
+                loop=loop,
+                retry=RetryPolicy(max_runs=max_runs),
+                on_state=on_state,
+            )
+
+        self._ingress = IngressApp(parts.server, front, start)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._ingress
+
+
+def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
+    """The fleet, to be deployed under any name and route."""
+    desk = serve.deployment(
+        DeskDeployment,
+        name="desk",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10_000,
+    ).bind()
+    engines = {
+        model.name: _engines(cluster, parts, model.name, desk) for model in parts.server.models
+    }
+    ingress = serve.deployment(
+        IngressDeployment,
+        name="ingress",
+        num_replicas=cluster.ingress.replicas,
+        ray_actor_options={"num_cpus": cluster.ingress.num_cpus},
+        max_ongoing_requests=100_000,
+        graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
+        health_check_period_s=2.0,
+    )
+    return ingress.bind(parts, cluster.routing.max_runs, desk, engines)
+
+
+def _engines(
+    cluster: ClusterConfig, parts: FleetParts, model: str, desk: Application
+) -> Application:
+    """The engine replicas of one model."""
+    replicas, routing = cluster.replicas_of(model), cluster.routing
+    options: dict[str, Any] = {}
+    if routing.policy == "tasks":
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class=_ROUTER,
+            request_router_kwargs={
+                "num_routers": cluster.ingress.replicas,
+                "target_load": routing.target_load,
+                "cold_cost": routing.cold_cost,
+            },
+            request_routing_stats_period_s=1.0,
+        )
+    if replicas.most == replicas.min:
+        options["num_replicas"] = replicas.min
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=replicas.min, max_replicas=replicas.most
+        )
+    return serve.deployment(
+        EngineDeployment,
+        name="engine-" + re.sub(r"[^A-Za-z0-9._-]", "-", model),
+        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        max_ongoing_requests=replicas.max_ongoing_requests,
+        graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=replicas.health_check_s,
+        **options,
+    ).bind(parts, model, replicas, routing.max_messages_per_s, desk)
+
+
+def build(args: Mapping[str, str]) -> Application:
+    """For `serve run server.fleet.app:build config=cluster.yaml`. Raises ConfigError."""
+    cluster, server = load_cluster_config(Path(args["config"]))
+    return application(cluster, ServedParts(server))
+
+
+def __getattr__(name: str) -> Application:
+    """`fleet`, for `serve build`, which takes no arguments: of the file TAILOR_CLUSTER names."""
+    if name == "fleet":
+        return build({"config": os.environ.get("TAILOR_CLUSTER", "cluster.yaml")})
+    raise AttributeError(name)

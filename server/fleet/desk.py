@@ -1,0 +1,79 @@
+"""The desk: the little that all parts of a fleet have in common, in one place.
+
+Replicas of engines tell it each second how they are; ingresses ask it. It holds the keys' buckets,
+so that a key's limits are the fleet's and not each ingress's, and counts the changes of the tasks,
+so that a change through one ingress reaches the others.
+
+What it holds is of seconds: when it dies, a new one is told everything again, and full buckets are
+the price. Pure: no Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from server.types import EngineStats, ModelInfo
+
+__all__ = ["Desk", "Standing"]
+
+GONE_AFTER_S = 5.0
+"""A replica that has told nothing for so long is not told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a replica is. name: of its engine, `model/rank`. replica_id: as Serve calls it."""
+
+    name: str
+    model: str
+    replica_id: str
+    node: str
+    info: ModelInfo
+    stats: EngineStats
+    habits: Mapping[str, list[float]]
+
+
+class Desk:
+    """See the top of this file."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._standings: dict[str, tuple[float, Standing]] = {}
+        self._infos: dict[str, ModelInfo] = {}
+        self._num_changes = 0
+
+    def tell(self, standing: Standing) -> None:
+        """A replica is there, and how."""
+        self._standings[standing.replica_id] = (self._clock(), standing)
+        self._infos[standing.model] = standing.info
+
+    def leave(self, replica_id: str) -> None:
+        """A replica ends."""
+        self._standings.pop(replica_id, None)
+
+    def standings(self, model: str | None = None) -> list[Standing]:
+        """The replicas that are there, of one model or of all, by name."""
+        oldest_s = self._clock() - GONE_AFTER_S
+        self._standings = {
+            key: (told_s, standing)
+            for key, (told_s, standing) in self._standings.items()
+            if told_s >= oldest_s
+        }
+        found = [s for _, s in self._standings.values() if model is None or s.model == model]
+        return sorted(found, key=lambda standing: (standing.name, standing.replica_id))
+
+    def info(self, model: str) -> ModelInfo | None:
+        """What an engine of the model told, also when all of them sleep; None before any."""
+        return self._infos.get(model)
+
+    @property
+    def num_changes(self) -> int:
+        """Changes of the tasks since the desk began."""
+        return self._num_changes
+
+    def changed(self) -> int:
+        """The tasks were changed through an ingress. Returns the new number of changes."""
+        self._num_changes += 1
+        return self._num_changes

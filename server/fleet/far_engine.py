@@ -1,0 +1,341 @@
+"""FleetHandle: all replicas of a model, as the EngineClient of an ingress sees them: one engine.
+
+It is a channel.EngineHandle whose other end is no process but a coroutine on the ingress's loop:
+each ("submit", request) becomes one stream of a replica (Replicas.stream), ("abort", id) closes it,
+("control", ...) asks every replica. So everything in front of the EngineClient is as it is in a
+single server.
+
+A stream that breaks off because its replica is gone is begun again on another one, and goes on
+where it stopped (continuation.py). What a client has is never sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from server import channel
+from server.errors import QueueTimeoutError
+from server.fleet.continuation import Continuation, TextChangedError
+from server.fleet.replica import LOST
+from server.fleet.routing import Job, prefix_chain
+from server.types import Delta, EngineStats, ModelInfo, Request
+
+__all__ = ["FleetHandle", "FleetState", "ReplicaLostError", "Replicas", "RetryPolicy", "job_of"]
+
+log = logging.getLogger("tailor.fleet")
+
+_POLL_S = 1.0
+_DIED = "The engine died while it worked on this request."
+_QUEUE_GRACE_S = 0.5  # the replica's own queue time-out comes first
+
+
+class ReplicaLostError(Exception):
+    """The replica that worked for a request is gone, or could not take it.
+
+    replica_id: which one, where that is known. taken: whether it may have begun to work for it.
+    """
+
+    def __init__(self, message: str, *, replica_id: str = "", taken: bool = True) -> None:
+        super().__init__(message)
+        self.replica_id = replica_id
+        self.taken = taken
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """What is known of a model's replicas: one's info (None before any is ready) and the stats of
+    each by its name."""
+
+    info: ModelInfo | None
+    stats: dict[str, EngineStats]
+
+
+class Replicas(Protocol):
+    """The replicas of one model (serve_replicas.py with Ray)."""
+
+    def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
+        """EngineReplica.stream of one that the router chose. Raises ReplicaLostError."""
+
+    async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
+        """The answers of all replicas. Raises ReplicaLostError when one does not answer."""
+
+    async def state(self) -> FleetState:
+        """What is known of them now."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often a request may lose its replica before it fails, and the pause before each run.
+
+    max_runs: runs that replicas have begun. max_wait_s: how long it may find none that takes it.
+    """
+
+    max_runs: int = 4
+    max_wait_s: float = 60.0
+    first_pause_s: float = 0.05
+    max_pause_s: float = 2.0
+
+    def pause_s(self, num_lost: int) -> float:
+        """Before the run after so many lost ones."""
+        return min(self.max_pause_s, self.first_pause_s * 2.0 ** (num_lost - 1))
+
+
+def job_of(request: Request) -> Job:
+    """What the router needs to know of a Request."""
+    return Job(
+        task=request.task,
+        num_prompt_tokens=len(request.prompt_ids),
+        max_tokens=request.sampling.max_tokens,
+        num_choices=request.num_choices,
+        chain=prefix_chain(request.scope, request.prompt_ids),
+    )
+
+
+class FleetHandle:
+    """See the top of this file. `start` is called once, on the loop that `stream`s run on.
+
+    on_state: told what is known of the replicas, each time it was asked for.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        *,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        retry: RetryPolicy | None = None,
+        on_state: Callable[[FleetState], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.device = "fleet"
+        self.connection: Connection
+        self._theirs: Connection
+        self.connection, self._theirs = multiprocessing.Pipe()
+        self._replicas = replicas
+        self._retry = retry or RetryPolicy()
+        self._loop = loop
+        self._on_state = on_state
+        self._alive = True
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self._others: set[asyncio.Task[None]] = set()
+        loop.call_soon_threadsafe(self._start)
+
+    # --- channel.EngineHandle ---
+
+    def is_alive(self) -> bool:
+        """Whether `stop` was not called."""
+        return self._alive
+
+    def exit_code(self) -> int | None:
+        """None while it is alive, then 0."""
+        return None if self._alive else 0
+
+    def stop(self, timeout_s: float) -> None:
+        """End all streams; from any thread but the loop's. Idempotent."""
+        if self._alive:
+            self._alive = False
+            done = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                done.result(timeout_s)
+        self.connection.close()
+
+    # --- on the loop ---
+
+    def _start(self) -> None:
+        self._loop.add_reader(self._theirs.fileno(), self._on_messages)
+        self._spawn(self._watch())
+
+    async def _end(self) -> None:
+        tasks = [*self._runs.values(), *self._others]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._close()
+
+    def _close(self) -> None:
+        if not self._theirs.closed:
+            self._loop.remove_reader(self._theirs.fileno())
+            self._theirs.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        return task
+
+    def _on_messages(self) -> None:
+        try:
+            while self._theirs.poll():
+                self._take(channel.receive(self._theirs))
+        except (EOFError, OSError):
+            self._close()
+
+    def _take(self, message: channel.Message) -> None:
+        kind = message[0]
+        if kind == "submit":
+            request: Request = message[1]
+            run = self._loop.create_task(self._answer(request))
+            self._runs[request.request_id] = run
+            run.add_done_callback(lambda _: self._runs.pop(request.request_id, None))
+        elif kind == "abort":
+            run_of = self._runs.pop(message[1], None)
+            if run_of is not None:
+                run_of.cancel()
+        elif kind == "control":
+            self._spawn(self._control(message[1], message[2], message[3]))
+        elif kind == "stop":
+            self._ending = self._loop.create_task(self._end())
+
+    def _tell(self, message: channel.Message) -> None:
+        """One message to the EngineClient, whose reader thread always reads."""
+        with contextlib.suppress(OSError):
+            channel.send(self._theirs, message)
+
+    async def _watch(self) -> None:
+        """Tell that the fleet is there once one replica is, then every second how it is."""
+        announced = False
+        while True:
+            state = None
+            try:
+                state = await self._replicas.state()
+            except Exception as error:
+                log.warning("%s: its replicas do not tell how they are: %s", self.name, error)
+            if state is not None:
+                if self._on_state is not None:
+                    self._on_state(state)
+                if not announced and state.info is not None:
+                    announced = True
+                    self._tell(("ready", state.info))
+                elif announced:
+                    self._tell(("stats", total(list(state.stats.values()))))
+            if announced:
+                self._tell(("beat", 0.0))
+            await asyncio.sleep(_POLL_S if announced else 0.1)
+
+    async def _control(self, call_id: int, name: str, payload: Any) -> None:
+        try:
+            answers = await self._replicas.control(name, payload)
+            answer = merged(answers)
+        except Exception as error:
+            answer = {"ok": False, "error": str(error)[:300] or type(error).__name__}
+        self._tell(("control", call_id, answer))
+
+    # --- a request ---
+
+    async def _answer(self, request: Request) -> None:
+        """Run a Request to its end, on as many replicas as it takes."""
+        continuation = Continuation(request)
+        data = channel.encode(("submit", request))
+        job = job_of(request)
+        num_begun = num_lost = 0
+        wait_until_s = time.monotonic() + self._retry.max_wait_s
+        while True:
+            try:
+                await self._run(request, data, job, continuation)
+                if continuation.is_over:
+                    return
+                lost = ReplicaLostError("its stream ended early")
+            except ReplicaLostError as error:
+                lost = error
+            except TextChangedError as error:
+                log.error("a request could not go on: %s", error)
+                self._fail(request, _DIED, "")
+                return
+            except TimeoutError:
+                text = "The request waited too long for its first step."
+                self._fail(request, text, QueueTimeoutError.code)
+                return
+            num_lost += 1
+            num_begun += lost.taken
+            if lost.taken:
+                wait_until_s = time.monotonic() + self._retry.max_wait_s
+                log.warning(
+                    "%s: a request of task %s lost its replica after %d tokens: %s",
+                    self.name, request.task, continuation.num_sent, lost,
+                )  # fmt: skip
+            if num_begun >= self._retry.max_runs or time.monotonic() > wait_until_s:
+                self._fail(request, _DIED, "")
+                return
+            continuation.run_again()
+            if lost.replica_id:
+                job = replace(job, avoid=(lost.replica_id,))
+            await asyncio.sleep(self._retry.pause_s(num_lost))
+
+    async def _run(
+        self, request: Request, data: bytes, job: Job, continuation: Continuation
+    ) -> None:
+        """One run on one replica. Raises ReplicaLostError, TextChangedError, and TimeoutError when
+        no replica has taken the Request within its queue time-out."""
+        age_s = time.monotonic() - request.arrival_s if request.arrival_s else 0.0
+        left_s = None
+        if request.queue_timeout_s > 0.0 and not continuation.num_sent:
+            left_s = max(0.0, request.queue_timeout_s - age_s) + _QUEUE_GRACE_S
+        stream = self._replicas.stream(data, age_s, job)
+        async with contextlib.aclosing(stream), asyncio.timeout(left_s) as limit:
+            async for message in stream:
+                limit.reschedule(None)
+                told = channel.decode(message)
+                if told[0] == LOST:
+                    raise ReplicaLostError(
+                        "its engine died", replica_id=told[1], taken=bool(told[2])
+                    )
+                new = continuation.pass_on(told[1])
+                if new:
+                    self._tell(("deltas", new, None))
+
+    def _fail(self, request: Request, text: str, code: str) -> None:
+        delta = Delta(
+            request.request_id, 0, (), finish_reason="error", error=text, error_code=code or None
+        )
+        self._tell(("deltas", [delta], None))
+
+
+def total(stats: Sequence[EngineStats]) -> EngineStats:
+    """The sums over replicas; of seconds and windows, the largest."""
+    if not stats:
+        return EngineStats()
+    values: dict[str, Any] = {}
+    for field in fields(EngineStats):
+        if field.name == "learned":
+            continue
+        numbers = [getattr(one, field.name) for one in stats]
+        longest = field.name.endswith("_s") or field.name in ("verify_window", "draft_budget")
+        values[field.name] = max(numbers) if longest else sum(numbers)
+    learned: dict[str, list[int]] = {}
+    for one in stats:
+        for task, tokens, outputs in one.learned:
+            sums = learned.setdefault(task, [0, 0])
+            sums[0] += tokens
+            sums[1] += outputs
+    values["learned"] = tuple((task, *sums) for task, sums in sorted(learned.items()))
+    return EngineStats(**values)
+
+
+def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of all replicas to a control: a failure of one fails it; of tables, numbers are
+    summed and lists put together, as the task routes do over the engines of one server."""
+    failed = next((answer for answer in answers if not answer.get("ok")), None)
+    if failed is not None:
+        return failed
+    values = [answer.get("value") for answer in answers]
+    tables = [value for value in values if isinstance(value, dict)]
+    if not tables or len(tables) < len(values):
+        return {"ok": True, "value": values[0] if values else None}
+    whole: dict[str, Any] = {}
+    for value in tables:
+        for key, part in value.items():
+            old = whole.get(key)
+            if isinstance(part, bool) or not isinstance(part, int | float | list):
+                whole.setdefault(key, part)
+            else:
+                whole[key] = part if old is None else old + part
+    return {"ok": True, "value": whole}

@@ -1,0 +1,160 @@
+"""`tailor fleet up`: a fleet on a Ray cluster, or on a Ray that is started here and ended with it.
+
+status = up(cluster, parts, on_ready=...)     # until SIGTERM or SIGINT
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from server.config.cluster import ClusterConfig
+from server.errors import ConfigError
+from server.fleet.parts import FleetParts
+
+__all__ = ["APPLICATION", "Fleet", "up"]
+
+log = logging.getLogger("tailor.fleet")
+
+APPLICATION = "tailor"
+_QUIET = {
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+
+
+class Fleet:
+    """A fleet that runs; a context manager, which ends what it has started.
+
+        with Fleet(cluster, parts) as fleet:
+            ...  # http://host:port of server.yaml's listen
+
+    Ray is embedded in this process where the cluster has no address: it listens on 127.0.0.1, and
+    its dashboard is off. On a cluster of others only the application is taken away at the end.
+    Raises ConfigError when Ray is not installed, cannot be reached, or the fleet does not start.
+    """
+
+    def __init__(self, cluster: ClusterConfig, parts: FleetParts) -> None:
+        self._cluster = cluster
+        self._parts = parts
+        self._own_ray = False
+
+    def __enter__(self) -> Fleet:
+        try:
+            self._connect()
+            self._deploy()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+        from ray import serve
+
+        if not ray.is_initialized():
+            return
+        if self._own_ray:
+            serve.shutdown()
+        else:
+            serve.delete(APPLICATION)
+        ray.shutdown()
+
+    def status(self) -> dict[str, str]:
+        """The state of each deployment, by its name."""
+        from ray import serve
+
+        application = serve.status().applications.get(APPLICATION)
+        deployments: Any = {} if application is None else application.deployments
+        return {name: str(state.status.value) for name, state in deployments.items()}
+
+    def _connect(self) -> None:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        ray = _ray()
+        cluster = self._cluster
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+        try:
+            if cluster.address is not None:
+                ray.init(address=cluster.address, **common)
+                return
+            memory = cluster.embedded.object_store_memory.num_bytes
+            ray.init(
+                address="local",
+                num_cpus=cluster.embedded.num_cpus or self._cpus(),
+                object_store_memory=memory,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+            self._own_ray = True
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise ConfigError(f"Ray could not be reached or started: {error}") from None
+
+    def _cpus(self) -> float:
+        """What all replicas ask for; logical, so that it does not bind what they use."""
+        cluster = self._cluster
+        engines = sum(
+            cluster.replicas_of(model.name).most * cluster.replicas_of(model.name).num_cpus
+            for model in self._parts.server.models
+        )
+        return float(
+            max(1, round(engines + cluster.ingress.replicas * cluster.ingress.num_cpus + 0.5))
+        )
+
+    def _deploy(self) -> None:
+        from ray import serve
+
+        from server.fleet.app import application
+
+        listen = self._parts.server.listen
+        serve.start(
+            proxy_location="EveryNode" if self._cluster.ingress.every_node else "HeadOnly",
+            http_options={
+                "host": listen.host,
+                "port": listen.port,
+                "keep_alive_timeout_s": 30,
+            },
+        )
+        try:
+            serve.run(application(self._cluster, self._parts), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            raise ConfigError(f"the fleet did not start: {error}") from None
+
+
+def up(
+    cluster: ClusterConfig,
+    parts: FleetParts,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    stop: threading.Event | None = None,
+) -> int:
+    """Run a fleet until SIGTERM or SIGINT (or `stop`). Returns the exit status."""
+    stop = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    with Fleet(cluster, parts):
+        if on_ready is not None:
+            on_ready()
+        while not stop.wait(0.5):
+            time.sleep(0)
+    return 0
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        raise ConfigError(
+            "a fleet needs Ray Serve, which is not installed: pip install 'tailor-server[ray]'"
+        ) from None
+    del serve
+    return ray

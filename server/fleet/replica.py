@@ -1,0 +1,160 @@
+"""EngineReplica: one engine of the fleet, served to any number of ingresses.
+
+It holds an EngineClient with one engine, exactly as a single server does: the engine starts and
+starts again, tells its pulse, and aborts reach it before its next step. Nothing here knows Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from server import channel
+from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
+from server.errors import (
+    DrainingError,
+    EngineDiedError,
+    NoEngineError,
+    QueueFullError,
+    TailorError,
+    UnavailableError,
+)
+from server.fleet.costs import CostMeter
+from server.metrics.series import Metrics
+from server.types import Delta, EngineStats, ModelInfo, Request
+
+__all__ = ["LOST", "EngineReplica"]
+
+LOST = "lost"
+"""("lost", replica_id, taken): the last message of a stream that broke off; the request may be run
+again elsewhere. taken: whether this replica's engine had begun to work for it."""
+
+_ELSEWHERE = (EngineDiedError, NoEngineError, DrainingError)
+"""What another replica may do better: this one's engine is gone, starts again, or is to end."""
+
+
+class EngineReplica:
+    """One engine and the streams that are open on it.
+
+    spec: the engine. replica_id: what the router calls it. max_messages_per_s: the most messages
+    that it sends in a second over all streams: with many streams, each sends what several steps
+    gave at once, because a message costs the same whatever it holds. All methods belong to one
+    event loop.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        replica_id: str | None = None,
+        restart: RestartPolicy | None = None,
+        max_queued_requests: int = 1024,
+        max_queued_tokens: int = 1 << 21,
+        max_messages_per_s: float = 2000.0,
+    ) -> None:
+        self.spec = spec
+        self.replica_id = replica_id or spec.name
+        self.metrics = Metrics()
+        self.client = EngineClient(
+            [spec],
+            metrics=self.metrics,
+            restart=restart,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+        )
+        self.costs = CostMeter()
+        self._pause_s = 1.0 / max_messages_per_s
+
+    async def start(self) -> ModelInfo:
+        """Start the engine and return when it is ready. Raises NoEngineError when it never is."""
+        await self.client.start()
+        await self.client.wait_ready()
+        return self.info
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the engine told. Raises NoEngineError before that."""
+        info = self.client.info(self.spec.model)
+        if info is None:
+            raise NoEngineError("The engine is not ready.")
+        return info
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's last snapshot."""
+        return self.client.slots[0].stats
+
+    @property
+    def pulse_s(self) -> float:
+        """Seconds since the engine last went on."""
+        return self.client.slots[0].pulse.age_s
+
+    @property
+    def serves(self) -> bool:
+        """Whether its engine is ready and makes progress."""
+        return self.client.slots[0].serves
+
+    def check(self) -> None:
+        """Raises NoEngineError when no engine is there or it hangs: the replica is to be replaced.
+
+        An engine that starts again is given its time.
+        """
+        if self.client.gave_up.is_set() or self.client.stuck:
+            raise NoEngineError(f"{self.spec.name}: its engine is gone or hangs")
+
+    async def stream(self, request: bytes, age_s: float) -> AsyncGenerator[bytes, None]:
+        """The messages of one Request: ("deltas", deltas, None), and LOST where it broke off.
+
+        request: channel.encode(("submit", request)). age_s: seconds since it arrived at the
+        ingress, whose clock is another one. Closing the stream aborts the Request.
+        """
+        message = channel.decode(request)
+        order: Request = message[1]
+        order = replace(order, arrival_s=time.monotonic() - age_s)
+        try:
+            submission = self.client.submit([order])
+        except TailorError as error:
+            yield channel.encode(self._broken(order, error, taken=False))
+            return
+        sent_s = 0.0
+        try:
+            async for arrived in submission:
+                deltas = [delta for _, delta in arrived]
+                for delta in deltas:
+                    self.costs.count(order.task, delta)
+                yield channel.encode(("deltas", deltas, None))
+                wait_s = sent_s + self._pause_s * self.client.num_open - time.monotonic()
+                if wait_s > 0.0:
+                    await asyncio.sleep(wait_s)
+                sent_s = time.monotonic()
+        except TailorError as error:
+            yield channel.encode(self._broken(order, error, taken=True))
+        finally:
+            submission.abort()
+
+    async def control(self, name: str, payload: Any, timeout_s: float) -> Any:
+        """What the engine answers to ("control", name, payload); see EngineHost."""
+        return await self.client.control(self.spec.name, name, payload, timeout_s)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Let open requests end for so many seconds, then stop the engine."""
+        await self.client.drain(drain_s)
+        await self.client.stop()
+
+    def _broken(self, request: Request, error: TailorError, *, taken: bool) -> channel.Message:
+        """What a stream ends with after an error: LOST, or a Delta that tells it."""
+        if isinstance(error, QueueFullError):  # the ingress has let it in: it waits there
+            return (LOST, self.replica_id, False)
+        if isinstance(error, _ELSEWHERE) or type(error) is UnavailableError:
+            return (LOST, self.replica_id, taken)
+        # Submission put the field in front; the ingress does so again, with the route's own name.
+        text = error.message
+        if error.param is not None:
+            text = text.removeprefix(f"{error.param}: ")
+        delta = Delta(
+            request.request_id, 0, (), finish_reason="error", error=text, error_code=error.code
+        )
+        return ("deltas", [delta], None)

@@ -1,0 +1,95 @@
+"""TaskRouter: routing.TaskRouting as a request router of Ray Serve.
+
+Serve makes one in each process that has a handle, and runs it in that process. The Job is the
+third argument of a call; a call with `replica` goes to that replica and to no other. Replicas tell
+their costs, their tasks' habits and whether they hang by record_routing_stats.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from server.fleet.costs import StepCosts, TaskHabit, habits_of
+from server.fleet.routing import Job, ReplicaView, TaskRouting
+
+__all__ = ["TaskRouter"]
+
+_STALE_S = 0.5  # how old the views may be before they are read again
+
+
+class TaskRouter(RequestRouter):
+    """See the top of this file. Its keyword arguments are TaskRouting's numbers."""
+
+    def initialize_state(self, **numbers: Any) -> None:
+        """What RequestRouterConfig.request_router_kwargs says."""
+        self._routing = TaskRouting(**numbers)
+        self._costs: dict[str, StepCosts] = {}
+        self._stuck: set[str] = set()
+        self._read_s = 0.0
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve tells which replicas there are."""
+        super().update_replicas(replicas)
+        self._routing.set_replicas(replica.replica_id.unique_id for replica in replicas)
+        self._read_s = 0.0
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The replicas to try, one by one."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        wanted = pending_request.kwargs.get("replica")
+        if wanted is not None:
+            return [[by_id[wanted]]] if wanted in by_id else []
+        job = _job_of(pending_request)
+        if job is None:
+            return [candidate_replicas]
+        self._read(candidate_replicas)
+        views = {
+            name: ReplicaView(
+                self._replica_queue_len_cache.get(replica.replica_id) or 0,
+                self._costs.get(name),
+                name in self._stuck,
+            )
+            for name, replica in by_id.items()
+        }
+        return [[by_id[name]] for name in self._routing.choose(job, views)]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """A replica took a call."""
+        job = _job_of(pending_request)
+        if job is not None:
+            name = replica_id.unique_id
+            self._routing.routed(job, name, self._costs.get(name))
+
+    def _read(self, replicas: list[RunningReplica]) -> None:
+        """What replicas told last; once in a while, because it is looked at for every request."""
+        now_s = time.monotonic()
+        if now_s - self._read_s < _STALE_S:
+            return
+        self._read_s = now_s
+        habits: dict[str, TaskHabit] = {}
+        for replica in replicas:
+            name, told = replica.replica_id.unique_id, replica.routing_stats or {}
+            costs = StepCosts.of(told.get("costs"))
+            if costs is not None:
+                self._costs[name] = costs
+            (self._stuck.add if told.get("is_stuck") else self._stuck.discard)(name)
+            habits.update(habits_of(told.get("habits") or {}))
+        self._routing.habits = habits
+
+
+def _job_of(request: PendingRequest) -> Job | None:
+    """The third argument of EngineDeployment.stream; None for other calls."""
+    args = request.args
+    return args[2] if len(args) == 3 and isinstance(args[2], Job) else None

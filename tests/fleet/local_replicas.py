@@ -1,0 +1,118 @@
+"""Replicas without Ray: EngineReplicas in this process, behind the same routing and the same seam.
+
+They can be killed, as a machine that loses its power is: what they were sending never arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from server.api.engines.client import EngineSpec
+from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
+from server.fleet.replica import EngineReplica
+from server.fleet.routing import Job, ReplicaView, TaskRouting
+
+
+class LocalReplicas:
+    """far_engine.Replicas over EngineReplicas of `specs`, made on the loop of the first call."""
+
+    def __init__(self, specs: list[EngineSpec], *, max_messages_per_s: float = 1e6) -> None:
+        self.specs = specs
+        self.routing = TaskRouting()
+        self.there: dict[str, EngineReplica] = {}
+        self.num_open: dict[str, int] = {}
+        self.num_streams = 0
+        self._killed: dict[str, asyncio.Event] = {}
+        self._max_messages_per_s = max_messages_per_s
+        self._starting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def _start(self) -> None:
+        for spec in self.specs:
+            await self._add(spec)
+
+    async def _add(self, spec: EngineSpec) -> None:
+        replica = EngineReplica(spec, max_messages_per_s=self._max_messages_per_s)
+        await replica.start()
+        self.there[spec.name] = replica
+        self.num_open[spec.name] = 0
+        self._killed[spec.name] = asyncio.Event()
+        self.routing.set_replicas(self.there)
+
+    async def state(self) -> FleetState:
+        if self._starting is None:
+            self._loop = asyncio.get_running_loop()
+            self._starting = asyncio.create_task(self._start())
+        await self._starting
+        info = next((r.info for r in self.there.values()), None)
+        return FleetState(info, {name: r.stats for name, r in self.there.items()})
+
+    async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
+        while not self.there:
+            await asyncio.sleep(0.01)
+        views = {name: ReplicaView(self.num_open[name]) for name in self.there}
+        name = self.routing.choose(job, views)[0]
+        self.routing.routed(job, name)
+        self.num_streams += 1
+        self.num_open[name] += 1
+        killed = self._killed[name]
+        stream = self.there[name].stream(request, age_s)
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(stream))
+                dying = asyncio.ensure_future(killed.wait())
+                try:
+                    await asyncio.wait({coming, dying}, return_when=asyncio.FIRST_COMPLETED)
+                    if killed.is_set():
+                        raise ReplicaLostError(f"{name} was killed")
+                    try:
+                        message = coming.result()
+                    except StopAsyncIteration:
+                        return
+                finally:
+                    dying.cancel()
+                    coming.cancel()
+                    await asyncio.gather(coming, return_exceptions=True)
+                yield message
+        finally:
+            self.num_open[name] -= 1
+            await stream.aclose()
+
+    async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
+        return [await replica.control(name, payload, 5.0) for replica in self.there.values()]
+
+    # --- from any thread ---
+
+    def kill(self, name: str) -> None:
+        """The replica is gone with all that it was sending."""
+        self._on_loop(self._kill, name)
+
+    def add(self, spec: EngineSpec) -> None:
+        """A new replica comes up."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._add(spec), self._loop).result(10)
+
+    def _kill(self, name: str) -> None:
+        replica = self.there.pop(name)
+        self.routing.set_replicas(self.there)
+        self._killed[name].set()
+        self._ending = asyncio.create_task(replica.stop())
+
+    def _on_loop(self, call: Callable[[str], None], name: str) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(call, name)
+
+
+def fleet_spec(
+    replicas: LocalReplicas, loop: Callable[[], asyncio.AbstractEventLoop], **options: Any
+) -> EngineSpec:
+    """An ingress's one engine: the whole fleet. loop: the ingress's, asked for at the start."""
+    model = replicas.specs[0].model
+    options.setdefault("retry", RetryPolicy(first_pause_s=0.01))
+
+    def start() -> FleetHandle:
+        return FleetHandle(replicas, name=f"{model}/fleet", loop=loop(), **options)
+
+    return EngineSpec(f"{model}/fleet", model, "fleet", start)

@@ -1,0 +1,71 @@
+"""What fleets of tests are made of: the tests' tokenizer, and the real Engine on the FakeRunner."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from functools import partial
+
+from server.api.engines.client import EngineSpec
+from server.config import DEFAULT_TASK, ListenConfig, ServerConfig
+from server.config.cluster import ClusterConfig, IngressConfig, ReplicasConfig, RoutingConfig
+from server.engine.host import start_thread
+from server.fleet.parts import Front
+from tests.api.live import PLAIN_TASK, served
+from tests.api.test_end_to_end import CONTEXT, make_engine
+
+TASKS = tuple(f"task-{i}" for i in range(24))
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True)
+class FakeParts:
+    """parts.FleetParts over FakeRunners whose steps take step_s seconds."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    step_s: float = 0.0
+    drafts: bool = False
+
+    def front(self) -> Front:
+        task = PLAIN_TASK
+        if not self.drafts:
+            off = task.speculation.model_copy(update={"drafter": "off"})
+            task = task.model_copy(update={"speculation": off})
+        tasks = {name: task.model_copy(update={"name": name}) for name in (DEFAULT_TASK, *TASKS)}
+        drafters = ("off", "suffix") if self.drafts else ("off",)
+        return Front(tasks, {"tiny": served("tiny", CONTEXT)}, drafters, None)
+
+    def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
+        name = f"{model}/{rank}"
+        factory = partial(make_engine, step_s=self.step_s, drafts=self.drafts)
+        start = partial(start_thread, factory, name=name, device="cpu")
+        return EngineSpec(name, model, "cpu", start)
+
+
+def fake_server(**sections: object) -> ServerConfig:
+    """A server.yaml of the model "tiny" on a free port."""
+    from server.config import ModelConfig
+
+    return ServerConfig(
+        listen=ListenConfig(port=free_port()),
+        models=(ModelConfig(name="tiny", path="tiny"),),
+        **sections,  # type: ignore[arg-type]
+    )
+
+
+def fake_cluster(replicas: int = 2, ingresses: int = 1, **sections: object) -> ClusterConfig:
+    """A cluster.yaml of small replicas."""
+    return ClusterConfig(
+        server="server.yaml",
+        ingress=IngressConfig(replicas=ingresses, num_cpus=0.1),
+        replicas=ReplicasConfig(min=replicas, num_cpus=0.1, health_check_s=1.0),
+        routing=RoutingConfig(),
+        **sections,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,186 @@
+"""Replicas die under load: no answer is lost, none is given twice, none is another text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from server.api.engines.client import EngineClient, EngineSpec
+from server.fleet.far_engine import RetryPolicy
+from server.metrics.series import Metrics
+from server.types import Delta, Request, SamplingParams
+from tests.api.live import LiveServer, as_bytes, wait_until
+from tests.api.test_end_to_end import CONTEXT, spec
+from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
+from tests.fleet.local_replicas import LocalReplicas, fleet_spec
+
+
+def _scripted(i: int, step_s: float = 0.005) -> tuple[ScriptedEngine, EngineSpec]:
+    engine = ScriptedEngine(saying(as_bytes("abcdefgh")), name=f"engine-{i}", step_s=step_s)
+    return engine, EngineSpec(engine.name, "tiny", "cpu", engine.factory)
+
+
+def _live(replicas: LocalReplicas, retry: RetryPolicy | None = None) -> LiveServer:
+    options = {} if retry is None else {"retry": retry}
+    live = LiveServer([fleet_spec(replicas, lambda: live._loop, **options)], max_model_len=CONTEXT)
+    return live
+
+
+def _says_its_seed(request: Request) -> list[list[Delta]]:
+    seed = request.sampling.seed
+    ids = [(seed * 7 + i * i) % 400 for i in range(request.sampling.max_tokens)]
+    return steps_of(request, ids, per_step=1 + seed % 3)
+
+
+def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
+    engines = [ScriptedEngine(_says_its_seed, name=f"engine-{i}", step_s=0.05) for i in range(3)]
+    specs = [EngineSpec(e.name, "tiny", "cpu", e.factory) for e in engines]
+    requests = [
+        Request(
+            f"r{i}",
+            f"task-{i % 24}",
+            "tiny",
+            (1, 2, 3),
+            SamplingParams(max_tokens=8 + i % 24, seed=i),
+        )
+        for i, n in enumerate(8 + i % 24 for i in range(2000))
+    ]
+
+    async def run() -> None:
+        replicas = LocalReplicas(specs)
+        loop = asyncio.get_running_loop()
+        client = EngineClient(
+            [fleet_spec(replicas, lambda: loop)], metrics=Metrics(), max_queued_requests=5000
+        )
+        await client.start()
+        await client.wait_ready()
+        told: dict[str, list[int]] = {}
+
+        async def collect(request: Request) -> None:
+            ids = told.setdefault(request.request_id, [])
+            async for arrived in client.submit([request]):
+                for _, delta in arrived:
+                    ids.extend(delta.token_ids)
+
+        collecting = [asyncio.create_task(collect(request)) for request in requests]
+        victims = ["engine-0", "engine-1"]
+        while not all(task.done() for task in collecting):
+            num_tokens = sum(map(len, told.values()))
+            if victims and num_tokens > 6000 * (3 - len(victims)):
+                assert client.num_open > 500
+                name = victims.pop(0)
+                assert replicas.num_open[name] > 50
+                replicas.kill(name)
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*collecting)
+        assert not victims and replicas.num_streams > 2000  # some were run again
+        assert client.num_open == 0
+        await client.stop()
+        for request in requests:
+            steps = _says_its_seed(request)
+            assert told[request.request_id] == [i for [d] in steps for i in d.token_ids]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2}])
+def test_a_stream_goes_on_where_it_stopped_with_the_text_of_a_single_server(
+    body: dict[str, object],
+) -> None:
+    options = {"prompt": "the quick", "max_tokens": 120, "ignore_eos": True, "logprobs": 2, **body}
+    with LiveServer([spec()], max_model_len=CONTEXT) as single:
+        wanted = [(c["text"], c["logprobs"]) for c in single.post(**options).json()["choices"]]
+    replicas = LocalReplicas([spec(i=i, step_s=0.01) for i in range(2)])
+    with _live(replicas) as live, httpx.Client(timeout=30) as client:
+        ask = {"model": "tiny", "stream": True, **options}
+        texts: dict[int, str] = {}
+        tokens: dict[int, list[str]] = {}
+        with client.stream("POST", live.url + "/v1/completions", json=ask) as response:
+            killed = False
+            lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+            for line in lines:
+                for choice in json.loads(line[6:])["choices"]:
+                    i = choice["index"]
+                    texts[i] = texts.get(i, "") + choice["text"]
+                    tokens.setdefault(i, []).extend((choice["logprobs"] or {}).get("tokens", ()))
+                if not killed and len(tokens.get(0, ())) > 20:
+                    killed = True
+                    busy = next(n for n, num in replicas.num_open.items() if num)
+                    replicas.kill(busy)
+        assert killed and replicas.num_streams == 2
+        assert [texts[i] for i in sorted(texts)] == [text for text, _ in wanted]
+        assert [tokens[i] for i in sorted(tokens)] == [lp["tokens"] for _, lp in wanted]
+
+
+def test_a_client_that_leaves_is_aborted_at_its_replica() -> None:
+    engine, only = _scripted(0, step_s=0.02)
+    replicas = LocalReplicas([only])
+    with _live(replicas) as live:
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", live.url + "/v1/completions", json=body) as response:
+            next(response.iter_raw())
+        wait_until(lambda: len(engine.aborted) == 1 and live.client.num_open == 0)
+        assert engine.steps_of_request[engine.aborted[0]] < 100
+        assert not engine.running
+
+
+def test_without_any_replica_a_request_waits_for_one_and_then_is_answered() -> None:
+    first, one = _scripted(0)
+    _, two = _scripted(1)
+    replicas = LocalReplicas([one])
+    with _live(replicas) as live, ThreadPoolExecutor(1) as threads:
+        replicas.kill("engine-0")
+        wait_until(lambda: not replicas.there)
+        answer = threads.submit(live.post, max_tokens=8)
+        time.sleep(0.1)
+        assert not answer.done()
+        replicas.add(two)
+        assert answer.result(20).json()["choices"][0]["text"] == "abcdefgh"
+        assert not first.submitted
+
+
+def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
+    engines = [_scripted(i, step_s=0.01) for i in range(3)]
+    replicas = LocalReplicas([spec for _, spec in engines])
+    with _live(replicas, RetryPolicy(max_runs=2, first_pause_s=0.0)) as live:
+        ended = threading.Event()
+
+        def kill_each() -> None:
+            for _ in range(2):
+                before = replicas.num_streams
+                while not ended.wait(0.002):
+                    busy = [
+                        n
+                        for n, num in dict(replicas.num_open).items()
+                        if num and n in replicas.there
+                    ]
+                    if busy:
+                        replicas.kill(busy[0])
+                        break
+                while replicas.num_streams == before and not ended.wait(0.002):
+                    pass
+
+        killer = threading.Thread(target=kill_each)
+        killer.start()
+        response = live.post(max_tokens=200)
+        ended.set()
+        killer.join()
+        assert response.status_code == 500
+        assert response.json()["error"]["message"].startswith("The engine died")
+
+
+def test_an_engine_that_dies_inside_its_replica_costs_no_request() -> None:
+    engines = [_scripted(i, step_s=0.01) for i in range(2)]
+    replicas = LocalReplicas([spec for _, spec in engines])
+    with _live(replicas) as live, ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(live.post, max_tokens=60) for _ in range(8)]
+        wait_until(lambda: any(engine.running for engine, _ in engines))
+        next(engine for engine, _ in engines if engine.running).die()
+        for answer in answers:
+            assert answer.result(30).json()["choices"][0]["text"] == ("abcdefgh" * 8)[:60]

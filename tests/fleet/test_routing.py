@@ -1,0 +1,195 @@
+"""The routing policy, without Ray: homes, prefixes, queues, and when a task leaves home."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.fleet.costs import CostMeter, StepCosts, TaskHabit, habits_of
+from server.fleet.routing import CHUNK, Job, ReplicaView, TaskRouting, prefix_chain
+from server.types import Delta, EngineStats, StepCounts
+
+COSTS = StepCosts(0.02, 0.001, 16)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _routing(replicas: list[str], clock: Clock | None = None, **numbers: float) -> TaskRouting:
+    routing = TaskRouting(chance=random.Random(1), clock=clock or Clock(), **numbers)  # type: ignore[arg-type]
+    routing.set_replicas(replicas)
+    return routing
+
+
+def _views(loads: dict[str, int]) -> dict[str, ReplicaView]:
+    return {name: ReplicaView(load, COSTS) for name, load in loads.items()}
+
+
+def _job(task: str = "slots", tokens: int = 100, **fields: object) -> Job:
+    return Job(task, tokens, 64, **fields)  # type: ignore[arg-type]
+
+
+NAMES = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=2, max_size=12, unique=True)
+
+
+@given(NAMES, st.lists(st.text("xyz", min_size=1, max_size=6), max_size=30, unique=True))
+def test_a_replica_that_goes_moves_only_the_tasks_that_lived_there(
+    replicas: list[str], tasks: list[str]
+) -> None:
+    routing = _routing(replicas)
+    before = {task: routing.ranking(task, 2) for task in tasks}
+    gone = replicas[0]
+    routing.set_replicas(replicas[1:])
+    for task in tasks:
+        after = routing.ranking(task, 2)
+        assert gone not in after
+        kept = [name for name in before[task] if name != gone]
+        assert after[: len(kept)] == kept  # the others stay, in their order
+    routing.set_replicas(reversed(replicas))
+    assert {task: routing.ranking(task, 2) for task in tasks} == before
+
+
+def test_homes_are_spread_evenly() -> None:
+    routing = _routing([f"replica-{i}" for i in range(10)])
+    homes = Counter(routing.ranking(f"task-{i}", 1)[0] for i in range(5000))
+    assert len(homes) == 10 and min(homes.values()) > 400 and max(homes.values()) < 600
+
+
+@given(NAMES, st.data())
+def test_every_replica_is_told_once_and_stuck_ones_last(
+    replicas: list[str], data: st.DataObject
+) -> None:
+    routing = _routing(replicas)
+    loads = {name: data.draw(st.integers(0, 40)) for name in replicas}
+    stuck = data.draw(st.sets(st.sampled_from(replicas), max_size=len(replicas)))
+    views = {
+        name: ReplicaView(load, data.draw(st.sampled_from([None, COSTS])), name in stuck)
+        for name, load in loads.items()
+    }
+    ranked = routing.choose(_job(), views)
+    assert len(set(ranked)) == len(ranked)
+    assert set(ranked) == (set(replicas) - stuck or set(replicas))
+
+
+def test_a_task_stays_at_home_while_that_is_free() -> None:
+    routing = _routing(list("abcd"))
+    home = routing.ranking("slots", 1)[0]
+    for _ in range(50):
+        assert routing.choose(_job(), _views(dict.fromkeys("abcd", 2)))[0] == home
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_it_leaves_home_exactly_when_that_costs_less(at_home: int, elsewhere: int) -> None:
+    routing = _routing(["a", "b"])
+    home = routing.ranking("slots", 1)[0]
+    other = "b" if home == "a" else "a"
+    views = _views({home: at_home, other: elsewhere})
+    stay = routing.cost_s(_job(), views[home], COSTS, is_home=True)
+    leave = routing.cost_s(_job(), views[other], COSTS, is_home=False)
+    assert routing.choose(_job(), views)[0] == (home if stay <= leave else other)
+
+
+def test_a_full_home_is_left_and_a_slow_one_too() -> None:
+    routing = _routing(["a", "b"])
+    home = routing.ranking("slots", 1)[0]
+    other = "b" if home == "a" else "a"
+    assert routing.choose(_job(), _views({home: 60, other: 0}))[0] == other
+    slow = {
+        home: ReplicaView(0, StepCosts(0.2, 0.01, 16)),
+        other: ReplicaView(0, COSTS),
+    }
+    assert routing.choose(_job(), slow)[0] == other
+
+
+def test_what_could_not_serve_it_is_avoided_while_there_is_another() -> None:
+    routing = _routing(["a", "b"])
+    home = routing.ranking("slots", 1)[0]
+    other = "b" if home == "a" else "a"
+    views = _views({home: 0, other: 0})
+    assert routing.choose(_job(avoid=(home,)), views) == [other]
+    assert routing.choose(_job(avoid=(home,)), {home: views[home]}) == [home]
+
+
+def test_the_longest_shared_prefix_wins_where_loads_are_equal() -> None:
+    routing = _routing(list("abcd"), cold_cost=0.0)
+    ids = list(range(CHUNK * 8))
+    there = Job("other", len(ids), 4, chain=prefix_chain("", ids))
+    away = next(n for n in "abcd" if n != routing.ranking("slots", 1)[0])
+    routing.routed(there, away)
+    again = Job("slots", len(ids), 4, chain=prefix_chain("", [*ids, 7]))
+    assert routing.matched_tokens(again) == {away: CHUNK * 8}
+    assert routing.choose(again, _views(dict.fromkeys("abcd", 1)))[0] == away
+
+
+def test_a_chain_is_of_its_scope_and_of_whole_chunks() -> None:
+    ids = list(range(CHUNK * 3 + 5))
+    chain = prefix_chain("tenant\0", ids)
+    assert len(chain) == 3 and prefix_chain("tenant\0", ids[: CHUNK * 2]) == chain[:2]
+    assert set(chain).isdisjoint(prefix_chain("another\0", ids))
+    assert prefix_chain("", ids[: CHUNK - 1]) == ()
+    assert len(prefix_chain("", [1] * CHUNK * 1000)) == 64
+
+
+def test_a_task_gets_homes_as_its_load_grows_and_gives_them_up_later() -> None:
+    clock = Clock()
+    routing = _routing([f"r{i}" for i in range(8)], clock)
+    job = Job("slots", 200, 64)
+    work_s = 200 * COSTS.row_s + 64 * COSTS.seat_s()
+    homes = []
+    for _ in range(3000):  # three replicas' worth of work
+        clock.now_s += work_s / (3 * 0.7)
+        routing.routed(job, "r0", COSTS)
+        homes.append(routing.num_homes("slots"))
+    assert homes[0] == 1 and homes == sorted(homes) and homes[-1] in (3, 4)
+    for _ in range(200):
+        clock.now_s += 20 * work_s
+        routing.routed(job, "r0", COSTS)
+    assert routing.num_homes("slots") == 1
+
+
+def test_few_replicas_bound_the_homes_and_tables_are_bounded() -> None:
+    routing = _routing(["a", "b"], max_links=32)
+    for i in range(200):
+        ids = [i] * CHUNK * 4
+        routing.routed(Job("slots", len(ids), 64, chain=prefix_chain("", ids)), "a", COSTS)
+    assert routing.num_homes("slots") == 2 and routing.num_links == 32
+
+
+def test_costs_are_learned_from_steps() -> None:
+    meter = CostMeter()
+    assert meter.costs(8) is None
+    for rows in (1, 4, 16, 32, 8, 2) * 5:
+        meter.observe(EngineStats(step_s=0.01 + 0.002 * rows, num_rows=rows))
+    costs = meter.costs(8)
+    assert costs is not None and costs.seats == 8
+    assert abs(costs.base_s - 0.01) < 1e-6 and abs(costs.row_s - 0.002) < 1e-7
+    assert StepCosts.of(costs.told()) == costs and StepCosts.of("no") is None
+    same = CostMeter()
+    for _ in range(3):
+        same.observe(EngineStats(step_s=0.05, num_rows=4))
+    one = same.costs(8)
+    assert one is not None and abs(one.step_s(4) - 0.05) < 1e-9
+
+
+def test_habits_are_learned_from_outputs() -> None:
+    meter = CostMeter()
+    for _ in range(100):
+        for i in range(5):
+            last = i == 4
+            meter.count(
+                "slots",
+                Delta("r", 0, (1, 2), finish_reason="stop" if last else None,
+                      counts=StepCounts(num_steps=1)),
+            )  # fmt: skip
+    habit = habits_of(meter.habits())["slots"]
+    assert abs(habit.output_tokens - 10) < 0.1 and abs(habit.tokens_a_step - 2) < 1e-9
+    assert TaskHabit(10.0, 2.0).steps == 5.0
+    assert habits_of({"x": [1], "y": "no", "z": [0.0, 1.0]}) == {}

@@ -1,0 +1,31 @@
+"""The API tests of a single server, once more, with a fleet of three where its engine was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.api.live import LiveServer
+from tests.api.test_end_to_end import (  # noqa: F401  # collected here with this file's `server`
+    CONTEXT,
+    spec,
+    test_a_request_that_no_token_satisfies_fails_alone,
+    test_drafts_are_accepted_and_reported,
+    test_prompt_logprobs_are_the_drawn_ones,
+    test_speculation_batching_and_streaming_never_change_an_answer,
+    test_stop_strings_cut_the_text_wherever_they_fall,
+    test_the_eos_and_stop_ids_end_without_text,
+    test_the_prefix_cache_shows_in_usage_and_salt_keeps_apart,
+    test_token_sources_agree_with_the_report,
+)
+from tests.fleet.local_replicas import LocalReplicas, fleet_spec
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    replicas = LocalReplicas([spec(i=i) for i in range(3)], max_messages_per_s=2000.0)
+    fleet = fleet_spec(replicas, lambda: live._loop)
+    live = LiveServer([fleet], max_model_len=CONTEXT)
+    with live:
+        yield live
