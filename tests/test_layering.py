@@ -74,6 +74,26 @@ ALLOWED: dict[str, set[str] | None] = {
     },
     "server.training": {"server.errors", "vocab_store"},
     "server.wiring": None,
+    "server.fleet": None,
+    # The policies of a fleet, and what a request needs of it, know nothing of how it is run.
+    "server.fleet.costs": {"server.types"},
+    "server.fleet.routing": {"server.fleet.costs"},
+    "server.fleet.continuation": {"server.types"},
+    "server.fleet.desk": {"server.types"},
+    "server.fleet.replica": {
+        *EVERYONE,
+        "server.api.engines",
+        "server.channel",
+        "server.fleet.costs",
+        "server.metrics",
+    },
+    "server.fleet.far_engine": {
+        *EVERYONE,
+        "server.channel",
+        "server.fleet.continuation",
+        "server.fleet.replica",
+        "server.fleet.routing",
+    },
     "server.wiring.task_set": {
         "server.config",
         "server.errors",
@@ -195,6 +215,19 @@ def test_drafters_and_vocab_store_stand_alone(package: str) -> None:
     assert not problems, "\n".join(problems)
 
 
+KNOW_RAY = {f"server.fleet.{name}" for name in ("app", "local", "serve_replicas", "task_router")}
+
+
+def test_ray_is_known_to_four_modules_of_the_fleet() -> None:
+    users = {
+        module
+        for module, path in _modules()
+        for name, _, _ in _imports(path, module)
+        if name.split(".")[0] == "ray"
+    }
+    assert users == KNOW_RAY
+
+
 def test_no_module_is_called_utils() -> None:
     names = {module.rpartition(".")[2] for module, _ in _modules()}
     assert not names & {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
@@ -209,7 +242,9 @@ def test_no_module_is_called_utils() -> None:
         ("server.api", ("torch", "transformers", "server.engine", "numba")),
         ("drafters.catalog", ("numpy", "numba", "pydantic")),
         ("server.wiring", ("torch", "transformers", "fastapi")),
-        ("server.commands.cli", ("torch", "transformers", "fastapi", "numpy")),
+        ("server.commands.cli", ("torch", "transformers", "fastapi", "numpy", "ray")),
+        ("server.commands.fleet", ("torch", "transformers", "fastapi", "numpy", "ray")),
+        ("server.fleet.routing", ("ray", "fastapi", "numpy")),
     ],
 )
 def test_importing_pulls_in_no_more(prefix: str, absent: tuple[str, ...]) -> None:

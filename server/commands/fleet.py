@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from server.config import ServerConfig
     from server.config.cluster import ClusterConfig
 
-__all__ = ["check", "up"]
-
 
 def up(file: Path, /) -> int:
     from server import logs

@@ -14,15 +14,6 @@ from server.config.values import Memory, parse_memory
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
 
-__all__ = [
-    "ClusterConfig",
-    "EmbeddedConfig",
-    "IngressConfig",
-    "ReplicasConfig",
-    "RoutingConfig",
-    "load_cluster_config",
-]
-
 
 class EmbeddedConfig(Section):
     """The Ray that is started here when no address is given."""
@@ -40,8 +31,10 @@ class IngressConfig(Section):
 
     replicas: int = Field(1, ge=1, le=1000, description="how many")
     num_cpus: float = Field(0.5, ge=0, le=1024, description="cores that one asks Ray for")
-    every_node: bool = Field(
-        False, description="whether each node with a replica listens, or the head alone"
+    http: Literal["direct", "proxy"] = Field(
+        "direct",
+        description="direct: each listens itself, those of a machine on one port together; proxy: "
+        "behind Ray Serve's own HTTP proxies, one a node, as a RayService expects",
     )
 
 
@@ -135,6 +128,8 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
         raise ConfigError(document.error(("server",), f"{server_file}: there is no such file"))
     server = load_server_config(Path(server_file))
     _check_models(cluster, server, document)
+    if server.listen.port == 0:
+        raise ConfigError(document.error(("server",), "listen.port: a fleet needs a fixed port"))
     if cluster.embedded.object_store_memory.num_bytes is None:
         raise ConfigError(
             document.error(

@@ -27,17 +27,16 @@ from server import logs
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
-from server.fleet.ingress import IngressApp
+from server.fleet.ingress import IngressApp, shared_port
 from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
 from server.fleet.serve_replicas import ServeReplicas
 
-__all__ = ["DeskDeployment", "EngineDeployment", "IngressDeployment", "application", "build"]
-
 log = logging.getLogger("tailor.fleet")
 
 _TELL_S = 1.0
+_READY_S = 30.0
 _ROUTER = "server.fleet.task_router:TaskRouter"
 
 
@@ -163,9 +162,8 @@ class EngineDeployment:
             await self._replica.stop(0.0)  # Serve has waited for what was open
 
 
-@serve.ingress()
 class IngressDeployment:
-    """ingress.IngressApp: the HTTP application, its engines the fleet's."""
+    """ingress.IngressApp on a port of its own: the HTTP application, its engines the fleet's."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -174,23 +172,63 @@ class IngressDeployment:
         desk: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
-        logs.configure(parts.server.log.format, parts.server.log.level)
-        front: Front = await asyncio.to_thread(parts.front)
-        loop = asyncio.get_running_loop()
+        listen = parts.server.listen
+        self._ingress = await _ingress(parts, max_runs, desk, engines)
+        listener = shared_port(listen.host, listen.port)
+        self._serving = asyncio.create_task(self._ingress.run(listener))
+        with contextlib.suppress(TimeoutError):  # a model that sleeps has no engine yet
+            async with asyncio.timeout(_READY_S):
+                await self._ingress.client.wait_ready()
 
-        def start(model: str, on_state: Any) -> FleetHandle:
-            return FleetHandle(
-                ServeReplicas(model, engines[model], desk),
-                name=f"{model}/fleet",
-                loop=loop,
-                retry=RetryPolicy(max_runs=max_runs),
-                on_state=on_state,
-            )
+    def check_health(self) -> None:
+        """Raises when it listens no more."""
+        if self._serving.done():
+            raise RuntimeError("the ingress has ended")
 
-        self._ingress = IngressApp(parts.server, front, start)
+    async def __del__(self) -> None:
+        if hasattr(self, "_serving"):
+            self._ingress.stop()
+            await self._serving
+
+
+@serve.ingress()
+class ProxiedIngressDeployment:
+    """ingress.IngressApp behind Serve's HTTP proxies."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        parts: FleetParts,
+        max_runs: int,
+        desk: DeploymentHandle,
+        engines: Mapping[str, DeploymentHandle],
+    ) -> None:
+        self._ingress = await _ingress(parts, max_runs, desk, engines)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress
+
+
+async def _ingress(
+    parts: FleetParts,
+    max_runs: int,
+    desk: DeploymentHandle,
+    engines: Mapping[str, DeploymentHandle],
+) -> IngressApp:
+    """engines: the handles of the engine deployments, by model."""
+    logs.configure(parts.server.log.format, parts.server.log.level)
+    front: Front = await asyncio.to_thread(parts.front)
+    loop = asyncio.get_running_loop()
+
+    def start(model: str, on_state: Any) -> FleetHandle:
+        return FleetHandle(
+            ServeReplicas(model, engines[model], desk),
+            name=f"{model}/fleet",
+            loop=loop,
+            retry=RetryPolicy(max_runs=max_runs),
+            on_state=on_state,
+        )
+
+    return IngressApp(parts.server, front, start)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
@@ -204,8 +242,9 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
     engines = {
         model.name: _engines(cluster, parts, model.name, desk) for model in parts.server.models
     }
+    direct = cluster.ingress.http == "direct"
     ingress = serve.deployment(
-        IngressDeployment,
+        IngressDeployment if direct else ProxiedIngressDeployment,
         name="ingress",
         num_replicas=cluster.ingress.replicas,
         ray_actor_options={"num_cpus": cluster.ingress.num_cpus},

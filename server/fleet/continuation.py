@@ -12,8 +12,6 @@ from dataclasses import replace
 
 from server.types import Delta, Request, StepCounts
 
-__all__ = ["Continuation", "TextChangedError"]
-
 
 class TextChangedError(Exception):
     """Another replica wrote another text: it does not run the same model with the same numbers."""

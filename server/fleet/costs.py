@@ -12,8 +12,6 @@ from typing import Any
 
 from server.types import Delta, EngineStats
 
-__all__ = ["CostMeter", "StepCosts", "TaskHabit", "habits_of"]
-
 _KEPT = 0.98  # of the old sums, at each new measurement
 _KEPT_OF_TASK = 0.95  # at each finished choice
 _MAX_TASKS = 256

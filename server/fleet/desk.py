@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from server.types import EngineStats, ModelInfo
 
-__all__ = ["Desk", "Standing"]
-
 GONE_AFTER_S = 5.0
 """A replica that has told nothing for so long is not told of."""
 

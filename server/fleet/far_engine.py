@@ -28,8 +28,6 @@ from server.fleet.replica import LOST
 from server.fleet.routing import Job, prefix_chain
 from server.types import Delta, EngineStats, ModelInfo, Request
 
-__all__ = ["FleetHandle", "FleetState", "ReplicaLostError", "Replicas", "RetryPolicy", "job_of"]
-
 log = logging.getLogger("tailor.fleet")
 
 _POLL_S = 1.0

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Callable
 from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from server.api.app import create_app
-from server.api.engines.client import EngineClient, EngineSpec
+from server.api.engines.client import EngineClient
+from server.api.engines.slot import EngineSpec
+from server.api.serving import serve
 from server.config import ServerConfig
+from server.errors import ConfigError
 from server.fleet.far_engine import FleetHandle, FleetState
 from server.fleet.parts import Front
 from server.metrics.series import Metrics
 from server.tracing import TraceSink, open_tracer
-
-__all__ = ["IngressApp"]
 
 StartFleet = Callable[[str, Callable[[FleetState], None]], FleetHandle]
 """(model, who is told how its replicas are) -> its fleet. Called in a thread."""
 
 
 class IngressApp:
-    """An ASGI application. Its engines are there between the lifespan's start and its end.
+    """The application, to be run by `run` on a socket of its own, or as an ASGI application, whose
+    engines are there between the lifespan's start and its end.
 
     start: starts the fleet of a model. The metrics of each replica are told under its engine's
     name, `model/rank`, so that dashboards and alerts of a single server hold for a fleet.
     """
 
     def __init__(self, config: ServerConfig, front: Front, start: StartFleet) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
         self._metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
         self.client = EngineClient(
@@ -73,6 +79,24 @@ class IngressApp:
             if self._traces is not None:
                 self._traces.close()
 
+    async def run(self, listener: socket.socket) -> None:
+        """Serve, with a single server's bounds on connections, until `stop`, and then drain."""
+        try:
+            await serve(
+                self._app,
+                self.client,
+                limits=self._config.limits,
+                sockets=[listener],
+                stop=self._stop,
+            )
+        finally:
+            if self._traces is not None:
+                self._traces.close()
+
+    def stop(self) -> None:
+        """End `run`: /ready turns 503, what is open goes on for limits.drain_s seconds."""
+        self._stop.set()
+
     def _note(self, model: str, state: FleetState) -> None:
         """Tell each replica's figures in /metrics, and which are gone."""
         before = self._known.get(model, set())
@@ -84,3 +108,25 @@ class IngressApp:
         for name in before - state.stats.keys():
             self._metrics.engine_down(name, model, restarted=False)
         self._known[model] = set(state.stats)
+
+
+def shared_port(host: str, port: int) -> socket.socket:
+    """A listening socket of a port that the ingresses of a machine share; the kernel deals out
+    connections. Raises ConfigError."""
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        taken = socket.socket(family, kind, protocol)
+        try:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            taken.bind(address)
+            taken.listen(2048)
+        except OSError:
+            taken.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    taken.setblocking(False)
+    return taken

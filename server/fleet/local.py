@@ -9,15 +9,12 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from server.config.cluster import ClusterConfig
 from server.errors import ConfigError
 from server.fleet.parts import FleetParts
-
-__all__ = ["APPLICATION", "Fleet", "up"]
 
 log = logging.getLogger("tailor.fleet")
 
@@ -114,16 +111,18 @@ class Fleet:
         from server.fleet.app import application
 
         listen = self._parts.server.listen
-        serve.start(
-            proxy_location="EveryNode" if self._cluster.ingress.every_node else "HeadOnly",
-            http_options={
-                "host": listen.host,
-                "port": listen.port,
-                "keep_alive_timeout_s": 30,
-            },
-        )
+        direct = self._cluster.ingress.http == "direct"
+        if direct:
+            serve.start(proxy_location="Disabled")
+        else:
+            http = {"host": listen.host, "port": listen.port, "keep_alive_timeout_s": 30}
+            serve.start(proxy_location="EveryNode", http_options=http)
         try:
-            serve.run(application(self._cluster, self._parts), name=APPLICATION, route_prefix="/")
+            serve.run(
+                application(self._cluster, self._parts),
+                name=APPLICATION,
+                route_prefix=None if direct else "/",
+            )
         except RuntimeError as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
 
@@ -137,15 +136,20 @@ def up(
 ) -> int:
     """Run a fleet until SIGTERM or SIGINT (or `stop`). Returns the exit status."""
     stop = stop or threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+    _catch(stop)
     with Fleet(cluster, parts):
+        _catch(stop)  # Ray has put its own there, which ends the process
         if on_ready is not None:
             on_ready()
         while not stop.wait(0.5):
-            time.sleep(0)
+            pass
     return 0
+
+
+def _catch(stop: threading.Event) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
 
 
 def _ray() -> Any:

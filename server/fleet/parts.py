@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from server.config import ServerConfig, TaskConfig
 
 if TYPE_CHECKING:
-    from server.api.engines.client import EngineSpec, RestartPolicy
+    from server.api.engines.slot import EngineSpec
+    from server.api.engines.supervisor import RestartPolicy
     from server.api.served_model import ServedModel
     from server.api.tasks import TaskAdmin
-
-__all__ = ["FleetParts", "Front", "ServedParts", "restart_policy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class ServedParts:
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         """A process of its own, as in a single server. Its name tells what it keeps on disk from
         that of other replicas, and is the same again when a replica is replaced."""
-        from server.api.engines.client import EngineSpec
+        from server.api.engines.slot import EngineSpec
         from server.engine.host import start_process
         from server.wiring.engine import build_engine
 
@@ -96,6 +95,6 @@ class ServedParts:
 
 def restart_policy(config: ServerConfig) -> RestartPolicy:
     """How an engine is started again in its replica, as in a single server."""
-    from server.api.engines.client import RestartPolicy
+    from server.api.engines.supervisor import RestartPolicy
 
     return RestartPolicy(**config.restart.model_dump())

@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from server import channel
-from server.api.engines.client import EngineClient, EngineSpec, RestartPolicy
+from server.api.engines.client import EngineClient
+from server.api.engines.slot import EngineSpec
+from server.api.engines.supervisor import RestartPolicy
 from server.errors import (
     DrainingError,
     EngineDiedError,
@@ -25,8 +27,6 @@ from server.errors import (
 from server.fleet.costs import CostMeter
 from server.metrics.series import Metrics
 from server.types import Delta, EngineStats, ModelInfo, Request
-
-__all__ = ["LOST", "EngineReplica"]
 
 LOST = "lost"
 """("lost", replica_id, taken): the last message of a stream that broke off; the request may be run

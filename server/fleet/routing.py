@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 from server.fleet.costs import StepCosts, TaskHabit
 
-__all__ = ["CHUNK", "Job", "ReplicaView", "TaskRouting", "prefix_chain"]
-
 CHUNK = 64
 """Prompt tokens in a link of a prefix chain."""
 _MAX_LINKS = 64

@@ -15,8 +15,6 @@ from server.fleet.desk import Standing
 from server.fleet.far_engine import FleetState, ReplicaLostError
 from server.fleet.routing import Job
 
-__all__ = ["ServeReplicas"]
-
 CONTROL_TIMEOUT_S = 8.0
 _LOST = (RayError, RayServeException)
 

@@ -15,8 +15,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from server.fleet.costs import StepCosts, TaskHabit, habits_of
 from server.fleet.routing import Job, ReplicaView, TaskRouting
 
-__all__ = ["TaskRouter"]
-
 _STALE_S = 0.5  # how old the views may be before they are read again
 
 

@@ -6,9 +6,9 @@ import socket
 from dataclasses import dataclass, field
 from functools import partial
 
-from server.api.engines.client import EngineSpec
+from server.api.engines.slot import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig
-from server.config.cluster import ClusterConfig, IngressConfig, ReplicasConfig, RoutingConfig
+from server.config.cluster import ClusterConfig
 from server.engine.host import start_thread
 from server.fleet.parts import Front
 from tests.api.live import PLAIN_TASK, served
@@ -60,12 +60,15 @@ def fake_server(**sections: object) -> ServerConfig:
     )
 
 
-def fake_cluster(replicas: int = 2, ingresses: int = 1, **sections: object) -> ClusterConfig:
+def fake_cluster(
+    replicas: int = 2, ingresses: int = 1, *, http: str = "direct", policy: str = "tasks"
+) -> ClusterConfig:
     """A cluster.yaml of small replicas."""
-    return ClusterConfig(
-        server="server.yaml",
-        ingress=IngressConfig(replicas=ingresses, num_cpus=0.1),
-        replicas=ReplicasConfig(min=replicas, num_cpus=0.1, health_check_s=1.0),
-        routing=RoutingConfig(),
-        **sections,  # type: ignore[arg-type]
+    return ClusterConfig.model_validate(
+        {
+            "server": "server.yaml",
+            "ingress": {"replicas": ingresses, "num_cpus": 0.1, "http": http},
+            "replicas": {"min": replicas, "num_cpus": 0.1, "health_check_s": 1.0},
+            "routing": {"policy": policy},
+        }
     )

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from server.api.engines.client import EngineClient, EngineSpec
+from server.api.engines.client import EngineClient
+from server.api.engines.slot import EngineSpec
 from server.fleet.far_engine import RetryPolicy
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
@@ -91,9 +92,15 @@ def test_two_thousand_requests_outlive_two_of_three_replicas() -> None:
 
 @pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2}])
 def test_a_stream_goes_on_where_it_stopped_with_the_text_of_a_single_server(
-    body: dict[str, object],
+    body: dict[str, Any],
 ) -> None:
-    options = {"prompt": "the quick", "max_tokens": 120, "ignore_eos": True, "logprobs": 2, **body}
+    options: dict[str, Any] = {
+        "prompt": "the quick",
+        "max_tokens": 120,
+        "ignore_eos": True,
+        "logprobs": 2,
+        **body,
+    }
     with LiveServer([spec()], max_model_len=CONTEXT) as single:
         wanted = [(c["text"], c["logprobs"]) for c in single.post(**options).json()["choices"]]
     replicas = LocalReplicas([spec(i=i, step_s=0.01) for i in range(2)])

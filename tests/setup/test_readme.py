@@ -19,7 +19,16 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from server.commands.cli import parse
-from server.config import MemorySize, ServerConfig, TaskConfig, load_server_config, load_task
+from server.config import (
+    MemorySize,
+    ServerConfig,
+    TaskConfig,
+    load_server_config,
+    load_task,
+)
+from server.config.cluster import ClusterConfig
+from server.config.section import validate
+from server.config.yaml_file import read_yaml
 from tests.commands.command_line import ALL as COMMANDS
 from tests.setup import pages
 
@@ -51,7 +60,8 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, BaseModel) or value == "":
         return ""
     if isinstance(value, MemorySize):
-        return f"`{value.fraction}`"
+        amount = f"{(value.num_bytes or 0) >> 20}MiB"
+        return f"`{value.fraction if value.num_bytes is None else amount}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
@@ -80,10 +90,11 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         key = f"{prefix}{field.alias or name}"
         inner = _section(field.annotation)
         many = "tuple" in str(field.annotation)
+        named = "Mapping" in str(field.annotation)
         if inner is not None:
             if field.description:
                 yield f"| `{key}` | | | {field.description} |"
-            yield from _rows(inner, f"{key}[]." if many else f"{key}.")
+            yield from _rows(inner, f"{key}{'[]' * many}{'.NAME' * named}.")
             continue
         default = field.get_default(call_default_factory=True, validated_data={})
         yield f"| `{key}` | {_shown(default)} | {_bounds(field)} | {field.description or ''} |"
@@ -91,7 +102,11 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def _reference() -> str:
     parts = []
-    for title, model in (("server.yaml", ServerConfig), ("a task file", TaskConfig)):
+    for title, model in (
+        ("server.yaml", ServerConfig),
+        ("a task file", TaskConfig),
+        ("cluster.yaml", ClusterConfig),
+    ):
         rows = "\n".join(_rows(model))
         parts.append(
             f"Keys of {title}:\n\n| key | default | allowed | |\n|---|---|---|---|\n{rows}"
@@ -125,7 +140,7 @@ def test_every_key_says_what_it_is() -> None:
         "limits.max_choices", "limits.max_logprobs", "speculation.context.after",
         "speculation.context.before",
     }  # fmt: skip
-    assert set(bare(ServerConfig, "")) == set()
+    assert set(bare(ServerConfig, "")) == set(bare(ClusterConfig, "")) == set()
     assert set(bare(TaskConfig, "")) <= known
 
 
@@ -207,6 +222,8 @@ def test_task_example_is_a_task(tmp_path: Path) -> None:
         file.write_text(block)
         if block.startswith("# server.yaml\n"):
             load_server_config(file)
+        elif block.startswith("# cluster.yaml\n"):
+            validate(ClusterConfig, read_yaml(file))
         else:
             load_task(file)
 

@@ -1,0 +1,65 @@
+"""A fleet of fake engines in a process of its own: python -m tests.fleet.run_fleet PORT [OPTIONS].
+
+It says READY and then does what it is told, a line each: `kill` ends an engine replica's process as
+kill -9 does, `status` says the state of each deployment; anything else, or the end, ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from server.config import ListenConfig, ServerConfig
+from server.fleet.local import APPLICATION, Fleet
+from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--ingresses", type=int, default=1)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--http", default="direct")
+    parser.add_argument("--policy", default="tasks")
+    options = parser.parse_args()
+    server: ServerConfig = fake_server().model_copy(
+        update={"listen": ListenConfig(port=options.port)}
+    )
+    cluster = fake_cluster(
+        options.replicas, options.ingresses, http=options.http, policy=options.policy
+    )
+    with Fleet(cluster, FakeParts(server, options.step_s)) as fleet:
+        _say("READY")
+        for line in sys.stdin:
+            if line.strip() == "kill":
+                _say(f"KILLED {_kill_one()}")
+            elif line.strip() == "status":
+                _say(f"STATUS {fleet.status()}")
+            else:
+                break
+    _say("ENDED")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _kill_one() -> int:
+    """The process of the engine replica that has a request, or of any."""
+    from ray import serve
+
+    desk = serve.get_deployment_handle("desk", APPLICATION)
+    standings = desk.standings.remote("tiny").result()
+    busiest = max(standings, key=lambda s: s.stats.num_running)
+    engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
+    pid: int = engines.pid.remote(replica=busiest.replica_id).result()
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+if __name__ == "__main__":
+    main()

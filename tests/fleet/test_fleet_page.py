@@ -1,0 +1,107 @@
+"""docs/fleet.md is followed: its file is checked, and a fleet of a real (tiny) model is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.commands.cli import main
+from tests.fleet.ray_parts import free_port
+from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.setup.pages import DOCS, ROOT
+
+PAGE = (DOCS / "fleet.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page's first cluster.yaml, a server.yaml and a tiny model."""
+    folder = tmp_path_factory.mktemp("fleet")
+    model = folder / "model"
+    model.mkdir()
+    save_tiny(model, "llama", vocab_size=260, max_position_embeddings=512)
+    save_tokenizer(model, 259)
+    [first, _] = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
+    cluster = first.replace("configs/server.yaml", "server.yaml").replace("min: 2", "min: 1")
+    (folder / "cluster.yaml").write_text(cluster.replace("num_cpus: 1", "num_cpus: 0.5"))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "slots.yaml").write_text("name: slots\nsampling: {max_tokens: 12}\n")
+    (folder / "server.yaml").write_text(
+        f"listen: {{port: {free_port()}}}\nmodels: [{{name: tiny, path: ./model}}]\ntasks: tasks\n"
+        "engine: {max_num_seqs: 4, max_num_batched_tokens: 64, threads: 1,"
+        " kv_cache_memory: 64MiB, structured_outputs: false}\n"
+    )
+    return folder
+
+
+def test_the_page_s_file_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tailor fleet check cluster.yaml" in PAGE
+    assert main(["fleet", "check", str(folder / "cluster.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert "tiny: 1 replica, each with 0.5 cores" in told and "Ray: started here" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("server: no.yaml", "cluster.yaml:1: server:"),
+        ("server: server.yaml\nreplica: {min: 2}", "did you mean replicas?"),
+        ("server: server.yaml\nmodels:\n  nobody: {min: 1}", "server.yaml has no model of this"),
+        ("server: server.yaml\nreplicas: {min: 3, max: 2}", "cluster.yaml:2: replicas: max must"),
+        ("server: server.yaml\nreplicas: {min: 0}", "min 0 needs max"),
+        ("server: server.yaml\nreplicas: {num_gpus: 1}", "give its replicas no num_gpus"),
+        ("server: server.yaml\nembedded: {object_store_memory: 0.5}", "must be an amount"),
+    ],
+)
+def test_a_problem_names_file_line_and_key(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+) -> None:
+    bad = folder / "bad"
+    bad.mkdir(exist_ok=True)
+    (bad / "cluster.yaml").write_text(text.replace("server.yaml", "../server.yaml"))
+    assert main(["fleet", "check", str(bad / "cluster.yaml")]) == 1
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+    port = int(re.findall(r"port: (\d+)", (folder / "server.yaml").read_text())[0])
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "server.commands.cli", "fleet", "up", "cluster.yaml"]
+    log = folder / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        end_s = time.monotonic() + 240
+        while "The fleet is ready" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < end_s, log.read_text()
+            time.sleep(0.2)
+        body = {"model": "slots", "prompt": "Town 1:", "temperature": 0}
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert 0 < answer.json()["usage"]["completion_tokens"] <= 12
+        tasks = httpx.get(url + "/v1/models", timeout=30).json()
+        assert "slots" in json.dumps(tasks)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)

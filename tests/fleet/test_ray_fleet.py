@@ -1,0 +1,136 @@
+"""A fleet on Ray Serve itself: two engine replicas, one ingress, all on this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.live import LiveServer, wait_until
+from tests.api.test_end_to_end import CONTEXT, spec
+from tests.fleet.fleet_process import FleetProcess
+from tests.fleet.ray_parts import FakeParts
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+
+STEP_S = 0.01
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[FleetProcess]:
+    with FleetProcess("--replicas", "2", "--step-s", str(STEP_S)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[LiveServer]:
+    """One server with the same engine, which the fleet must equal."""
+    front = FakeParts().front()
+    engine = spec(drafts=False)
+    with LiveServer(
+        [engine], max_model_len=CONTEXT, tasks=front.tasks, drafters=front.drafters
+    ) as live:
+        yield live
+
+
+def _body(i: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": f"task-{i % 24}", "prompt": f"the quick {i}", "max_tokens": 8 + i % 24,
+        "temperature": 0.8, "seed": i, "ignore_eos": True, **fields,
+    }  # fmt: skip
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(url + "/v1/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _wanted(single: LiveServer, body: dict[str, Any]) -> Any:
+    return _post(single.url, body)["choices"]
+
+
+def test_answers_are_those_of_a_single_server(fleet: FleetProcess, single: LiveServer) -> None:
+    bodies = [_body(i, n=1 + i % 2, logprobs=2) for i in range(24)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda body: _post(fleet.url, body), bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer["choices"] == _wanted(single, body)
+        assert answer["usage"]["completion_tokens"] == body["max_tokens"] * body["n"]
+
+
+def test_the_openai_client_streams_through_it(fleet: FleetProcess, single: LiveServer) -> None:
+    client = openai.OpenAI(api_key="none", base_url=fleet.url + "/v1", max_retries=0, timeout=60)
+    body = _body(3, max_tokens=60)
+    extra = {"ignore_eos": True}
+    body.pop("ignore_eos")
+    began_s = time.monotonic()
+    at_s, text = [], ""
+    for chunk in client.completions.create(stream=True, extra_body=extra, **body):
+        text += chunk.choices[0].text
+        at_s.append(time.monotonic() - began_s)
+    assert text == _wanted(single, {**body, **extra})[0]["text"]
+    assert len(at_s) > 20 and at_s[0] < at_s[-1] / 2  # it came as it was made
+
+
+def test_the_state_of_every_replica_is_told(fleet: FleetProcess) -> None:
+    metrics = httpx.get(fleet.url + "/metrics", timeout=30).text
+    for name in ("tiny/0", "tiny/1"):
+        assert f'tailor_num_requests_running{{engine="{name}",model="tiny"}}' in metrics
+    health = httpx.get(fleet.url + "/health", timeout=30).json()
+    assert health["status"] == "ok"
+    assert [engine["name"] for engine in health["engines"]] == ["tiny/fleet"]
+    assert httpx.get(fleet.url + "/v1/models", timeout=30).status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
+    body = _body(1, max_tokens=200, stream=True)
+    with httpx.stream("POST", fleet.url + "/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_raw())
+
+    def running() -> float:
+        lines = httpx.get(fleet.url + "/metrics", timeout=30).text.splitlines()
+        names = [line for line in lines if line.startswith("tailor_num_requests_running{")]
+        return sum(float(line.rpartition(" ")[2]) for line in names if 'engine="tiny/' in line)
+
+    began_s = time.monotonic()
+    wait_until(lambda: running() == 0.0, 30)
+    assert time.monotonic() - began_s < 200 * STEP_S + 20
+
+
+def test_a_bad_request_is_refused_as_by_one_server(fleet: FleetProcess) -> None:
+    for body in ({"model": "nobody"}, {"model": "tiny", "prompt": "a", "max_tokens": -1}):
+        response = httpx.post(fleet.url + "/v1/completions", json=body, timeout=30)
+        assert response.status_code in (400, 404)
+        assert response.json()["error"]["param"]
+
+
+def test_a_replica_killed_mid_stream_costs_no_answer(
+    fleet: FleetProcess, single: LiveServer
+) -> None:
+    bodies = [_body(i, max_tokens=120, stream=True) for i in range(24)]
+    begun = []
+
+    def stream(body: dict[str, Any]) -> str:
+        text = ""
+        with httpx.stream("POST", fleet.url + "/v1/completions", json=body, timeout=90) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    begun.append(1)
+        return text
+
+    with ThreadPoolExecutor(24) as threads:
+        answers = [threads.submit(stream, body) for body in bodies]
+        wait_until(lambda: len(begun) > 200, 60)
+        fleet.ask("kill", "KILLED")
+        texts = [answer.result(90) for answer in answers]
+    for body, text in zip(bodies, texts, strict=True):
+        assert text == _wanted(single, {**body, "stream": False})[0]["text"]
