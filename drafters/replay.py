@@ -10,7 +10,8 @@ line printed is JSON.
 Two figures: *first token given* (the prefill step emits one token and carries no tree: what most
 papers report) and *first tree in prefill* (a tree hangs off the last prompt row). Both are output
 tokens after the first over the decode steps behind the prefill step, so that no speculation is
-exactly 1 in both.
+exactly 1 in both. A server counts the prefill step and its token as well: its
+`mean_tokens_per_step` is `served_tokens_per_step` here, nearer to 1 the shorter the outputs are.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ class ReplayResult:
         """Over all steps, drafted or not; the number of tokens when there was no step at all."""
         return sum(self.num_tokens) / max(1, sum(self.num_steps))
 
+    @property
+    def served_tokens_per_step(self) -> float:
+        """As a server counts: the prefill step and its token are a step and a token like others."""
+        num = len(self.num_steps)
+        return (sum(self.num_tokens) + num) / max(1, sum(self.num_steps) + num)
+
     def summary(self) -> dict[str, Any]:
         """Plain values for the JSON line. Times in microseconds, medians."""
 
@@ -88,6 +95,7 @@ class ReplayResult:
             "tokens": sum(self.num_tokens),
             "steps": sum(self.num_steps),
             "tokens_per_step": round(self.tokens_per_step, 4),
+            "served_tokens_per_step": round(self.served_tokens_per_step, 4),
             "drafted": self.num_drafted,
             "accepted": self.num_accepted,
             "acceptance_by_depth": [

@@ -1,13 +1,14 @@
 """Drafters on a real model, every node verified: tokens per step, with what the model's logits say.
 
-    python -m loadtest.own_runs record --data ../shared/data --sets gsm8k -o DIR
-    python -m loadtest.own_runs live --recorded DIR --budgets 8 16
+    python -m loadtest.own_runs record --model FOLDER --data ../shared/data --sets gsm8k -o DIR
+    python -m loadtest.own_runs replay --recorded DIR --budgets 8 16
+    python -m loadtest.own_runs live --model FOLDER --recorded DIR --budgets 8 16
 
 `record` writes DIR/SET/train.jsonl and test.jsonl: a model's own greedy answers with, at every
-position, the ids that it held likeliest, for loadtest.likely_table. `live` answers the same
-prompts with each drafter and a fixed number of nodes a step, unpruned: there the rows of rejected
-nodes are seen too, which no replay knows, and the answers must equal the recorded ones. The last
-line is JSON.
+position, the ids that it held likeliest. `replay` feeds them to each drafter. `live` answers the
+same prompts with each drafter and a fixed number of nodes a step, unpruned: there the rows of
+rejected nodes are seen too, which no replay knows, and the answers must equal the recorded ones.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import numpy.typing as npt
 from drafters import make_drafter
 from drafters.auto.likely import NUM_LIKELY
 from drafters.base import Drafter
-from drafters.replay import Recording, read_recordings
+from drafters.replay import Recording, read_recordings, replay
 from drafters.tree import DraftTree
 from loadtest import machine
-from loadtest.recordings import load_tokenizer
+from loadtest.recordings import EOS, load_tokenizer
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.build import RunnerSpec, build_runner
@@ -212,13 +213,38 @@ def _sharing(eos: int) -> Drafter:
     return make_drafter("auto", eos_token_ids=(eos,), likely=LikelyTable())
 
 
+def _tests(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Recording]]]:
+    """(name, recorded test answers) of every set."""
+    found = sorted(path.parent.name for path in arguments.recorded.glob("*/test.jsonl"))
+    for name in arguments.sets or found:
+        tests = list(read_recordings(arguments.recorded / name / "test.jsonl"))
+        yield name, tests[: arguments.examples]
+
+
+def replayed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """See the top of this file."""
+    eos = int(load_tokenizer(arguments.tokenizer).token_to_id(EOS))
+    cells = []
+    for name, tests in _tests(arguments):
+        for budget in arguments.budgets:
+            cell: dict[str, Any] = {"data": name, "budget": budget}
+            for column, drafter in columns(eos).items():
+                cell[column] = round(replay(drafter, tests, budget=budget).tokens_per_step, 3)
+            cells.append(cell)
+            print(json.dumps(cell), flush=True)
+    gains = {
+        budget: [c["auto"] / c["auto, no logits"] for c in cells if c["budget"] == budget]
+        for budget in arguments.budgets
+    }
+    medians = {budget: round(float(np.median(gain)), 3) for budget, gain in gains.items()}
+    return {"tool": "own_runs replay", "gain, median": medians, "cells": cells}
+
+
 def live(arguments: argparse.Namespace) -> dict[str, Any]:
     """See the top of this file."""
-    eos = int(load_tokenizer(arguments.tokenizer).token_to_id("<|im_end|>"))
+    eos = int(load_tokenizer(arguments.tokenizer).token_to_id(EOS))
     cells = []
-    for name in arguments.sets or sorted(p.parent.name for p in arguments.recorded.glob("*/test*")):
-        tests: list[Recording] = list(read_recordings(arguments.recorded / name / "test.jsonl"))
-        tests = tests[: arguments.examples]
+    for name, tests in _tests(arguments):
         num_tokens = sum(len(test.output_ids) - 1 for test in tests)
         longest = max(len(test.output_ids) for test in tests)
         for budget in arguments.budgets:
@@ -243,8 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status."""
     root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("record", "live"))
-    parser.add_argument("--model", type=Path, required=True, help="the model's folder")
+    parser.add_argument("what", choices=("record", "replay", "live"))
+    parser.add_argument("--model", type=Path, help="record, live: the model's folder")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
     parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
     parser.add_argument("--recorded", type=Path, help="live: what record wrote")
@@ -257,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16])
     parser.add_argument("-o", "--output", type=Path, help="record: the folder")
     arguments = parser.parse_args(argv)
-    print(json.dumps(record(arguments) if arguments.what == "record" else live(arguments)))
+    if arguments.what != "replay" and arguments.model is None:
+        parser.error("--model is missing")
+    run = {"record": record, "replay": replayed, "live": live}[arguments.what]
+    print(json.dumps(run(arguments)))
     return 0
 
 

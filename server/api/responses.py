@@ -111,7 +111,8 @@ class VocabularyUse(Shape, kw_only=True):
 class Speculation(Shape, kw_only=True):
     """Sums over all prompts and choices (include_speculation).
 
-    mean_tokens_per_step counts every decode step, drafted or not; it is null when no step was made.
+    mean_tokens_per_step counts every decode step, drafted or not, and the step that ends the prompt
+    with the token it makes; it is null when no step was made.
     `vocabulary` is there unless the mode is "full".
     """
 

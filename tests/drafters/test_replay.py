@@ -71,6 +71,7 @@ def test_steps_are_counted_drafted_or_not() -> None:
     result = replay(drafter, [Recording([0], [1, 2, 3, 4, 5, 6, 7])], budget=4)
     assert result.num_tokens == [6] and result.num_steps == [4]
     assert result.tokens_per_step == 1.5
+    assert result.served_tokens_per_step == 7 / 5  # the prefill step and its token count there
     assert (result.num_drafted, result.num_accepted) == (6, 3)
     assert result.offered_by_depth == [3, 2, 1]
     assert result.accepted_by_depth == [2, 1, 0]
