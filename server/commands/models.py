@@ -67,7 +67,8 @@ def _print_families() -> None:
     print(
         "\nOther dense decoders whose class in transformers calls its attention interface are\n"
         "tried when they are loaded and run by transformers' own forward, slower:\n"
-        "StarCoder2, Command R, Pythia, Phi-2, GPT-2, OPT, Nemotron, Gemma 1, Seed-OSS, ..."
+        "Qwen3.5 (CPU), StarCoder2, Command R, Pythia, Phi-2, GPT-2, OPT, Nemotron, Gemma 1, "
+        "Seed-OSS, ..."
     )
 
 

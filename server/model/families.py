@@ -388,7 +388,7 @@ def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     try:
         defaults = family_of(raw).text_defaults
     except KeyError:  # the generic path
-        return dict(raw)
+        defaults = {}
     text = raw.get("text_config")
     return {**defaults, **(text if isinstance(text, Mapping) else raw)}
 

@@ -18,7 +18,15 @@ from typing import Any
 
 from server.model.families import BY_ARCHITECTURE, FAMILIES
 
-__all__ = ["ALLOWED_KEYS", "IMPLEMENTATION", "has_class", "is_generic", "layer_reasons"]
+__all__ = [
+    "ALLOWED_KEYS",
+    "IMPLEMENTATION",
+    "RECURRENT",
+    "WRAPPERS",
+    "has_class",
+    "is_generic",
+    "layer_reasons",
+]
 
 IMPLEMENTATION = "transformers"
 """How GET /v1/models and the log call what computes a model of the generic path."""
@@ -31,6 +39,12 @@ ALLOWED_KEYS = frozenset(
 attention function is told of them."""
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
+RECURRENT = frozenset({"qwen3_5_text"})
+"""Types whose recurrent layers (gated delta nets) the CPU runner computes."""
+
+WRAPPERS = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}
+"""Multimodal classes, and the class of their text part, which is opened alone."""
+
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -42,7 +56,7 @@ def _source(model_type: str) -> str:
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return ""
-    name = model_type.replace("-", "_")
+    name = model_type.replace("-", "_").removesuffix("_text")
     file = Path(found.origin).parent / "models" / name / f"modeling_{name}.py"
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -61,20 +75,26 @@ def is_generic(raw: Mapping[str, Any] | Any) -> bool:
         names, kind = getattr(raw, "architectures", None), raw.model_type
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return False
-    name = names[0]
+    name = WRAPPERS.get(names[0], names[0])
+    if name != names[0] and isinstance(raw, Mapping):
+        text = raw.get("text_config")
+        kind = text.get("model_type") if isinstance(text, Mapping) else None
     if name in BY_ARCHITECTURE or kind in FAMILIES or not name.endswith(_ENDINGS):
         return False
     source = _source(str(kind))
     return (
         f"\nclass {name}(" in source
-        and "_supports_attention_backend = True" in source
+        and ("_supports_attention_backend = True" in source or kind in RECURRENT)
         and "ALL_ATTENTION_FUNCTIONS" in source
     )
 
 
 def layer_reasons(config: Any) -> Iterator[str]:
     """What layer_types says against the generic path."""
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    allowed = _LAYER_TYPES
+    if config.model_type in RECURRENT:
+        allowed = allowed | {"linear_attention"}
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
     if unknown:
-        kinds = ", ".join(sorted(_LAYER_TYPES))
+        kinds = ", ".join(sorted(allowed))
         yield f"layer type {unknown[0]!r} is none of {kinds} (layer_types)"

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from server.errors import UnsupportedModelError
+from server.model.generic import RECURRENT
 
 __all__ = [
     "NUM_PROBED",
@@ -104,6 +105,8 @@ def _windows(module: nn.Module, kinds: set[str]) -> tuple[int, ...]:
     layers = int(config.num_hidden_layers)
     window = int(getattr(config, "sliding_window", None) or 0)
     full, sliding = "create_causal_mask", "create_sliding_window_causal_mask"
+    if config.model_type in RECURRENT:
+        kinds = kinds - {"create_recurrent_attention_mask"}
     if kinds == {full}:
         return (0,) * layers
     if kinds == {sliding}:

@@ -33,7 +33,7 @@ from server.model.cache_folder import remembered_sha256
 from server.model.catalog import Report, model_folder
 from server.model.families import family_of
 from server.model.folder_files import eos_token_ids, fingerprint_of, weight_files
-from server.model.generic import is_generic
+from server.model.generic import WRAPPERS, is_generic
 from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import gguf_of
 from server.model.known_config import KnownConfig
@@ -89,7 +89,7 @@ class TensorNames:
     head: str = HEAD
 
 
-def _generic_names(config: Any) -> TensorNames:
+def _generic_names(config: Any, is_wrapped: bool) -> TensorNames:
     """The names of a model of the generic path, renamed as transformers renames old ones."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -110,7 +110,7 @@ def _generic_names(config: Any) -> TensorNames:
         return None if is_ignored and name not in expected else str(name)
 
     embedding, head = (f"{where[id(table)]}.weight" for table in tables)
-    return TensorNames(full, embedding, head)
+    return TensorNames(_text_name if is_wrapped else full, embedding, head)
 
 
 class WeightReader:
@@ -276,7 +276,7 @@ def open_model(
     config: Any = _config(path) if known is None else known.config
     eos = [getattr(config, "eos_token_id", None)]
     is_own = known is not None or not is_generic(raw)
-    is_wrapped = known is None and is_own and config.model_type != family_of(raw).model_type
+    is_wrapped = known is None and _is_wrapped(raw, config)
     if is_wrapped:
         config = _text_config(raw, config)
         eos.append(getattr(config, "eos_token_id", None))
@@ -305,7 +305,7 @@ def open_model(
         lora = None if adapter is None else LoraAdapter(Path(adapter).expanduser(), tied=tied)
         names = TensorNames(_text_name if is_wrapped else _full_name)
         if not is_own:
-            names = _generic_names(config)
+            names = _generic_names(config, is_wrapped)
         weights = WeightReader(files, tied=tied, adapter=lora, tensor_names=names)
         if lora is not None:
             config.vocab_size = lora.num_rows(int(config.vocab_size))
@@ -352,10 +352,18 @@ def _expected(config: Any) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
+def _is_wrapped(raw: Mapping[str, Any], config: Any) -> bool:
+    """Whether a checkpoint is multimodal, and its text part is what is opened."""
+    if is_generic(raw):
+        return raw["architectures"][0] in WRAPPERS
+    return bool(config.model_type != family_of(raw).model_type)
+
+
 def _text_config(raw: Mapping[str, Any], config: Any) -> Any:
     """The language model's config of a multimodal checkpoint, complete in itself."""
     text = config.text_config
-    text.architectures = [family_of(raw).architecture]
+    name = raw["architectures"][0]
+    text.architectures = [WRAPPERS[name] if name in WRAPPERS else family_of(raw).architecture]
     own = raw.get("text_config")
     own = own if isinstance(own, Mapping) else {}
     tied = own.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", False))

@@ -13,8 +13,8 @@ _RECURRENT = (
     "a model with attention: Qwen3, SmolLM3",
 )
 _HYBRID = (
-    "layers with a recurrent state, which a rejected draft cannot be taken out of",
-    "a model with attention in every layer: Qwen3, or Granite 4.0 dense (not -h-)",
+    "layers with a recurrent state of a kind that is not computed",
+    "a model with attention in every layer: Qwen3, or Granite 4.0 dense (not -h-); or Qwen3.5",
 )
 _LATENT = "multi-head latent attention", "a model with grouped queries: Qwen3, Llama 3.2"
 _ALIBI = "ALiBi, biases by distance", "a model with a rotary embedding: Llama 3.2, Qwen3"
@@ -45,7 +45,7 @@ _BY_TYPE: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_text", "qwen3_next", "falcon_h1", "nemotron_h", "zamba2", "jamba",
+        ("qwen3_5_moe", "qwen3_next", "falcon_h1", "nemotron_h", "zamba2", "jamba",
          "bamba", "granitemoehybrid", "olmo_hybrid", "recurrent_gemma"),
         _HYBRID,
     ),

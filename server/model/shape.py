@@ -32,7 +32,7 @@ class ModelShape:
     logit_divisor: of the logits. attention_cap, logit_cap: soft-capping c * tanh(x / c), 0 = none.
     query_beta, query_period: q at position p is scaled by 1 + beta * log(1 + floor(p / period)).
     convolutions: per layer, whether it has a short convolution of conv_taps positions (LFM2)
-    instead of attention.
+    instead of attention, or a recurrence. kept_width: floats that such a layer keeps of a position.
     """
 
     family: str
@@ -66,6 +66,7 @@ class ModelShape:
     names: WeightNames
     convolutions: tuple[bool, ...]
     conv_taps: int
+    kept_width: int
 
 
 def _ropes(config: Any) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
@@ -137,6 +138,7 @@ def shape_of(config: Any) -> ModelShape:
         names=family.names,
         convolutions=tuple(kind == "conv" for kind in _layer_types(config)),
         conv_taps=int(getattr(config, "conv_L_cache", None) or 0),
+        kept_width=int(config.hidden_size),
     )
 
 
@@ -180,6 +182,7 @@ def generic_shape(config: Any) -> ModelShape:
         names=WeightNames(),
         convolutions=(False,) * layers,
         conv_taps=0,
+        kept_width=0,
     )
 
 

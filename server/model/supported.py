@@ -49,7 +49,7 @@ _REFUSED_KEYS = {
     "rope_interleaved": "its rotary embedding is interleaved",
 }
 
-_OF_WRAPPERS = {"text_config", "vision_config", "audio_config"}
+_OF_WRAPPERS = frozenset({"text_config", "vision_config", "audio_config"})
 """Keys that a multimodal checkpoint has; those of a known wrapper are opened for their text."""
 
 
@@ -197,6 +197,7 @@ def check_raw(raw: Mapping[str, Any]) -> None:
         return
     is_generic = generic.is_generic(raw) and not reason_for(model_type, str(name))
     computed = generic.ALLOWED_KEYS if is_generic else frozenset()
+    computed |= _OF_WRAPPERS if name in generic.WRAPPERS else frozenset()
     reasons = [
         _key_reason(key, raw[key]) for key in _REFUSED_KEYS if key not in computed and raw.get(key)
     ]

@@ -54,6 +54,23 @@ GENERIC: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
     "olmo": ("OLMo 1", _of("OlmoForCausalLM")),
     "opt": ("OPT", _of("OPTForCausalLM", ffn_dim=96, word_embed_proj_dim=64)),
     "phi": ("Phi-1.5, Phi-2", _of("PhiForCausalLM")),
+    "qwen3_5_text": (
+        "Qwen3.5 dense",
+        _of(
+            "Qwen3_5ForCausalLM",
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_key_head_dim=16,
+            linear_value_head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            },
+        ),
+    ),
     "seed_oss": ("Seed-OSS", _of("SeedOssForCausalLM")),
     "starcoder2": ("StarCoder2", _of("Starcoder2ForCausalLM", sliding_window=WINDOW)),
     "vaultgemma": (
@@ -77,6 +94,8 @@ def build(name: str) -> PreTrainedModel:
         for key, weight in module.named_parameters():
             if weight.ndim == 1:
                 weight.add_(torch.randn_like(weight) * 0.2)
+            elif key.endswith("conv1d.weight"):
+                weight.normal_(0.0, 0.7)
             elif "embed" in key or "lm_head" in key or "wte" in key:
                 weight.normal_(0.0, 0.2)
             elif "wpe" not in key:

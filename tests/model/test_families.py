@@ -244,7 +244,7 @@ _REFUSED = [
     ("MambaForCausalLM", "mamba", {}, "recurrent state", "model_type", "attention"),
     ("Mamba2ForCausalLM", "mamba2", {}, "recurrent state", "model_type", "attention"),
     ("RwkvForCausalLM", "rwkv", {}, "recurrent state", "model_type", "attention"),
-    ("Qwen3_5ForCausalLM", "qwen3_5_text", {}, "recurrent state", "model_type", "every layer"),
+    ("Qwen3NextForCausalLM", "qwen3_next", {}, "recurrent state", "model_type", "every layer"),
     ("FalconH1ForCausalLM", "falcon_h1", {}, "recurrent state", "model_type", "every layer"),
     ("T5ForConditionalGeneration", "t5", {"is_encoder_decoder": True}, "encoder-decoder",
      "is_encoder_decoder", "fine-tuned"),

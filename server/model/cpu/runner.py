@@ -58,7 +58,7 @@ def kv_bytes_per_block(shape: ModelShape, kv_dtype: str = "float32") -> int:
     attention = shape.num_layers - convolutions
     size = np.dtype(KV_TYPES[kv_dtype]).itemsize
     per_slot = size * (shape.head_dim + _value_width(shape)) + 8 * (kv_dtype == "int8")
-    inputs = 4 * convolutions * shape.hidden_size
+    inputs = 4 * convolutions * shape.kept_width
     return BLOCK_SIZE * (attention * shape.num_kv_heads * per_slot + inputs)
 
 
@@ -71,7 +71,7 @@ def _cache(shape: ModelShape, num_blocks: int, kv_dtype: str) -> Cache:
         np.zeros((*planes, BLOCK_SIZE, _value_width(shape)), kind),
         np.zeros((*planes, *scales), np.float32),
         np.zeros((*planes, *scales), np.float32),
-        np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.hidden_size), np.float32),
+        np.zeros((convolutions, num_blocks, BLOCK_SIZE, shape.kept_width), np.float32),
     )
 
 

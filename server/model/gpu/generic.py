@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from server.model.generic import RECURRENT
 from server.model.gpu import attention as paged
 from server.model.inspection import (
     Inspected,
@@ -71,6 +72,8 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     Raises UnsupportedModelError.
     """
     model: Any = module
+    if model.config.model_type in RECURRENT:
+        raise refusal(module, "its recurrent states are computed by the CPU runner only")
     ids = probe_ids(num_token_ids).to(next(module.parameters()).device)
     found = inspected(module, ids)
     if found.cap:

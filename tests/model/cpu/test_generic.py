@@ -18,6 +18,8 @@ from server.config import ModelConfig
 from server.errors import UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.generic.runner import GenericRunner, generic_model
+from server.model.cpu.generic.states import StateStore
+from server.model.cpu.runner import batch_rows
 from server.model.generic import is_generic
 from server.types import EngineSizes
 from server.wiring.model import served_model
@@ -96,8 +98,8 @@ def test_greedy_ids_are_those_of_generate(runner: GenericRunner) -> None:
     assert np.array(got).T.tolist() == generated(build(runner.info.name))
 
 
-# One with windows and a scale on logits, one with learned positions, one with biases everywhere.
-@pytest.mark.parametrize("name", ["cohere2", "gpt2", "phi"])
+# Windows and a scale on logits; learned positions; biases everywhere; recurrent layers.
+@pytest.mark.parametrize("name", ["cohere2", "gpt2", "phi", "qwen3_5_text"])
 def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> None:
     _save(build(name), tmp_path)
     made: Any = _built(tmp_path)
@@ -145,6 +147,64 @@ def test_the_log_says_that_it_is_slower(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_family_is_never_generic(tmp_path: Path) -> None:
     for name in families.FAMILIES:
         assert not is_generic(families.FAMILIES[name]().config)
+
+
+# --- recurrent states -----------------------------------------------------------------------------
+
+
+def _store(runner: GenericRunner) -> StateStore:
+    assert runner._store is not None
+    return runner._store
+
+
+def test_a_state_is_replayed_from_the_nearest_that_is_kept(tmp_path: Path) -> None:
+    """Few states, many sequences: what is lost is replayed, with the same bits; what is kept makes
+    a step begin where it may."""
+    _save(build("qwen3_5_text"), tmp_path)
+    made = _built(tmp_path)
+    prompts = [test_bits.tokens(n, n) for n in (40, 41, 42)]
+    want = [test_bits.one_by_one(made, ids, i)[-1] for i, ids in enumerate(prompts)]
+    pages = Pages(64, seed=3)
+    tables = [pages.sequence(len(ids)) for ids in prompts]
+    for keep in (2, 4, 7):
+        store = StateStore(keep, made._store.states.shape[1:])  # type: ignore[union-attr]
+        made._store = store
+        builder = BatchBuilder()
+        for table, ids in zip(tables, prompts, strict=True):
+            builder.add_rows(table, ids[:-1], 0)
+        test_bits.step(made, builder, [])
+        builder = BatchBuilder()
+        rows = [
+            builder.add_rows(table, ids[-1:], len(ids) - 1)[0]
+            for table, ids in zip(tables, prompts, strict=True)
+        ]
+        plan = store.plan(batch_rows(builder.build()))
+        num_replayed = (plan.seqs[:, 3] - plan.seqs[:, 2]).sum()
+        assert num_replayed > 30 if keep < 7 else num_replayed == 0
+        got = test_bits.step(made, builder, rows)
+        assert np.array_equal(got, np.stack(want))
+    made.close()
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_served(tmp_path: Path) -> None:
+    text = build("qwen3_5_text")
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+              "out_hidden_size": 64}  # fmt: skip
+    config = transformers.Qwen3_5Config(
+        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=False
+    )
+    whole: Any = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    _save(whole, tmp_path)
+    made = _built(tmp_path)
+    ids = test_bits.tokens(30, 8)
+    builder = BatchBuilder()
+    got = test_bits.step(made, builder, builder.add_rows(Pages(8).sequence(30), ids, 0))
+    made.close()
+    with torch.no_grad():
+        want = torch.log_softmax(text(torch.tensor([ids])).logits[0], -1).numpy()
+    np.testing.assert_allclose(got, want, rtol=0.0, atol=1e-4)
 
 
 # --- what is refused when it is tried -------------------------------------------------------------

@@ -45,7 +45,12 @@ def test_logits_are_those_of_transformers_in_chunks_and_trees(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("nemotron", "its forward raises"), ("vaultgemma", "soft-caps logits")]
+    ("name", "reason"),
+    [
+        ("nemotron", "its forward raises"),
+        ("vaultgemma", "soft-caps logits"),
+        ("qwen3_5_text", "recurrent states"),
+    ],
 )
 def test_what_cannot_run_there_is_refused(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):

@@ -9,7 +9,7 @@ and chunks give each row the same bits as a row alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from numba import njit
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from server.model.cpu.attention import attend, place
-from server.model.cpu.records import AttentionLayer, Cache, Rows, Scratch, Shape, Work
+from server.model.cpu.generic.delta import DeltaLayer, delta_rule
+from server.model.cpu.generic.states import StateStore
+from server.model.cpu.records import AttentionLayer, Cache, Float32, Rows, Scratch, Shape, Work
 from server.model.cpu.team import make_job, run
 
 __all__ = ["NAME", "Call", "PagedStep", "Step", "StepHolder", "register"]
@@ -44,8 +46,27 @@ class Call:
     cap: float
 
 
+class DeltaSizes(NamedTuple):
+    """The numbers of a gated delta net: delta.DeltaLayer has their meaning."""
+
+    taps: Float32
+    rate: Float32
+    shift: Float32
+    key_heads: int
+    dk: int
+    dv: int
+
+    @property
+    def kept(self) -> int:
+        """Floats that are kept of a position."""
+        return int(self.taps.shape[1] + 2 * self.rate.shape[0])
+
+
 class Step(Protocol):
-    """Attends for one step."""
+    """Attends for one step, and carries its recurrent states."""
+
+    def recur(self, layer: int, sizes: DeltaSizes, mixed: torch.Tensor) -> torch.Tensor:
+        """layer: among the recurrent ones. mixed float32 [R, sizes.kept]; returns [R, heads dv]."""
 
     def attend(
         self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -126,10 +147,30 @@ def _attention(
     run(_attention_job((rows, qkv, layer, shape, scratch, out, work)), work)
 
 
-class PagedStep:
-    """The rows of one step on the paged cache. shape: sizes; its scale and cap are each call's."""
+class Memory(NamedTuple):
+    """What a step reads and writes. kv_ids: of each layer, its place in the cache's keys, -1 for
+    recurrent ones. states: of those, None where there are none."""
 
-    def __init__(self, rows: Rows, cache: Cache, scratch: Scratch, shape: Shape, work: Work):
+    cache: Cache
+    scratch: Scratch
+    kv_ids: tuple[int, ...]
+    states: StateStore | None
+
+
+class PagedStep:
+    """The rows of one step on the paged cache. shape: sizes; its scale and cap are each call's.
+    kv_ids: of each layer, its place in the cache. states: the recurrent states, None without."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        shape: Shape,
+        work: Work,
+    ) -> None:
+        cache, scratch, self._kv_ids, self._states = memory
+        self._plan = None if self._states is None else self._states.plan(rows)
+        self._stacks = np.zeros(0, np.float32)
         self._rows = rows
         self._cache = cache
         self._scratch = scratch
@@ -149,10 +190,11 @@ class PagedStep:
             width = part.shape[1] * head_dim
             qkv[:, first : first + width].view(num, -1, head_dim).copy_(part)
             first += width
+        which = self._kv_ids[call.layer]
         layer = AttentionLayer(
             _NO_VECTOR, _NO_VECTOR, _NO_VECTOR, self._still, self._still, _NO_VECTOR, call.window,
-            self._cache.keys[call.layer], self._cache.values[call.layer],
-            self._cache.key_scales[call.layer], self._cache.value_scales[call.layer],
+            self._cache.keys[which], self._cache.values[which], self._cache.key_scales[which],
+            self._cache.value_scales[which],
         )  # fmt: skip
         shape = self._shape._replace(scale=np.float32(call.scaling), cap=np.float32(call.cap))
         _attention(
@@ -160,3 +202,18 @@ class PagedStep:
             self._work,
         )  # fmt: skip
         return torch.from_numpy(self._scratch.attended)[:num].view(num, heads, head_dim).clone()
+
+    def recur(self, layer: int, sizes: DeltaSizes, mixed: torch.Tensor) -> torch.Tensor:
+        """See Step."""
+        assert self._states is not None and self._plan is not None
+        heads, dk, dv = sizes.rate.shape[0], sizes.dk, sizes.dv
+        if not self._stacks.size:
+            depth = self._plan.deepest + 1
+            self._stacks = np.zeros((self._work.threads, depth, dk, dv), np.float32)
+        out = torch.empty((self._rows.num, heads * dv))
+        which = DeltaLayer(*sizes, self._cache.inputs[layer])
+        delta_rule(
+            (self._rows, self._plan, which), mixed.contiguous().numpy(),
+            self._states.states[:, layer], self._stacks, out.numpy(), self._work,
+        )  # fmt: skip
+        return out

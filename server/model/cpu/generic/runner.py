@@ -15,17 +15,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from server.engine.batch import Batch
+from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
 from server.model.cpu.adapters import CpuAdapter
-from server.model.cpu.generic.attention import PagedStep, StepHolder
-from server.model.cpu.generic.modules import RowLinear, packed, replace_modules
+from server.model.cpu.generic.attention import DeltaSizes, Memory, PagedStep, StepHolder
+from server.model.cpu.generic.modules import (
+    RowLinear,
+    packed,
+    replace_delta_nets,
+    replace_modules,
+)
 from server.model.cpu.generic.soundness import called, check_rows, forward
+from server.model.cpu.generic.states import StateStore
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Float32, Int64, Layers, Rows
-from server.model.cpu.runner import CpuRunner, batch_rows, default_threads
+from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows, default_threads
 from server.model.cpu.slices import FloatHead
-from server.model.inspection import NUM_PROBED, Inspected, inspected, probe_ids
+from server.model.inspection import (
+    NUM_PROBED,
+    Inspected,
+    failing_as_refusal,
+    inspected,
+    probe_ids,
+)
 from server.model.shape import ModelShape, generic_shape
 from server.types import ModelInfo
 
@@ -57,20 +69,22 @@ class _HeadWeights:
 class GenericModel:
     """A module that was found to be sound, its sizes and what its head takes.
 
-    module: its matrices are packed. holder: where its attention finds a step. shape: of the cache
-    and the buffers. weights: the head.
+    module: its matrices are packed. holder: where its attention finds a step. nets: of its
+    recurrent layers. shape: of the cache and the buffers. weights: the head.
     """
 
     def __init__(
         self,
         module: nn.Module,
         holder: StepHolder,
+        nets: list[DeltaSizes],
         shape: ModelShape,
         weights: _HeadWeights,
         found: Inspected,
     ) -> None:
         self.module = module
         self.holder = holder
+        self.nets = nets
         self.shape = shape
         self.weights = weights
         self.found = found
@@ -90,8 +104,10 @@ def generic_model(
     ids = probe_ids(num_token_ids)
     found = inspected(module, ids)
     work = new_work(threads or default_threads())
-    replace_modules(model.base_model, work, num_positions, bf16=bf16)
     holder = StepHolder()
+    with failing_as_refusal(module):
+        nets = replace_delta_nets(model.base_model, holder)
+    replace_modules(model.base_model, work, num_positions, bf16=bf16)
     holder.give_to(model.base_model)
     heads, kv_heads, head_dim = called(module, holder, ids, found)
     head = _head_matrix(module)
@@ -102,6 +118,8 @@ def generic_model(
         head_dim=head_dim,
         hidden_size=int(head.shape[1]),
         windows=found.windows,
+        convolutions=tuple(kind == "linear_attention" for kind in _layer_types(module)),
+        kept_width=nets[0].kept if nets else 0,
         logit_cap=found.cap,
         vocab_size=num_token_ids,
     )
@@ -110,9 +128,15 @@ def generic_model(
         part.panels.nbytes for part in module.modules() if isinstance(part, RowLinear)
     )
     weights = _HeadWeights(FloatHead(panels), int(model.config.vocab_size), num_bytes)
-    made = GenericModel(module, holder, shape, weights, found)
+    made = GenericModel(module, holder, nets, shape, weights, found)
     _check(made, ids[0].numpy())
     return made
+
+
+def _layer_types(module: nn.Module) -> list[str]:
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)
+    return list(types or ["full_attention"] * int(config.num_hidden_layers))
 
 
 def _head_matrix(module: nn.Module) -> torch.Tensor:
@@ -123,6 +147,14 @@ def _head_matrix(module: nn.Module) -> torch.Tensor:
     weight: torch.Tensor = head.weight.detach()
     bias = getattr(head, "bias", None)
     return weight if bias is None else torch.cat([weight, bias.detach()[:, None]], dim=1)
+
+
+def _state_store(nets: list[DeltaSizes], max_num_seqs: int) -> StateStore | None:
+    """States for every sequence of a step: its own, a block boundary's, and some of prompts."""
+    if not nets:
+        return None
+    heads, dk, dv = nets[0].rate.shape[0], nets[0].dk, nets[0].dv
+    return StateStore(2 * max_num_seqs + 4, (len(nets), heads, dk, dv))
 
 
 def _round_matrices(module: nn.Module) -> None:
@@ -160,6 +192,11 @@ class GenericRunner(CpuRunner):
             num_threads=num_threads,
         )
         self._model = model
+        recurrent = model.shape.convolutions
+        self._kv_ids = tuple(
+            -1 if absent else i - sum(recurrent[:i]) for i, absent in enumerate(recurrent)
+        )
+        self._store = _state_store(model.nets, info.max_num_seqs)
         # On the worker thread, where all of torch runs: the number of rows must not decide where
         # an array is cut (operations.py).
         self._worker.submit(torch.set_num_threads, 1).result()
@@ -171,17 +208,33 @@ class GenericRunner(CpuRunner):
             "served only when it is merged (`adapter:` of a model of its own)"
         )
 
+    def move_slots(self, src: Int32, dst: Int32) -> None:
+        """See CpuRunner; states behind the slots are forgotten."""
+        super().move_slots(src, dst)
+        if self._store is not None:
+            self._store.forget(dst.tolist())
+
+    def copy_blocks(self, src: Int32, dst: Int32) -> None:
+        """See CpuRunner; states behind the blocks' slots are forgotten."""
+        super().copy_blocks(src, dst)
+        if self._store is not None:
+            every = dst[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)
+            self._store.forget(every.reshape(-1).tolist())
+
     def states(self, ids: Int64, rows: Rows) -> Float32:
         """float32 [R, H]: the final states of rows, times what their logits are scaled by."""
         return self._worker.submit(self._states, ids, rows).result()
 
     def _states(self, ids: Int64, rows: Rows) -> Float32:
-        step = PagedStep(rows, self._cache, self._scratch, self._record_shape, self._work)
+        memory = Memory(self._cache, self._scratch, self._kv_ids, self._store)
+        step = PagedStep(rows, memory, self._record_shape, self._work)
         positions = torch.from_numpy(rows.positions.astype(np.int64))[None]
         with torch.no_grad():
             tokens = torch.from_numpy(ids)[None]
             hidden = forward(self._model.module, self._model.holder, tokens, positions, step)
             hidden = hidden * self._model.found.factor
+        if self._store is not None:
+            self._store.commit()
         states = np.ones((rows.num, self._shape.hidden_size), np.float32)  # see _head_matrix
         states[:, : hidden.shape[1]] = hidden.numpy()
         return states

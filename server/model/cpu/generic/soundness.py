@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from server.model.cpu.generic.attention import NAME, Call, Step, StepHolder, register
+from server.model.cpu.generic.attention import NAME, Call, DeltaSizes, Step, StepHolder, register
 from server.model.cpu.generic.operations import Recorder
 from server.model.cpu.records import Rows
 from server.model.inspection import (
@@ -41,6 +41,7 @@ class _Watching:
     recorder: Recorder
     calls: list[Call] = field(default_factory=list)
     sizes: set[tuple[int, int, int]] = field(default_factory=set)
+    num_recurrent: int = 0
 
     def attend(
         self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -52,6 +53,11 @@ class _Watching:
         out = torch.zeros_like(query).contiguous()
         self.recorder.is_on = True
         return out
+
+    def recur(self, layer: int, sizes: DeltaSizes, mixed: torch.Tensor) -> torch.Tensor:
+        """See Step; the input is forgotten."""
+        self.num_recurrent += 1
+        return torch.zeros((mixed.shape[0], sizes.rate.shape[0] * sizes.dv))
 
 
 def called(
@@ -72,7 +78,10 @@ def called(
         with recorder:
             forward(module, holder, ids, positions, watching)
     layers = [call.layer for call in watching.calls]
-    if sorted(layers) != list(range(int(config.num_hidden_layers))):
+    num = int(config.num_hidden_layers)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * num
+    attends = [i for i in range(num) if types[i] != "linear_attention"]
+    if sorted(layers) != attends or watching.num_recurrent != num - len(attends):
         told = f"{len(set(layers))} of {config.num_hidden_layers} layers"
         raise refusal(module, f"{told} call the attention interface once")
     if len(watching.sizes) != 1:
