@@ -15,7 +15,7 @@ _CALL = CallOptions()
 def list_adapters(*, call: CallOptions = _CALL) -> int:
     from server.client.http import call as ask
 
-    models = ask(call.endpoint(), "GET", "/v1/models", timeout_s=call.timeout)["data"]
+    models = ask(call.endpoint(), "GET", "/models", timeout_s=call.timeout)["data"]
     found = [m for m in models if m["parent"] is not None and m["root"] != m["parent"]]
     for model in found:
         print(f"{model['id']}\tof {model['parent']}\t{model['root']}")
@@ -45,7 +45,7 @@ def add(
         "base_model_name": model,
         "pinned": pinned,
     }
-    print(tell(call.endpoint(), "/v1/load_lora_adapter", body, call.timeout))
+    print(tell(call.endpoint(), "/load_lora_adapter", body, call.timeout))
     return 0
 
 
@@ -58,5 +58,5 @@ def remove(
     from server.client.http import tell
 
     body = {"lora_name": name}
-    print(tell(call.endpoint(), "/v1/unload_lora_adapter", body, call.timeout))
+    print(tell(call.endpoint(), "/unload_lora_adapter", body, call.timeout))
     return 0

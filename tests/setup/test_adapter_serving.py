@@ -22,6 +22,7 @@ from drafters import DRAFTER_NAMES
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs
 from server.api.engines.client import EngineSpec
+from server.commands.cli import main
 from server.config import (
     AdapterConfig,
     EngineConfig,
@@ -267,6 +268,20 @@ def test_load_and_unload(served: Served, tmp_path: Path) -> None:
     assert served.post("/v1/unload_lora_adapter", name).status_code == 404
     used = served.post("/v1/unload_lora_adapter", {"lora_name": "own"})
     assert used.status_code == 400 and "slots" in used.json()["error"]["message"]
+
+
+def test_the_command_line_adds_lists_and_removes(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora(tiny_model("llama"), tmp_path / "new", 7)
+    server = ["--url", served.server.url, "--api-key", "admin-key"]
+    assert main(["adapters", "add", "typed", str(tmp_path / "new"), "--pinned", *server]) == 0
+    assert main(["adapters", "list", *server]) == 0
+    printed = capsys.readouterr().out
+    assert f"typed\tof m\t{tmp_path / 'new'}" in printed and "slots" not in printed
+    assert main(["adapters", "rm", "typed", *server]) == 0
+    assert main(["adapters", "rm", "typed", *server]) == 1
+    assert "cannot be found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
 """The products of a layer, by the names of records.Layers."""
 QKV, OUT, GATE_UP, DOWN, CONV_IN, CONV_OUT = range(len(KINDS))
 
-ROWS = 8
+ROWS = 4
 """Most rows of one span: one thread's item."""
 
 _WIDE = max(2, VECTORS_PER_PANEL)  # vectors of a wide kernel: 4 rows of them fill the registers
