@@ -17,11 +17,12 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch, Drawn
 from server.model.gpu import sampler
+from server.model.gpu.generic import take_over
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
-from tests.model import families
+from tests.model import families, generic_models
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
@@ -34,6 +35,8 @@ CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
 V = families.VOCAB_SIZE
 NUM_BLOCKS = 128
+GENERIC = ["cohere2", "gpt2", "gpt_neox", "phi", "starcoder2"]
+"""Of the generic path: windows and scaled logits, learned positions, biases."""
 KINDS = ["decode", "tree", "chunk", "mixed"]
 
 
@@ -45,7 +48,12 @@ def make(family: str, device: torch.device, **options: object) -> TorchRunner:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
     }
-    module: Any = finish_module(families.build(family).to(device))
+    module: Any
+    if family in GENERIC:
+        module = generic_models.build(family).to(device)
+        take_over(module, V)
+    else:
+        module = finish_module(families.build(family).to(device))
     return TorchRunner(module, name=family, device=device, **(numbers | options))  # type: ignore[arg-type]
 
 
@@ -107,7 +115,7 @@ def test_gumbel_max_draws_the_same_ids_as_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [name for name in families.FAMILIES if families.runs_on_cuda(name)]
+    "family", [*(name for name in families.FAMILIES if families.runs_on_cuda(name)), *GENERIC]
 )
 def test_logits_of_every_family_are_the_cpu_s(family: str) -> None:
     """A chunked prompt, a tree off its last row, decode rows of a neighbour, an accepted path."""
