@@ -33,6 +33,7 @@ class SamplingParams:
     stop: stop strings as UTF-8 bytes; the engine matches them on bytes.
     seed: 64 bits; fixed by the API when the client gave none.
     num_logprobs: None = no logprobs; k >= 0 = the drawn token's logprob and the k most likely.
+    logprob_token_ids: ascending ids whose logprobs are told in place of the k most likely.
     """
 
     temperature: float = 1.0
@@ -53,6 +54,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     seed: int = 0
     num_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def has_penalties(self) -> bool:

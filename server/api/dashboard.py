@@ -1,6 +1,7 @@
-"""The built-in page at /dashboard, for people without Grafana: its files, and its data.
+"""The built-in page at /dashboard, for people without Grafana, and the API's at /docs: their
+files, and the data.
 
-The page is static files in this package (server/api/page): no build step, nothing from other
+The pages are static files in this package (server/api/page): no build step, nothing from other
 hosts, and a content security policy that allows neither. The files hold no data and need no key;
 what the page shows comes from `snapshot` at /dashboard/data, which needs one when there are any.
 
@@ -35,6 +36,7 @@ ROOT_PATH = "/"
 """Leads a browser to the page."""
 
 PATH = "/dashboard"
+DOCS_PATH = "/docs"
 DATA_PATH = f"{PATH}/data"
 HISTORY_PATH = f"{PATH}/history"
 MAX_OPEN_SHOWN = 50
@@ -47,13 +49,14 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _FOLDER = Path(__file__).parent / "page"
+_PAGES = {"index.html": PATH, "docs.html": DOCS_PATH}
 _FILES = {
-    PATH if file.name == "index.html" else f"{PATH}/{file.name}": file
+    _PAGES.get(file.name, f"{PATH}/{file.name}"): file
     for file in sorted(_FOLDER.iterdir())
     if file.suffix in _TYPES
 }
 PAGE_PATHS = tuple(_FILES)
-"""Routes of the page's files."""
+"""Routes of the pages' files."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -263,7 +263,7 @@ class DecisionBody(BodyPart):
     safety_identifier: str | None = None
 
 
-def _one_of(kinds: dict[str, type[BaseModel]], key: str, value: Any, at: str) -> Any:
+def one_of(kinds: dict[str, type[BaseModel]], key: str, value: Any, at: str) -> Any:
     """`value` as the model that its member `key` names."""
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{at}: must be an object; got {echoed(value)}.", param=at)
@@ -293,7 +293,7 @@ def questions_of(questions: Any) -> list[Question]:
     checked: list[Question] = []
     for i, value in enumerate(questions):
         at = f"questions[{i}]"
-        question: Question = _one_of(_QUESTIONS, "type", value, at)
+        question: Question = one_of(_QUESTIONS, "type", value, at)
         if isinstance(question, ChoiceQuestion):
             for k, option in enumerate(question.choices):
                 if not isinstance(option.value, bool) and not (
@@ -332,9 +332,7 @@ def items_of(items: Any) -> list[Item] | str:
         at = f"input[{i}]"
         kind = value.get("type") if isinstance(value, dict) else None
         is_call = isinstance(kind, str) and kind in _CALLS
-        item: Item = _one_of(
-            _CALLS if is_call else _ROLES, "type" if is_call else "role", value, at
-        )
+        item: Item = one_of(_CALLS if is_call else _ROLES, "type" if is_call else "role", value, at)
         if isinstance(item, (FunctionCall, CustomToolCall)):
             calls.add(item.call_id)
         elif isinstance(item, CallOutput) and item.call_id not in calls:
@@ -356,4 +354,4 @@ def parts_of(content: Any, allowed: Sequence[str], at: str) -> list[Part] | str:
     if len(content) > MAX_ITEMS:
         raise LimitExceededError(f"{at}: at most {MAX_ITEMS} parts.", param=at)
     kinds = {name: _PARTS[name] for name in allowed}
-    return [_one_of(kinds, "type", part, f"{at}[{i}]") for i, part in enumerate(content)]
+    return [one_of(kinds, "type", part, f"{at}[{i}]") for i, part in enumerate(content)]

@@ -212,17 +212,19 @@ def _part(part: Part, at: str) -> str:
         raise InvalidRequestError(
             f"{at}.data: must be an object or a list of objects.", param=f"{at}.data"
         )
-    depth, num_values = _extent(part.data)
+    return json_text(part.data, f"{at}.data")
+
+
+def json_text(data: Any, at: str) -> str:
+    """JSON as a model is shown it. Raises LimitExceededError for what is too deep or too large."""
+    depth, num_values = _extent(data)
     if depth > MAX_JSON_DEPTH or num_values > MAX_JSON_VALUES:
         raise LimitExceededError(
-            f"{at}.data: at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.",
-            param=f"{at}.data",
+            f"{at}: at most {MAX_JSON_DEPTH} levels and {MAX_JSON_VALUES} values.", param=at
         )
-    text = json.dumps(part.data, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     if len(text.encode()) > MAX_JSON_BYTES:
-        raise LimitExceededError(
-            f"{at}.data: at most {MAX_JSON_BYTES} bytes as compact JSON.", param=f"{at}.data"
-        )
+        raise LimitExceededError(f"{at}: at most {MAX_JSON_BYTES} bytes as compact JSON.", param=at)
     return text
 
 

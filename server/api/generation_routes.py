@@ -1,5 +1,5 @@
 """The routes that generate: /v1/completions, /v1/chat/completions, /v1/responses,
-/v1/decisions."""
+/v1/decisions, /v1/systemone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from server.api.decision_body import DecisionBody
 from server.api.decisions import DecisionIntake, DecisionRun
 from server.api.openapi import described
 from server.api.protocol import CompletionBody, validate
+from server.api.responses import SystemOneAnswer
 from server.api.responses_api.answer import response_events, response_object
 from server.api.responses_api.body import ResponsesBody
 from server.api.responses_api.intake import responses_order
 from server.api.route_context import RouteContext, visit_of
+from server.api.system_one import SystemOneBody, answer_of, decision_body, renamed
+from server.errors import RequestError
 
 
 class GenerationRoutes:
@@ -80,6 +83,24 @@ class GenerationRoutes:
         run = DecisionRun(order, functools.partial(context.submit, request))
         return await context.whole(request, run.answer, run.abort)
 
+    async def decide_system_one(self, request: HttpRequest) -> Response:
+        """POST /v1/systemone."""
+        context = self._context
+        body = validate(SystemOneBody, await context.body(request))
+        _, model = context.find(request, body.model)
+        asked = decision_body(body)
+        request_id = f"sys-{secrets.token_hex(12)}"
+        try:
+            order = await self._decisions.order(asked, request_id, context.room(model))
+        except RequestError as error:
+            raise renamed(error, body.questions) from None
+        run = DecisionRun(order, functools.partial(context.submit, request))
+
+        async def answer() -> SystemOneAnswer:
+            return answer_of(body, await run.answer())
+
+        return await context.whole(request, answer, run.abort)
+
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
         post = app.post
@@ -99,3 +120,7 @@ class GenerationRoutes:
         @post("/v1/decisions", **described(DecisionBody, "Typed questions about an input"))
         async def decide(request: HttpRequest) -> Response:
             return await self.decide(request)
+
+        @post("/v1/systemone", **described(SystemOneBody, "Named questions about a state"))
+        async def system_one(request: HttpRequest) -> Response:
+            return await self.decide_system_one(request)

@@ -415,12 +415,6 @@ def _order(
 def refuse_unsupported(body: CompletionBody) -> None:
     """Raise UnsupportedFieldError for what no model here can honour."""
     refuse_unless_neutral(body, NEUTRAL)
-    if body.logprob_token_ids is not None:
-        raise UnsupportedFieldError(
-            "logprob_token_ids: /v1/decisions tells how likely given answers are; logprobs tells "
-            "the likeliest tokens.",
-            param="logprob_token_ids",
-        )
     if body.suffix:
         raise UnsupportedFieldError(
             "suffix: this model has no infill; only prompts are continued.", param="suffix"

@@ -72,6 +72,7 @@ def choices_of(body: CompletionBody, task: TaskConfig, limits: LimitsConfig) -> 
         raise LimitExceededError(
             f"{LOGPROBS}: at most {most}; got {body.logprobs}.", param=str(LOGPROBS)
         )
+    _check_logprob_ids(body, most if task.limits.max_logprobs is not None else None)
     if body.prompt_logprobs is not None and body.prompt_logprobs > most:
         raise LimitExceededError(
             f"prompt_logprobs: at most {most}; got {body.prompt_logprobs}.", param="prompt_logprobs"
@@ -125,7 +126,9 @@ def sampling_of(
             param="allowed_token_ids",
         )
     # Ranking best_of needs the drawn tokens' logprobs even where the client wants none.
-    num_logprobs = body.logprobs
+    named = tuple(sorted(set(body.logprob_token_ids or ())))
+    _check_ids(named, model, "logprob_token_ids")
+    num_logprobs = 0 if named else body.logprobs
     if num_logprobs is None and choices.best_of > choices.num:
         num_logprobs = 0
     if body.max_tokens == 0 and not choices.echo:
@@ -148,7 +151,25 @@ def sampling_of(
         ignore_eos=bool(pick("ignore_eos", False)),
         skip_special_tokens=body.skip_special_tokens is not False,
         num_logprobs=num_logprobs,
+        logprob_token_ids=named,
     )
+
+
+def _check_logprob_ids(body: CompletionBody, most: int | None) -> None:
+    """most: the task's own limit. Raises InvalidRequestError and LimitExceededError."""
+    named = body.logprob_token_ids
+    if not named:
+        return
+    if body.logprobs is None or body.max_tokens == 0:
+        raise InvalidRequestError(
+            "logprob_token_ids names what logprobs tells of the tokens that are drawn: it is "
+            "allowed only with logprobs, and with tokens to draw.",
+            param="logprob_token_ids",
+        )
+    if most is not None and len(named) > most:
+        raise LimitExceededError(
+            f"logprob_token_ids: at most {most}; got {len(named)}.", param="logprob_token_ids"
+        )
 
 
 def max_tokens_of(

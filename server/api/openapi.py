@@ -16,7 +16,13 @@ from msgspec import Struct
 from pydantic import TypeAdapter
 
 from server.api.chunks import ChatChunk, CompletionChunk
-from server.api.responses import ChatAnswer, CompletionAnswer, Decision, ErrorAnswer
+from server.api.responses import (
+    ChatAnswer,
+    CompletionAnswer,
+    Decision,
+    ErrorAnswer,
+    SystemOneAnswer,
+)
 from server.api.responses_api.shapes import ResponseAnswer, ResponseEvent
 from server.api.state_responses import (
     CorpusAnswer,
@@ -120,6 +126,7 @@ _ANSWERS: dict[tuple[str, str], tuple[str, type[Struct]]] = {
     ("post", "/v1/chat/completions"): ("A chat's next message", ChatAnswer),
     ("post", "/v1/responses"): ("A response; nothing is stored", ResponseAnswer),
     ("post", "/v1/decisions"): ("Typed answers about an input", Decision),
+    ("post", "/v1/systemone"): ("Answers about a state, by name", SystemOneAnswer),
     ("post", "/tokenize"): ("Token ids of a text", Tokens),
     ("post", "/detokenize"): ("Text of token ids", Detokenized),
     ("get", "/v1/tasks"): ("The tasks", TaskList),
@@ -139,7 +146,7 @@ _STREAMS: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatChunk,
     "/v1/responses": ResponseEvent,
 }
-_GENERATES = {*_STREAMS, "/v1/decisions"}
+_GENERATES = {*_STREAMS, "/v1/decisions", "/v1/systemone"}
 _CHUNKS = "server-sent events: the data of each is a chunk as JSON, of the last one [DONE]"
 _OPEN = {"/health", "/ready", "/ping", "/openapi.json"}
 _OWN_503: dict[str, type[Struct]] = {"/health": Health, "/ready": Ready}

@@ -43,6 +43,7 @@ MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 256
 MAX_ALLOWED_IDS = 1 << 18
+MAX_LOGPROB_IDS = 128
 MAX_EXAMPLES = 1_000_000
 INT31 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
@@ -192,7 +193,9 @@ class GenerationBody(BodyPart):
     bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
         None, max_length=256, description="words of one token each, which are never written"
     )
-    logprob_token_ids: Any = Field(None, description="refused: ask /v1/decisions")
+    logprob_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_LOGPROB_IDS, description="told by logprobs in place of the likeliest"
+    )
 
     # Honoured with the value of what happens anyway alone (see NEUTRAL).
     use_beam_search: Any = None

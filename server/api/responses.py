@@ -322,6 +322,37 @@ class Decision(Shape, kw_only=True):
     usage: DecisionUsage
 
 
+# --- /v1/systemone ---
+
+
+class NoulAnswer(Shape, tag="noul", kw_only=True):
+    noul: Chance
+
+
+class OptionAnswer(Shape, tag="choice", kw_only=True):
+    choice: str
+    probabilities: dict[str, Chance]
+    confidence: Chance
+
+
+class LevelAnswer(Shape, tag="score", kw_only=True):
+    score: Annotated[float, Meta(ge=0)]
+    legend: dict[str, str]
+    probabilities: dict[str, Chance]
+    confidence: Chance
+
+
+class SystemOneUsage(Shape, kw_only=True):
+    input_tokens: Count
+    output_tokens: Count
+
+
+class SystemOneAnswer(Shape, kw_only=True):
+    model: str
+    answers: dict[str, NoulAnswer | OptionAnswer | LevelAnswer]
+    usage: SystemOneUsage
+
+
 # --- encoding ---
 
 _encoder = msgspec.json.Encoder()

@@ -202,7 +202,8 @@ class Drawn:
     token_ids: int32 [D]; -1 for a draw without an answer, see DrawError. For draws whose params ask
     for logprobs (else NaN / rank 0 / empty): logprobs float32 [D] = log-softmax of the *raw* logits
     (fp32) at the drawn id; ranks int32 [D], 1 = most likely; top[d] = tuple of (id, logprob),
-    (logprob descending, id ascending).
+    (logprob descending, id ascending): the likeliest ids, or those that the params name
+    (logprob_token_ids), -inf where the draw's slice lacks one.
     score_*: the same for the Batch's scores. model_s: seconds of the forward pass and the draws;
     head_s: those of them that the LM head's product took, 0.0 where they are not known.
     likely: of every draw, where Batch.num_likely asks; None where it does not.
@@ -218,6 +219,11 @@ class Drawn:
     model_s: float = 0.0
     head_s: float = 0.0
     likely: Likely | None = None
+
+
+def likeliest_first(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """The pairs as Drawn.top has them. ids: ascending."""
+    return tuple(sorted(zip(ids, logprobs, strict=True), key=lambda pair: -pair[1]))
 
 
 class Runner(Protocol):

@@ -8,6 +8,8 @@ So the drawn id never depends on the drafter, on other requests or on chunks (do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -154,8 +156,11 @@ def draw(
     return int(kept[np.argmax(x[kept] + gumbel(noise_hash(kept.astype(np.uint32), key)))])
 
 
-def token_logprob(logits: npt.NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprob:
-    """log-softmax of the raw logits at `token_id`, its rank and the `num_top` most likely ids.
+def token_logprob(
+    logits: npt.NDArray[np.float32], token_id: int, num_top: int, named: Sequence[int] = ()
+) -> TokenLogprob:
+    """log-softmax of the raw logits at `token_id`, its rank and the `num_top` most likely ids, or
+    those that are `named`.
 
     rank = 1 + the number of ids with a higher logit or an equal logit and a lower id.
     """
@@ -164,7 +169,8 @@ def token_logprob(logits: npt.NDArray[np.float32], token_id: int, num_top: int) 
     logprobs = x - (top + np.log(np.exp(x - top).sum()))
     ids = np.arange(x.shape[0])
     rank = 1 + int(((x > x[token_id]) | ((x == x[token_id]) & (ids < token_id))).sum())
-    order = np.argsort(-x, kind="stable")[:num_top]
+    order = np.argsort(-x, kind="stable")
+    order = order[np.isin(order, named)] if named else order[:num_top]
     return TokenLogprob(
         token_id,
         float(logprobs[token_id]),

@@ -56,7 +56,7 @@ def test_the_root_leads_to_the_page(live: LiveServer) -> None:
 
 
 def test_all_that_the_page_names_is_there(live: LiveServer) -> None:
-    page = httpx.get(live.url + "/dashboard").text
+    page = httpx.get(live.url + "/dashboard").text + httpx.get(live.url + "/docs").text
     wanted = set(re.findall(r'(?:href|src)="(dashboard/[^"]+)"', page))
     assert wanted >= {"dashboard/page.css", "dashboard/live.js", "dashboard/playground.js"}
     scripts = [path for path in PAGE_PATHS if path.endswith(".js")]

@@ -200,6 +200,23 @@ def test_the_eos_and_stop_ids_end_without_text(server: LiveServer) -> None:
     assert forced["choices"][0]["finish_reason"] == "stop"
 
 
+def test_logprobs_of_named_ids_are_those_among_the_likeliest(server: LiveServer) -> None:
+    """With drafts and without: a named id has the logprob that it has when it is told by rank."""
+    options = {"prompt": "the quick", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
+    options |= {"return_tokens_as_token_ids": True, "logprobs": 20}
+    ranked = server.post(**options).json()["choices"][0]["logprobs"]["top_logprobs"]
+    named = sorted({int(name.removeprefix("token_id:")) for name in ranked[0]})
+    for drafter in ("off", "suffix"):
+        body = {"logprob_token_ids": named, "speculation": {"drafter": drafter}}
+        told = server.post(**options, **body).json()["choices"][0]["logprobs"]
+        for token, top, likeliest in zip(told["tokens"], told["top_logprobs"], ranked, strict=True):
+            assert set(top) == {token} | {f"token_id:{i}" for i in named}
+            both = top.keys() & likeliest.keys()
+            assert both and {n: top[n] for n in both} == pytest.approx(
+                {n: likeliest[n] for n in both}, abs=1e-6
+            )
+
+
 def test_prompt_logprobs_are_the_drawn_ones(server: LiveServer) -> None:
     """Scoring a text that was generated gives the logprobs that it was generated with."""
     options = {"temperature": 0, "logprobs": 2, "ignore_eos": True, "return_token_ids": True}

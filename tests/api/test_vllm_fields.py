@@ -126,9 +126,35 @@ def test_a_prompt_that_would_not_fit_can_be_truncated(server: LiveServer) -> Non
     check(response, 400, "unsupported_parameter", "truncate_prompt_tokens")
 
 
-def test_logprobs_of_given_ids_are_refused_by_name(server: LiveServer) -> None:
-    response = complete(server, logprob_token_ids=[1])
-    assert "/v1/decisions" in check(response, 400, "unsupported_parameter", "logprob_token_ids")
+def test_logprobs_of_named_ids(server: LiveServer, engines: dict[str, ScriptedEngine]) -> None:
+    """As in vLLM: they stand in place of the likeliest, beside the drawn token's own."""
+    named = {"logprob_token_ids": [9, 4, 9], "return_tokens_as_token_ids": True}
+    [choice] = complete(server, logprobs=5, echo=True, **named).json()["choices"]
+    asked = engines["base"].submitted[-1].sampling
+    assert (asked.num_logprobs, asked.logprob_token_ids) == (0, (4, 9))
+    num_prompt, logprobs = len(encode("the quick")), choice["logprobs"]
+    assert {len(top) for top in logprobs["top_logprobs"][1:num_prompt]} == {5}
+    for token, top in zip(
+        logprobs["tokens"][num_prompt:], logprobs["top_logprobs"][num_prompt:], strict=True
+    ):
+        assert set(top) == {token, "token_id:4", "token_id:9"}
+    [choice] = chat(server, logprobs=True, top_logprobs=2, **named).json()["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert [t["token"] for t in entry["top_logprobs"]] == ["token_id:4", "token_id:9"]
+    # An empty list names nothing.
+    [choice] = chat(server, logprobs=True, top_logprobs=2, logprob_token_ids=[]).json()["choices"]
+    assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {2}
+
+
+def test_named_ids_are_checked(server: LiveServer) -> None:
+    def refused(response: httpx.Response, code: str = "invalid_value") -> None:
+        check(response, 400, code, "logprob_token_ids")
+
+    refused(complete(server, logprob_token_ids=[1]))
+    refused(chat(server, logprob_token_ids=[1]))
+    refused(complete(server, logprob_token_ids=[1], logprobs=1, echo=True, max_tokens=0))
+    refused(complete(server, logprob_token_ids=[TABLE.vocab_size], logprobs=1))
+    refused(complete(server, logprob_token_ids=list(range(129)), logprobs=1))
 
 
 # --- routes ---

@@ -126,7 +126,8 @@ def one_token_loop(
             return out
         out.ids.append(token)
         if s.num_logprobs is not None:
-            out.logprobs.append(_as_sent(token_logprob(shown, token, s.num_logprobs)))
+            told = token_logprob(shown, token, s.num_logprobs, s.logprob_token_ids)
+            out.logprobs.append(_as_sent(told))
         if not s.ignore_eos and token in eos:
             out.finish_reason = "stop"
             return out

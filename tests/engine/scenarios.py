@@ -185,6 +185,7 @@ def random_workload(rng: Random) -> Workload:
             skip_special_tokens=rng.random() < 0.5,
             seed=rng.randrange(1 << 40),
             num_logprobs=rng.choice((None, None, 0, 3)),
+            logprob_token_ids=rng.choice(((), (), (0, 2, 4))),
         )
         request = Request(
             f"r{i}",

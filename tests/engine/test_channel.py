@@ -36,6 +36,7 @@ REQUEST = Request(
         stop=(b"\n", "é".encode()),
         seed=(1 << 64) - 1,
         num_logprobs=5,
+        logprob_token_ids=(4, 8),
     ),
     speculation=SpeculationParams(
         "auto", 16, (("mix.lambda", 0.5), ("trie.n", 13)), "a.corpus", (4, 5, 6), (0, 2)

@@ -352,7 +352,10 @@ class FakeRunner:
                 continue
             _fill_likely(likely, d, seen)
             if params.sampling.num_logprobs is not None and keep < 0:
-                lp = token_logprob(seen, int(ids[d]), params.sampling.num_logprobs)
+                asked = params.sampling
+                lp = token_logprob(
+                    seen, int(ids[d]), asked.num_logprobs or 0, asked.logprob_token_ids
+                )
                 logprobs[d], ranks[d], top[d] = lp.logprob, lp.rank, lp.top
         score_logprobs = np.empty(scored, np.float32)
         score_ranks = np.empty(scored, np.int32)

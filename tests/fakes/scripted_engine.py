@@ -45,7 +45,7 @@ def steps_of(
 
     Every step but a one-token step counts per_step - 1 accepted drafts out of per_step drafted.
     """
-    num_top = request.sampling.num_logprobs
+    num_top, named = request.sampling.num_logprobs, request.sampling.logprob_token_ids
     steps: list[list[Delta]] = []
     for start in range(0, len(token_ids), per_step):
         part = tuple(token_ids[start : start + per_step])
@@ -53,6 +53,9 @@ def steps_of(
         logprobs = ()
         if num_top is not None:
             logprobs = tuple(top_entry(t, logprob(start + i), num_top) for i, t in enumerate(part))
+            if named:
+                top = tuple((token_id, -5.0 - i) for i, token_id in enumerate(named))
+                logprobs = tuple(replace(entry, top=top) for entry in logprobs)
         counts = StepCounts(num_steps=1, no_draft_reason="off" if per_step == 1 else "")
         if per_step > 1:
             counts = StepCounts(

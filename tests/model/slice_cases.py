@@ -30,6 +30,7 @@ SAMPLINGS = [
         logit_bias=((3, 4.0), (60, -100.0), (190, 2.0)),
     ),
     SamplingParams(temperature=1.0, seed=7, min_tokens=4, top_p=0.9),
+    SamplingParams(temperature=0.0, num_logprobs=0, logprob_token_ids=(2, 9, 60, V - 1)),
 ]
 
 

@@ -379,6 +379,11 @@ def test_nothing_that_axe_finds_is_wrong(server: LiveServer, browser: Any, schem
         page.click("#pause")
         found = axe.Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
+        page.goto(server.url + "/docs")
+        page.wait_for_selector("#state:has-text('routes')")
+        page.locator("summary", has_text="Body").first.click()
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
         visitor.close()
 
 
@@ -403,6 +408,35 @@ def test_a_server_with_keys_asks_for_one(browser: Any) -> None:
         assert all("401" in problem for problem in visitor.problems)
         visitor.problems.clear()
         visitor.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_api_is_shown_from_the_server_s_own_description(
+    server: LiveServer, browser: Any, size: Any, scheme: str
+) -> None:
+    """/docs: every route of /openapi.json with its fields, from this server alone."""
+    paths = httpx.get(server.url + "/openapi.json").json()["paths"]
+    visitor = Visitor(browser, server.url, viewport=size, color_scheme=scheme)
+    page = visitor.page
+    page.click("header a:has-text('API')")
+    num = sum(len(operations) for operations in paths.values())
+    page.wait_for_selector(f"#state:has-text('{num} routes')")
+    assert page.locator("#operations section").count() == num
+    for path, operations in paths.items():
+        for method in operations:
+            title = f"{method.upper()} {path}"
+            assert page.locator(f"h2:text-is('{title}')").count() == 1, title
+    section = page.locator("section", has=page.locator("h2:text-is('POST /v1/completions')"))
+    section.locator("summary", has_text="Body").click()
+    fields = section.locator("table").first.locator("tbody th").all_inner_texts()
+    assert {"model", "prompt", "speculation.drafter", "logprob_token_ids"} <= set(fields)
+    page.locator("nav a", has_text="POST /v1/chat/completions").first.click()
+    assert page.evaluate("location.hash") == "#post--v1-chat-completions"
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= size["width"]  # nothing is wider than the screen
+    visitor.see(f"docs-{scheme}-{size['width']}")
+    visitor.close()
 
 
 def test_a_server_that_goes_away_is_told(browser: Any) -> None:

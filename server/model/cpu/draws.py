@@ -19,6 +19,7 @@ from server.engine.batch import (
     DrawParams,
     Int32,
     Likely,
+    likeliest_first,
     places_of,
 )
 from server.engine.reference_sampler import noise_key
@@ -166,9 +167,7 @@ class Draws:
                 result.failed.append((d, _reason(full.states[row])))
             elif own.sampling.num_logprobs is not None and not (keeps and batch.is_kept(d)):
                 size = self._size(batch, int(batch.draw_rows[d]))
-                result.logprobs[d], result.ranks[d], result.top[d] = self._logprob(
-                    full.logits[row], size, token, own.sampling.num_logprobs
-                )
+                self._tell(result, d, full.logits[row], size, token, own.sampling, _ALL_IDS)
 
     def _size(self, batch: Batch, row: int) -> int:
         """Real ids of a row of the batch."""
@@ -229,11 +228,33 @@ class Draws:
             )  # fmt: skip
             ids[ids >= 0] = slice_.ids[ids[ids >= 0]]
         if own.sampling.num_logprobs is not None and not batch.is_kept(d):
-            value, rank, top = self._logprob(logits, num, column, own.sampling.num_logprobs)
-            ids = slice_.ids
-            result.logprobs[d], result.ranks[d] = value, rank
-            result.top[d] = tuple((int(ids[i]), lp) for i, lp in top)
+            self._tell(result, d, logits, num, column, own.sampling, slice_.ids)
         return True
+
+    def _tell(
+        self,
+        result: Answers,
+        d: int,
+        logits: Float32,
+        num: int,
+        column: int,
+        asked: SamplingParams,
+        ids: Int32,
+    ) -> None:
+        """The logprobs of a draw of one of `num` columns. ids: empty, or those of the columns."""
+        value, rank, top = self._logprob(logits, num, column, asked.num_logprobs or 0)
+        result.logprobs[d], result.ranks[d] = value, rank
+        if asked.logprob_token_ids:
+            columns = np.array(asked.logprob_token_ids, np.int32)
+            if ids.shape[0]:
+                at, found = places_of(ids, columns)
+                columns[found], columns[~found] = at, -1
+            values = np.empty(columns.shape[0], np.float32)
+            sampler.logprobs_at(logits, columns, values)
+            top = likeliest_first(asked.logprob_token_ids, values.tolist())
+        elif ids.shape[0]:
+            top = tuple((int(ids[i]), lp) for i, lp in top)
+        result.top[d] = top
 
     def _draw_one(
         self,

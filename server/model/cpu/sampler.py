@@ -409,3 +409,14 @@ def likeliest(draws, rows, logits, hidden, ids, chances):
         else:
             ids[d] = FAILED
             chances[d] = 0.0
+
+
+@_serial
+def logprobs_at(logits, columns, out):
+    """log-softmax of the raw logits (as for `logprob`) at columns int32 [k] into out float32 [k];
+    -inf for column -1."""
+    num = logits.shape[0] // LANES
+    top = max_of(logits.ctypes.data, num)
+    normaliser = top + np.log(exp_sum(logits.ctypes.data, num, top))
+    for i in range(columns.shape[0]):
+        out[i] = logits[columns[i]] - normaliser if columns[i] >= 0 else -np.inf

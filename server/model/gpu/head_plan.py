@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.batch import Batch, Int32
+from server.engine.batch import Batch, Int32, places_of
 from server.model.gpu.draw_plan import DrawPlan, has_choice, plan_draws
 from server.model.gpu.lm_head import FullHead
 from server.model.gpu.slices import Placed, TorchSlices
@@ -159,6 +159,9 @@ def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[
         arrays.update({f"{i}.{name}": a for name, a in slab.plan.arrays.items()})
         if keep_ids:
             arrays[f"{i}.draw_ids"] = slab.draw_ids.astype(np.int32)
+        named = _named_columns(batch, slab)
+        if named.shape[1]:
+            arrays[f"{i}.named_columns"] = named
         if slab.view is not None:
             arrays[f"{i}.slice_rows"] = slab.view.rows
             arrays[f"{i}.slice_slots"] = slab.view.slots
@@ -173,6 +176,23 @@ def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[
             at = np.searchsorted(slab.rows, batch.draw_rows[slab.draw_ids])
             arrays[f"{i}.likely_rows"] = at.astype(np.int32)
     return arrays
+
+
+def _named_columns(batch: Batch, slab: Slab) -> Array:
+    """int32 [draws with logprobs, k]: the columns of their logprob_token_ids in the slab's logits,
+    -1 where a slice lacks one and behind the last."""
+    draws = slab.draw_ids[slab.plan.arrays["logprob_at"]].tolist()
+    named = [batch.params[batch.draw_params[d]].sampling.logprob_token_ids for d in draws]
+    columns = np.full((len(draws), max(map(len, named), default=0)), -1, np.int32)
+    for row, d, token_ids in zip(columns, draws, named, strict=True):
+        own = row[: len(token_ids)]
+        if slab.view is not None and batch.draw_slice is not None:
+            ids = batch.slices[int(batch.draw_slice[d])].ids
+            at, found = places_of(ids, np.asarray(token_ids))
+            own[found] = at
+        else:
+            own[:] = token_ids
+    return columns
 
 
 def rows_of(

@@ -124,6 +124,11 @@ class HeadRun:
                         (found.logprob, found.rank, top_ids, found.top_logprobs),
                     )
                 )
+            if "named_columns" in tensors:
+                values = _logprobs_at(
+                    logits.index_select(0, tensors["logprob_rows"]), tensors["named_columns"]
+                )
+                step.segments.append(Segment("named", slab.draw_ids[wanted], (values,)))
         if slab.score_ids.shape[0]:
             found = token_logprobs(
                 logits.index_select(0, tensors["score_rows"]),
@@ -145,3 +150,10 @@ def likeliest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tenso
     top = torch.topk(logits, min(num, logits.shape[1]), dim=1)
     chances = (top.values - torch.logsumexp(logits, dim=1)[:, None]).exp()
     return top.indices.int(), chances.nan_to_num(0.0)
+
+
+def _logprobs_at(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """log-softmax of raw logits float32 [n, V] at columns int32 [n, k]; -inf for column -1."""
+    values = logits.gather(1, columns.clamp(min=0).long())
+    values = values - torch.logsumexp(logits, dim=1)[:, None]
+    return torch.where(columns >= 0, values, float("-inf"))

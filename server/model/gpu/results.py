@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.batch import NO_TOKEN_LEFT, Batch, DrawError, Drawn, Likely
+from server.engine.batch import (
+    NO_TOKEN_LEFT,
+    Batch,
+    DrawError,
+    Drawn,
+    Likely,
+    likeliest_first,
+)
 from server.model.gpu.sampler import NAN_LOGITS
 from server.model.gpu.slices import Placed
 
@@ -21,7 +28,7 @@ Array = npt.NDArray[Any]
 class Segment:
     """Results of one kind, to be read back: device tensors of 4-byte items, in order."""
 
-    kind: Literal["draw", "logprob", "score", "likely"]
+    kind: Literal["draw", "logprob", "named", "score", "likely"]
     index: Array
     tensors: tuple[torch.Tensor, ...]
 
@@ -98,6 +105,12 @@ def read_back(step: Step) -> Drawn:
             num = parts[0].shape[1]  # a slice may have fewer ids than are asked for
             likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
             likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
+            continue
+        if segment.kind == "named":
+            for d, values in zip(index.tolist(), parts[0].tolist(), strict=True):
+                ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
+                if ids:
+                    top[d] = likeliest_first(ids, values[: len(ids)])
             continue
         if segment.kind == "logprob":
             into = (logprobs, ranks, top)

@@ -148,6 +148,11 @@ def test_logprobs_ranks_and_top_equal_the_reference(
     assert rank == want.rank
     assert top_ids[:num_top].tolist() == [i for i, _ in want.top]
     assert np.allclose(top_logprobs[:num_top], [lp for _, lp in want.top], atol=2e-5)
+    # Ids that are named have the same bits as among the likeliest; what is not there is -inf.
+    named = np.append(top_ids[:num_top], -1).astype(np.int32)
+    values = np.zeros(num_top + 1, np.float32)
+    cpu_sampler.logprobs_at(padded, named, values)
+    assert values.tolist() == [*top_logprobs[:num_top].tolist(), float("-inf")]
 
 
 @settings(max_examples=200, deadline=None)

@@ -79,6 +79,7 @@ def test_draws_and_logprobs_are_the_reference_s_on_transformers_logits(
         draw_params(SamplingParams(temperature=1.2, top_p=0.9, seed=9)),
         draw_params(SamplingParams(temperature=0.7, seed=4, num_logprobs=0), choice_id=1),
         draw_params(SamplingParams(temperature=0.0, allowed_token_ids=(5, 6, 7))),
+        draw_params(SamplingParams(temperature=0.0, num_logprobs=0, logprob_token_ids=(5, 6, 7))),
     ]
     for params in asked:
         builder.draw(row, builder.add_params(params))
@@ -87,12 +88,17 @@ def test_draws_and_logprobs_are_the_reference_s_on_transformers_logits(
     logits = raw_logits(ids)
     want = [sampling.draw(logits, params, 30, []) for params in asked]
     assert drawn.token_ids.tolist() == want
-    for d in (0, 2):
-        num_top = asked[d].sampling.num_logprobs or 0
-        expected = sampling.token_logprob(logits, want[d], num_top)
+    for d in (0, 2, 4):
+        own = asked[d].sampling
+        expected = sampling.token_logprob(
+            logits, want[d], own.num_logprobs or 0, own.logprob_token_ids
+        )
         assert drawn.ranks[d] == expected.rank
         np.testing.assert_allclose(drawn.logprobs[d], expected.logprob, atol=1e-4)
         assert [i for i, _ in drawn.top[d]] == [i for i, _ in expected.top]
+        np.testing.assert_allclose(
+            [x for _, x in drawn.top[d]], [x for _, x in expected.top], atol=1e-4
+        )
     assert np.isnan(drawn.logprobs[[1, 3]]).all() and drawn.ranks[1] == 0 and drawn.top[3] == ()
     assert drawn.model_s > 0.0
 
