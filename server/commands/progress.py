@@ -101,7 +101,7 @@ class Stages:
         self._line, self._start_s = line, time.monotonic()
         if not self._console.is_terminal:
             self._console.print(line, soft_wrap=True, markup=False)
-        elif line.startswith("Fetching"):  # pip draws its own bar
+        elif line.startswith("Fetching"):  # a bar of its own comes below it
             self._console.print(line, markup=False)
         else:
             self._live.enter_context(self._console.status(line))

