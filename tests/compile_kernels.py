@@ -74,6 +74,7 @@ def main() -> int:
         data.write_text(line * 40)
         words = ["tasks", "tune", "--model", str(folder / "model"), "--data", str(data)]
         words += ["--name", "town", "-o", str(folder / "town.yaml"), "--max-tokens", "16"]
+        words += ["--even-if-busy"]
         status = tailor([*words, "--num-prompts", "20"])
     _compile_steps()
     return status

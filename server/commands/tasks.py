@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +121,12 @@ def tune(
     recording: RecordOptions = RecordOptions(),
     sampling: SamplingOptions = _SAMPLING,
     model: ModelOptions = _MODEL,
+    even_if_busy: Annotated[
+        bool, Parameter(help="decide although others use the machine; without mode exact")
+    ] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
 ) -> int:
-    from server.commands.tune_machine import busy_share
+    from server.commands.tune_machine import Others, refuse_if_busy
     from server.commands.tune_material import TuneSettings, check_data
 
     # Told before a model is loaded.
@@ -133,8 +137,14 @@ def tune(
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")
     check_data(data, recording.outputs, fields.field, fields.prompt_field)
-    busy = busy_share()
+    others = Others()
+    time.sleep(0.5)
+    if not even_if_busy:
+        refuse_if_busy(others.share())
     with Bar() as bar, own_engine(model, bar, ("auto",)) as (served, engine):
+        busy = others.share()  # while the model was loaded and its steps were measured
+        if not even_if_busy:
+            refuse_if_busy(busy)
         settings = TuneSettings(
             name=file.name,
             data=data,

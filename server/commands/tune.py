@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.commands.tune_choice import (
-    BUSY,
     Choice,
     best_of,
     bigram_coverage,
@@ -37,6 +36,7 @@ from server.commands.tune_file import (
     task_text,
     write_checked,
 )
+from server.commands.tune_machine import BUSY
 from server.commands.tune_material import Material, Progress, TuneSettings, gather
 from server.commands.tune_quality import quality
 from server.types import SpeculationParams

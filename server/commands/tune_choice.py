@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drafters.catalog import Need, catalog, that_use
+from server.commands.tune_machine import BUSY
 from server.commands.tune_material import BOTH, DATA, OWN, Example, Material, Progress, TuneSettings
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
 WORTH = 1.01  # below this expected speedup a task drafts nothing
-BUSY = 0.5  # share of the machine that others use, from which on costs are not believed
 _FITS = 1.02  # times the tokens a step without it, below which a corpus does not fit
 _SLACK = 1.5  # the head may take so many times its share of the bytes
 _WORTH_WINDOWS = 1.05  # ... and a task's text does not come in windows

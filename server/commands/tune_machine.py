@@ -9,17 +9,48 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.errors import ConfigError
+
 if TYPE_CHECKING:
     from server.engine.batch import Runner
+
+BUSY = 0.5
+"""Share of the machine that others use, from which on nothing that was measured is believed."""
 
 _NUM_MEASURED = 3
 
 
-def busy_share(seconds: float = 0.5) -> float:
-    """Share of all cores that is in use, 0..1. Asked while this process only waits."""
-    import psutil
+class Others:
+    """What other processes use of the machine's cores, since this was made."""
 
-    return psutil.cpu_percent(interval=seconds) / 100.0
+    def __init__(self) -> None:
+        self._began = self._spent()
+
+    @staticmethod
+    def _spent() -> tuple[float, float]:
+        """(seconds of the clock times cores, seconds that the cores worked for others)."""
+        import psutil
+
+        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        # A guest's time is in user and nice already.
+        twice = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
+        return sum(machine) - twice, sum(machine) - twice - idle - own.user - own.system
+
+    def share(self) -> float:
+        """Of all cores, 0..1."""
+        (all_s, busy_s), (before_all_s, before_s) = self._spent(), self._began
+        return min(1.0, max(0.0, (busy_s - before_s) / max(all_s - before_all_s, 1e-9)))
+
+
+def refuse_if_busy(share: float) -> None:
+    """Raise ConfigError when others use more than BUSY of the machine."""
+    if share > BUSY:
+        raise ConfigError(
+            f"others use {share:.0%} of this machine: what is measured now would decide wrongly, "
+            "so nothing is decided and nothing is written. Try again when it is idle, or with "
+            "--even-if-busy, which leaves mode `exact` out"
+        )
 
 
 def head_seconds(runner: Runner) -> tuple[float, float]:

@@ -40,7 +40,7 @@ class TuneSettings:
     num_prompts, record_s: most prompts and seconds of recording. max_tokens: None takes a bound
     from the completions, or 256 without any. budgets: most nodes a step, to be tried.
     head_share: the LM head's share of the bytes that a step of one row reads, or None where it is
-    not known. busy: share of the machine that others used before the model was loaded. render: a
+    not known. busy: share of the machine that others used while its steps were measured. render: a
     chat as the model's template writes it, and its ids; None for a model without one.
     """
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from server import token_bytes
 from server.commands.cli import main
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, best_of, corpus_fit
+from server.commands.tune_machine import Others
 from server.commands.tune_material import TuneSettings
 from server.config import load_task, load_tasks
 from server.engine.budget import CostTable, row_grid
@@ -237,6 +240,52 @@ def test_among_equals_the_sturdier_choice() -> None:
     assert best_of([_choice("auto", None, 4, 1.005)]) is None
 
 
+# --- a busy machine ---
+
+
+class _Times:
+    """psutil's figures: one core's clock, and what the machine and this process did of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all = self.busy = self.own = 100.0
+        Machine = namedtuple("Machine", "user nice idle iowait guest guest_nice")
+        Own = namedtuple("Own", "user system")
+        monkeypatch.setattr(
+            "psutil.cpu_times",
+            lambda: Machine(self.busy + 7, 3, self.all - self.busy - 15, 5, 7, 3),
+        )
+        process = SimpleNamespace(cpu_times=lambda: Own(self.own, 0.0))
+        monkeypatch.setattr("psutil.Process", lambda: process)
+
+
+def test_what_others_use_is_told_from_what_this_process_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = _Times(monkeypatch)
+    others = Others()
+    times.all, times.busy, times.own = 110.0, 109.0, 107.0
+    assert others.share() == pytest.approx(0.2)
+    times.own = 200.0  # clocks that are read one after the other
+    assert others.share() == 0.0
+
+
+@pytest.mark.parametrize("shares", [(0.9,), (0.1, 0.6)], ids=["at once", "while it measured"])
+def test_a_busy_machine_decides_nothing(
+    tmp_path: Path,
+    run: Callable[..., Any],
+    shares: tuple[float, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused before the model is loaded, or before anything is recorded with it."""
+    told = iter(shares)
+    monkeypatch.setattr(Others, "share", lambda self: next(told))
+    words = ("--data", str(_write(tmp_path / "train.jsonl", _lines(20))), "--name", "town")
+    output = tmp_path / "tasks" / "town.yaml"
+    told_user = run("tasks", "tune", *words, "-o", str(output), status=1)
+    assert f"others use {shares[-1]:.0%} of this machine" in told_user
+    assert "--even-if-busy" in told_user and not output.exists()
+
+
 # --- as a person does it: data, tune, serve, ask ---
 
 
@@ -288,6 +337,7 @@ def test_from_data_to_answers(
     data = _write(tmp_path / "train.jsonl", _lines(48))
     output = tmp_path / "town.yaml"
     words = ("--data", str(data), "--name", "town", "-o", str(output), "--max-tokens", "24")
+    words = (*words, "--even-if-busy")  # other tests may run beside this one
     report = run("task", "tune", *words, "--num-prompts", "24", "--json")
     assert (report["examples"], report["recorded"]) == (48, 24)
     told = run("tasks", "tune", *words, status=1)
