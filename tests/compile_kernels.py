@@ -75,7 +75,7 @@ def main() -> int:
         words = ["tasks", "tune", "--model", str(folder / "model"), "--data", str(data)]
         words += ["--name", "town", "-o", str(folder / "town.yaml"), "--max-tokens", "16"]
         words += ["--even-if-busy"]
-        status = tailor([*words, "--num-prompts", "20"])
+        status = tailor([*words, "--limit", "20"])
     _compile_steps()
     return status
 

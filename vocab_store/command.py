@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vocab_store.documents import Progress, read_pairs, tokenize_pairs
+from vocab_store.documents import Progress, tokenize_pairs
 from vocab_store.edge_llm import export_vocab_map
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, report_of
@@ -47,14 +47,15 @@ def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class ProfileOrder:
-    """A profile to be made. model: the model's folder. heldout: documents to report on; None: every
-    10th of the data. joint: put between prompt and completion where neither has a blank.
-    edge_llm: a folder where the ids are also written as vocab_map.safetensors."""
+    """A profile to be made. model: the model's folder. data: prompts and completions. heldout:
+    those to report on; None: every 10th of the data. joint: put between prompt and completion where
+    neither has a blank. edge_llm: a folder where the ids are also written as
+    vocab_map.safetensors."""
 
     model: Path
-    data: Path
+    data: Sequence[tuple[str, str]]
     output: Path
-    heldout: Path | None = None
+    heldout: Sequence[tuple[str, str]] | None = None
     joint: str = " "
     edge_llm: Path | None = None
 
@@ -77,13 +78,9 @@ def profile(
     tokenizer.no_padding()
     tokens = tokens_of(tokenizer, vocab_size)
     required = RequiredIds.from_tokens(tokens, eos_ids)
-    examples = tokenize_pairs(
-        list(read_pairs(order.data)), tokenizer, joint=order.joint, progress=progress
-    )
+    examples = tokenize_pairs(order.data, tokenizer, joint=order.joint, progress=progress)
     if order.heldout:
-        heldout = tokenize_pairs(
-            list(read_pairs(order.heldout)), tokenizer, joint=order.joint, progress=progress
-        )
+        heldout = tokenize_pairs(order.heldout, tokenizer, joint=order.joint, progress=progress)
     else:
         heldout = examples[9::10]
         examples = [example for i, example in enumerate(examples) if i % 10 != 9]

@@ -229,6 +229,7 @@ OLD_COMMANDS = {"task": "tasks"}
 OLD_OPTIONS = {
     "run": {"--in": "--data", "--out": "--output"},
     "replay": {"--budget": "--max-draft-tokens"},
+    "tasks tune": {"--num-prompts": "--limit"},
 }
 """How commands and options were called before; they still work and are not shown."""
 
@@ -313,7 +314,9 @@ def _new_names(words: Sequence[str]) -> list[str]:
     """A command line with today's names for what was called otherwise."""
 
     def renamed() -> Iterator[str]:
-        options = OLD_OPTIONS.get(words[0], {}) if words else {}
+        first, second = (*words, "", "")[:2]
+        first = OLD_COMMANDS.get(first, first)
+        options = OLD_OPTIONS.get(first) or OLD_OPTIONS.get(f"{first} {second}", {})
         for i, word in enumerate(words):
             name, equals, value = word.partition("=")
             if i == 0:

@@ -62,7 +62,7 @@ class RecordOptions:
             help="judge drafts by the model's own outputs, recorded now, or by the data's (model)"
         ),
     ] = "model"
-    num_prompts: Annotated[int, Parameter(help="most prompts to record (200)")] = 200
+    limit: Annotated[int, Parameter(help="most prompts to record (200)")] = 200
     record_seconds: Annotated[
         float,
         Parameter(metavar="S", help="record for so long at most; what is there then is used (180)"),
@@ -131,8 +131,8 @@ def tune(
 
     # Told before a model is loaded.
     output = file.path()
-    if recording.num_prompts < 1 or recording.record_seconds <= 0:
-        raise ConfigError("--num-prompts and --record-seconds: must be above 0")
+    if recording.limit < 1 or recording.record_seconds <= 0:
+        raise ConfigError("--limit and --record-seconds: must be above 0")
     drawn = sampling_of(sampling)
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")
@@ -154,7 +154,7 @@ def tune(
             model=file.served_model_name,
             field=fields.field,
             prompt_field=fields.prompt_field,
-            num_prompts=recording.num_prompts,
+            num_prompts=recording.limit,
             record_s=recording.record_seconds,
             temperature=drawn.temperature,
             max_tokens=sampling.max_tokens,

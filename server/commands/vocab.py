@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from server.commands.options import DEFAULT_MODEL, OutputFile
+from server.commands.options import DEFAULT_MODEL, FieldOptions, OutputFile
 from server.commands.progress import Bar, Stages
 from server.errors import ConfigError
 
@@ -37,13 +37,17 @@ class FilterOptions:
     ] = 0.01
 
 
-_FILTERS = FilterOptions()
+_FILTERS, _FIELDS = FilterOptions(), FieldOptions()
 
 
 def profile(
     *,
-    data: Annotated[Path, Parameter(metavar="FILE", help="JSON lines with prompt and completion")],
+    data: Annotated[
+        Path,
+        Parameter(metavar="FILE", help="JSON lines, CSV or Parquet with a prompt and a completion"),
+    ],
     output: OutputFile,
+    fields: FieldOptions = _FIELDS,
     model: Annotated[str, Parameter(help=f"the model ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
     heldout: Annotated[
         Path | None,
@@ -62,9 +66,11 @@ def profile(
     from vocab_store import command
     from vocab_store.profile import ProfileSettings
 
+    pairs = _pairs(data, fields)
+    held = None if heldout is None else _pairs(heldout, fields)
     with Stages() as stages:
         folder = model_folder(model, report=stages)
-    order = command.ProfileOrder(folder, data, output, heldout, joint, export_edge_llm)
+    order = command.ProfileOrder(folder, pairs, output, held, joint, export_edge_llm)
     with Bar() as bar, _errors():
         settings = ProfileSettings(
             input_aware=not filters.no_input_aware,
@@ -75,6 +81,22 @@ def profile(
         report = command.profile(order, settings, token_bytes.build, bar)
     print(report)
     return 0
+
+
+def _pairs(data: Path, fields: FieldOptions) -> list[tuple[str, str]]:
+    """(prompt, completion) of each row. Raises ConfigError with file, line and field."""
+    from server.datasets import rows
+
+    pairs: list[tuple[str, str]] = []
+    for number, row in rows(data):
+        prompt, completion = row.get(fields.prompt_field), row.get(fields.field)
+        for name, value in ((fields.prompt_field, prompt), (fields.field, completion)):
+            if not isinstance(value, str):
+                there = ", ".join(map(str, row))[:200]
+                raise ConfigError(f"{data}:{number}: {name}: must be a string (there are: {there})")
+        assert isinstance(prompt, str) and isinstance(completion, str)
+        pairs.append((prompt, completion))
+    return pairs
 
 
 def show(profile: Annotated[Path, Parameter(name="FILE", help="the profile")], /) -> int:

@@ -9,9 +9,10 @@ from server.commands.cli import COMMANDS, OLD_OPTIONS, build_app
 
 @dataclass(frozen=True)
 class Facts:
-    """One command: its options (older names too) and the example of its help."""
+    """One command: its options (older names too), what values they take, and its example."""
 
     options: frozenset[str]
+    types: dict[str, str]
     example: str
 
 
@@ -25,7 +26,12 @@ def _facts() -> dict[str, Facts]:
         names = {name for argument in sub.assemble_argument_collection() for name in argument.names}
         older = OLD_OPTIONS.get(command.words, {})
         options = frozenset(n for n in {*names, *older, "--help"} if n.startswith("-"))
-        found[f"tailor {command.words}"] = Facts(options, command.example)
+        types = {
+            argument.names[0]: str(argument.hint)
+            for argument in sub.assemble_argument_collection()
+            if argument.names
+        }
+        found[f"tailor {command.words}"] = Facts(options, types, command.example)
     return found
 
 

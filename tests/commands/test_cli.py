@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -70,6 +71,52 @@ def test_options_that_mean_the_same_have_one_name() -> None:
         assert {"--output", "-o"} <= options[f"tailor {command}"], command
     for command in ("run", "complete", "record", "corpus generate"):
         assert {"--url", "--api-key", "--timeout", "--task"} <= options[f"tailor {command}"]
+
+
+SYNONYMS = {
+    "--data": ("--in", "--input", "--file", "--prompts", "--train", "--dataset"),
+    "--output": ("--out", "--to", "--dest", "--save", "--write"),
+    "--url": ("--server", "--base-url", "--address", "--endpoint"),
+    "--api-key": ("--key", "--token"),
+    "--limit": ("--num-prompts", "--num", "--max-prompts", "--count", "--first"),
+    "--max-tokens": ("--max-new-tokens", "--max-output-tokens", "--length"),
+    "--max-draft-tokens": ("--budget", "--nodes", "--draft-tokens"),
+    "--model": ("--model-path", "--model-name", "--path"),
+    "--adapter": ("--lora", "--peft"),
+    "--field": ("--completion-field", "--output-field", "--column"),
+    "--prompt-field": ("--input-field",),
+    "--concurrency": ("--parallel", "--workers", "--jobs", "--streams"),
+    "--corpus": ("--corpus-file",),
+    "--force": ("--overwrite", "--replace", "--yes"),
+    "--json": ("--as-json", "--format"),
+    "--device": ("--devices", "--gpu"),
+    "--threads": ("--num-threads", "--cpu-threads"),
+}
+"""Names that mean what an option means already: none of them is an option's first name."""
+
+
+def test_nothing_has_a_second_name_and_a_name_takes_one_kind_of_value() -> None:
+    names = {option for facts in COMMANDS.values() for option in facts.types}
+    assert set(SYNONYMS) <= names
+    assert not names & {other for others in SYNONYMS.values() for other in others}
+    kinds: dict[str, dict[str, str]] = {}
+    for command, facts in COMMANDS.items():
+        for option, kind in facts.types.items():
+            if option.startswith("--"):
+                told = re.sub(r"<class '(.*)'>", r"\1", kind).replace("pathlib.", "")
+                told = re.sub(r"tuple\[(.*), \.\.\.\]", r"\1", told)  # it may be repeated
+                kinds.setdefault(option, {})[command] = told.replace(" | None", "")
+    differ = {name: of for name, of in kinds.items() if len(set(of.values())) > 1}
+    assert not differ
+
+
+def test_a_command_that_reads_data_is_told_where_in_a_line_it_is() -> None:
+    """All of JSON lines, CSV and Parquet have fields of their own names."""
+    options = {name: facts.options for name, facts in COMMANDS.items()}
+    own_form = {"tailor run", "tailor replay"}  # requests by line; recordings
+    for command, there in options.items():
+        if "--data" in there and command not in own_form:
+            assert "--prompt-field" in there, command
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

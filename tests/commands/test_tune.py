@@ -338,7 +338,7 @@ def test_from_data_to_answers(
     output = tmp_path / "town.yaml"
     words = ("--data", str(data), "--name", "town", "-o", str(output), "--max-tokens", "24")
     words = (*words, "--even-if-busy")  # other tests may run beside this one
-    report = run("task", "tune", *words, "--num-prompts", "24", "--json")
+    report = run("task", "tune", *words, "--limit", "24", "--json")
     assert (report["examples"], report["recorded"]) == (48, 24)
     told = run("tasks", "tune", *words, status=1)
     assert "is there already; --force replaces it" in told
@@ -392,7 +392,7 @@ def _ids(file: Path) -> list[tuple[list[int], list[int], str]]:
         (("tasks", "tune", "--name", "t", "--data", "no.jsonl"), "no.jsonl: no such file"),
         (("tasks", "tune", "--name", "t", "--data", "x", "-o", "t.txt"), "ends in .yaml"),
         (("tasks", "tune", "--name", "t", "--data", "x", "--temperature", "3"), "--temperature"),
-        (("tasks", "tune", "--name", "t", "--data", "x", "--num-prompts", "0"), "--num-prompts"),
+        (("tasks", "tune", "--name", "t", "--data", "x", "--num-prompts", "0"), "--limit"),
         (("corpus", "generate", "--data", "no.jsonl", "-o", "x"), "no.jsonl: No such file"),
         (("corpus", "generate", "--data", "x", "-o", "x", "--concurrency", "0"), "--concurrency"),
         (("corpus", "generate", "--data", "x", "-o", "x", "--max-tokens", "0"), "--max-tokens"),

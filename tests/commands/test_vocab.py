@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -68,6 +69,34 @@ def test_profile_and_show(
     assert made.version in shown and '"languages": ["en"]' in shown
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet", "jsonl"])
+def test_fields_and_forms_of_data_make_the_same_profile(
+    model: Path, data: Path, tmp_path: Path, form: str
+) -> None:
+    """--field and --prompt-field, on JSON lines, CSV and Parquet, as everywhere."""
+    file = tmp_path / f"other.{form}"
+    rows = [{"question": p, "answer": c} for p, c in PAIRS * 5]
+    if form == "csv":
+        with file.open("w", newline="") as out:
+            writer = csv.DictWriter(out, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif form == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        parquet.write_table(table, file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["vocab", "profile", "--model", str(model)]
+    fields = ["--field", "answer", "--prompt-field", "question"]
+    one, other = tmp_path / "one.vocab", tmp_path / "other.vocab"
+    assert main([*common, "--data", str(data), "-o", str(one)]) == 0
+    words = ["--data", str(file), "--heldout", str(file), *fields]
+    assert main([*common, "--data", str(file), *fields, "-o", str(other)]) == 0
+    assert other.read_bytes() == one.read_bytes()
+    assert main([*common, *words, "-o", str(other)]) == 0
+
+
 def test_errors_name_the_file(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,7 +108,9 @@ def test_errors_name_the_file(
     assert "nothing.jsonl: No such file" in says(*start, str(tmp_path / "nothing.jsonl"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n')
-    assert "bad.jsonl:1: no JSON object with prompt and completion" in says(*start, str(bad))
+    assert "bad.jsonl:1: completion: must be a string (there are: prompt)" in says(*start, str(bad))
+    told = says(*start, str(data), "--prompt-field", "question")
+    assert "train.jsonl:1: question: must be a string (there are: prompt, completion)" in told
     assert "xx-unknown" in says(*start, str(data), "--language", "xx-unknown")
     assert "tolerance must lie in 0..1" in says(*start, str(data), "--tolerance", "2")
     assert "bad.jsonl: not a vocabulary profile" in says("show", str(bad))
