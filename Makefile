@@ -12,8 +12,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP := $(VENV)/.installed
 
-# Where the CPU build of torch lies, for machines whose usual index gives CUDA builds of several GB:
-# make TORCH_INDEX=URL serve. What cannot be had from there comes from the usual index.
+# Which torch: the build that the index TORCH_INDEX=URL has; without one, the CPU's build, which uv
+# knows where to find, unless NVIDIA's driver is here. What cannot be had so comes from pip's usual
+# index, whose build for Linux is CUDA's and takes several GB.
 TORCH_INDEX ?=
 
 # More options for `tailor serve`: make serve ARGS="--port 9000"; for pytest: make test ARGS="-k lossless"
@@ -38,7 +39,10 @@ $(STAMP): pyproject.toml constraints.txt constraints-triton.txt
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "  torch"
-	@{ test -n "$(TORCH_INDEX)" && $(PIP) --index-url "$(TORCH_INDEX)" torch==2.13.0; } || $(PIP) torch==2.13.0
+	@if test -n "$(TORCH_INDEX)"; then $(PIP) --index-url "$(TORCH_INDEX)" torch==2.13.0; \
+	elif command -v nvidia-smi >/dev/null; then false; \
+	else $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu -c constraints.txt torch==2.13.0; \
+	fi || { echo "  (from pip's usual index)"; $(PIP) torch==2.13.0; }
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) -r constraints-triton.txt
 	@echo "  everything else"
 	@$(PIP) -e '.[dev,docs]'

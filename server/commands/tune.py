@@ -36,8 +36,7 @@ from server.commands.tune_file import (
     task_text,
     write_checked,
 )
-from server.commands.tune_machine import BUSY
-from server.commands.tune_material import Material, Progress, TuneSettings, gather
+from server.commands.tune_material import BUSY, Material, Progress, TuneSettings, gather
 from server.commands.tune_quality import quality
 from server.types import SpeculationParams
 

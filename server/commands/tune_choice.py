@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drafters.catalog import Need, catalog, that_use
-from server.commands.tune_machine import BUSY
-from server.commands.tune_material import BOTH, DATA, OWN, Example, Material, Progress, TuneSettings
+from server.commands.tune_material import (
+    BOTH,
+    BUSY,
+    DATA,
+    OWN,
+    Example,
+    Material,
+    Progress,
+    TuneSettings,
+)
 
 if TYPE_CHECKING:
     from drafters.base import Drafter

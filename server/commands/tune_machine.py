@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.commands.tune_material import BUSY
 from server.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -30,6 +30,10 @@ _RECORDED_HELD = 4  # every so many of the recorded prompts is held back
 OWN, DATA, BOTH = "own outputs", "completions", "both"
 
 
+BUSY = 0.5
+"""Share of the machine that others use, from which on nothing that was measured is believed."""
+
+
 @dataclass(frozen=True, slots=True)
 class TuneSettings:
     """What the command line says.

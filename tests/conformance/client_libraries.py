@@ -27,6 +27,7 @@ from environment import add_options, environment, run, served_model, work_folder
 PROGRAMS = Path(__file__).parent / "clients"
 LIBRARIES = {
     "litellm": ["litellm", "mcp"],  # it wants mcp for tools
+    "litellm_proxy": ["litellm[proxy]", "mcp"],
     "langchain": ["langchain-openai"],
     "instructor": ["instructor"],
     "openai_agents": ["openai-agents"],

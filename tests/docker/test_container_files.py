@@ -50,6 +50,28 @@ def test_both_images_install_torch_as_the_constraints_pin_it() -> None:
         assert f"-c constraints.txt {pinned}" in file.read_text()
 
 
+def test_the_cuda_image_leaves_triton_to_torch() -> None:
+    """torch's CUDA build names one Triton; the one that CPU builds are tested with is another."""
+    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert not any(line.lower().startswith(("triton", "pytorch-triton")) for line in constraints)
+    for file in DOCKERFILES:
+        assert "constraints-triton" not in file.read_text()
+    # What follows torch must not bring another build of it.
+    cuda = (REPOSITORY / "docker" / "Dockerfile").read_text()
+    assert cuda.index("torch==") < cuda.index("'.[gpu]'")
+
+
+def test_a_machine_without_a_gpu_gets_the_cpu_s_torch() -> None:
+    """make and the CPU image ask uv, which knows its index; pip's usual index is what is left."""
+    pinned = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert any(line.startswith("uv==") for line in pinned)
+    for name in ("Makefile", "docker/Dockerfile.cpu"):
+        text = (REPOSITORY / name).read_text()
+        asked, left = text.index("--torch-backend cpu"), text.rindex("torch==2.13.0")
+        assert asked < text.index("||", asked) < left and "TORCH_INDEX" in text
+    assert "--torch-backend" not in (REPOSITORY / "docker" / "Dockerfile").read_text()
+
+
 def test_ignored_like_dockerignore() -> None:
     lines = ["*", "!server", "!configs", "**/__pycache__", "**/*.pyc", "configs/tasks/*.corpus"]
     kept = ["server/commands/cli.py", "server/api/app.py", "configs/tasks/sql.yaml"]

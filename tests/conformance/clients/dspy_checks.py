@@ -1,11 +1,13 @@
-"""DSPy: a chat of two turns through its LM, and a JSON schema."""
+"""DSPy: a chat of two turns through its LM, three with a tool, and a JSON schema."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import dspy
 from checks import BASE_URL, MODEL, check, finish
+from conversation import QUESTION, TOOL, is_weather, weather
 
 LM = dspy.LM(
     f"openai/{MODEL}", api_base=BASE_URL, api_key="none", max_tokens=120, temperature=0.0,
@@ -32,6 +34,20 @@ def _() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     [text] = LM("What is the capital of Italy?", response_format=form, max_tokens=60)
     assert set(json.loads(str(text))) == {"answer"}
+
+
+@check("dspy LM of three turns with a tool", needs_chat=True)
+def _() -> None:
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    [first] = LM(messages=messages, tools=[TOOL], tool_choice="required", max_tokens=60)
+    [call] = first["tool_calls"]
+    assert is_weather(call["function"]["arguments"])
+    said = {"role": "assistant", "content": first.get("text") or "", "tool_calls": [dict(call)]}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": weather("Rome")}
+    [second] = LM(messages=[*messages, said, result], tools=[TOOL], max_tokens=20)
+    text = second if isinstance(second, str) else second.get("text") or ""
+    messages += [said, result, {"role": "assistant", "content": text}]
+    assert LM(messages=[*messages, {"role": "user", "content": "Thank you."}], max_tokens=8)
 
 
 finish()

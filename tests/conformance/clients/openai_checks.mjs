@@ -80,6 +80,30 @@ await check("chat tools, required", async () => {
   assert.equal(streamed.tool_calls[0].function.arguments, message.tool_calls[0].function.arguments);
 });
 
+await check("three turns with a tool, its own messages sent back", async () => {
+  const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+  const tools = [{ type: "function", function: { name: "weather", parameters } }];
+  const messages = [{ role: "user", content: "What is the weather in Rome?" }];
+  const asked = { model, tools, temperature: 0, max_completion_tokens: 40 };
+  const first = await client.chat.completions.create({ ...asked, messages, tool_choice: "required" });
+  const [call] = first.choices[0].message.tool_calls;
+  messages.push(first.choices[0].message, { role: "tool", tool_call_id: call.id, content: "It rains." });
+  const second = await client.chat.completions.create({ ...asked, messages });
+  messages.push(second.choices[0].message, { role: "user", content: "Thank you." });
+  assert((await client.chat.completions.create({ ...asked, messages })).choices.length);
+});
+
+await check("responses, two turns and a stream", async () => {
+  const first = await client.responses.create({ model, input: "Say hello.", max_output_tokens: 8 });
+  assert(first.output_text.length);
+  const input = [{ role: "user", content: "Say hello." }, ...first.output, { role: "user", content: "Again." }];
+  const kinds = [];
+  const stream = await client.responses.create({ model, input, max_output_tokens: 8, stream: true });
+  for await (const event of stream) kinds.push(event.type);
+  assert.equal(kinds[0], "response.created");
+  assert(["response.completed", "response.incomplete"].includes(kinds.at(-1)));
+});
+
 await check("chat parse with zod", async () => {
   const City = z.object({ size: z.enum(["small", "large"]), coast: z.boolean() });
   const answer = await client.chat.completions.parse({
