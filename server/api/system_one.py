@@ -45,8 +45,6 @@ from server.api.responses import (
 )
 from server.errors import InvalidRequestError, RequestError, echoed
 
-__all__ = ["SystemOneBody", "answer_of", "decision_body", "renamed"]
-
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "array"}]}
 Content = Annotated[Any, WithJsonSchema(_CONTENT)]
 

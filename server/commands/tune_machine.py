@@ -15,9 +15,6 @@ from server.errors import ConfigError
 if TYPE_CHECKING:
     from server.engine.batch import Runner
 
-BUSY = 0.5
-"""Share of the machine that others use, from which on nothing that was measured is believed."""
-
 _NUM_MEASURED = 3
 
 

@@ -20,8 +20,9 @@ from typing import Any
 from server.errors import ModelError, TailorError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
-from server.model.catalog import BUILT_IN, CONVERTER_VERSION, Report
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
+from server.model.wheels import Report
 
 _MODEL = "model.gguf"
 

@@ -30,7 +30,7 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model import known_config
 from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, open_safetensors, read_json
 from server.model.cache_folder import remembered_sha256
-from server.model.catalog import Report, model_folder
+from server.model.catalog import model_folder
 from server.model.families import family_of
 from server.model.folder_files import eos_token_ids, fingerprint_of, weight_files
 from server.model.generic import WRAPPERS, is_generic
@@ -39,6 +39,7 @@ from server.model.gguf_folder import gguf_of
 from server.model.known_config import KnownConfig
 from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
+from server.model.wheels import Report
 from vocab_store.enrichment import Enrichment
 
 __all__ = [

@@ -29,8 +29,6 @@ import httpx
 
 from server.errors import ModelError
 
-__all__ = ["Report", "Wheel", "get_wheel"]
-
 Report = Callable[[str], None]
 """Called with one line when a stage begins."""
 
