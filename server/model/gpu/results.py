@@ -101,16 +101,10 @@ def read_back(step: Step) -> Drawn:
             token_ids[index] = parts[0]
             continue
         if segment.kind == "likely":
-            assert likely is not None
-            num = parts[0].shape[1]  # a slice may have fewer ids than are asked for
-            likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
-            likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
+            _tell_likely(likely, index, parts)
             continue
         if segment.kind == "named":
-            for d, values in zip(index.tolist(), parts[0].tolist(), strict=True):
-                ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
-                if ids:
-                    top[d] = likeliest_first(ids, values[: len(ids)])
+            _tell_named(batch, index.tolist(), parts[0].tolist(), top)
             continue
         if segment.kind == "logprob":
             into = (logprobs, ranks, top)
@@ -148,3 +142,24 @@ def read_back(step: Step) -> Drawn:
     if failed:
         raise DrawError(failed, drawn)
     return drawn
+
+
+def _tell_likely(likely: Likely | None, index: Array, parts: Sequence[Array]) -> None:
+    """Likeliest ids and their chances into the rows of these draws."""
+    assert likely is not None
+    num = parts[0].shape[1]  # a slice may have fewer ids than are asked for
+    likely.ids[index, :num] = np.where(parts[1] > 0, parts[0], -1)
+    likely.chances[index, :num] = np.where(parts[1] > 0, parts[1], 0)
+
+
+def _tell_named(
+    batch: Batch,
+    draws: Sequence[int],
+    values: Sequence[Sequence[float]],
+    top: list[tuple[tuple[int, float], ...]],
+) -> None:
+    """Logprobs of the ids that these draws' requests name, into `top`."""
+    for d, own in zip(draws, values, strict=True):
+        ids = batch.params[batch.draw_params[d]].sampling.logprob_token_ids
+        if ids:
+            top[d] = likeliest_first(ids, own[: len(ids)])
