@@ -140,7 +140,7 @@ def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
 
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.cpu.integers.instructions import KERNEL
-    from server.model.cpu.integers.packed import FORM_OF, IntegerWeights
+    from server.model.cpu.integers.packed import FORM_OF, IN_BLOCKS, IntegerWeights
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
@@ -165,8 +165,9 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     kernel = "float32" if isinstance(weights, PackedWeights) else KERNEL
     kv_dtype = _kv_dtype(spec, form)
     _log.info(
-        "weights: %s, %d MB, kernel: %s, KV cache: %s",
-        form, weights.num_bytes >> 20, kernel, kv_dtype,
+        "weights: %s%s, %d MB, kernel: %s, KV cache: %s",
+        form, f" (in blocks: {', '.join(IN_BLOCKS[form])}, head)" if form in IN_BLOCKS else "",
+        weights.num_bytes >> 20, kernel, kv_dtype,
     )  # fmt: skip
     info = _cpu_info(spec, folder, shape, (form, kernel, kv_dtype))
     return CpuRunner(

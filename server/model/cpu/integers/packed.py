@@ -23,10 +23,15 @@ from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.tensors import ModelTensors, Rows, Weights
 from server.model.shape import ModelShape
 
-FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
-"""What `weights` may be called -> the form that floats are rounded to, but for the LM head."""
+IN_BLOCKS = {"int8": ("down",)}
+"""Products whose inputs have outliers that one scale a row is too coarse for, by `weights`: they
+and the head are kept in blocks. Measured on SmolLM2 (docs/benchmarks/servers.md)."""
 
-_HEAD_FORM = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
+FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
+"""What `weights` may be called -> the form that floats are rounded to, but for IN_BLOCKS and the LM
+head."""
+
+_HEAD_FORM = {"int8": "q8_0", "int8-blocks": "q8_0", "int4": "q8_0"}
 # Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
 _KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
 _NOTHING = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
@@ -74,7 +79,9 @@ class IntegerWeights:
         }
         for layer in range(shape.num_layers):
             for kind, parts in tensors.matrices(layer).items():
-                kinds[kind][layer] = self._pack(parts)
+                in_blocks = kind in IN_BLOCKS.get(form, ())
+                own = BY_NAME["q8_0"] if in_blocks else self._form
+                kinds[kind][layer] = self._pack(parts, own)
             if progress is not None:
                 progress(layer + 1, shape.num_layers + 1)
         records: dict[str, Any] = {kind: self._record(found) for kind, found in kinds.items()}
@@ -107,8 +114,8 @@ class IntegerWeights:
             return from_ggml(source.form(rows.name), rows.tensor.numpy())
         return quantised(form, rows.tensor.float().numpy())
 
-    def _pack(self, parts: Sequence[Rows]) -> IntegerMatrix:
-        matrix, arenas = pack([self._stored(part, self._form) for part in parts])
+    def _pack(self, parts: Sequence[Rows], form: Form | None) -> IntegerMatrix:
+        matrix, arenas = pack([self._stored(part, form) for part in parts])
         self._arenas += arenas
         return matrix
 
