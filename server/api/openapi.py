@@ -203,7 +203,7 @@ def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool)
         if path in _STREAMS:
             content[EVENTS] = {"schema": {"description": _CHUNKS, **answer_schema(_STREAMS[path])}}
         responses["200"] = {"description": summary, "content": content}
-    is_admin = path.startswith("/v1/tasks")
+    is_admin = path.startswith("/v1/tasks") or path.endswith("load_lora_adapter")
     statuses = ["500"]
     if path not in _OPEN:
         statuses += ["401", "429"]

@@ -68,7 +68,7 @@ class StateRoutes:
         async def ready() -> Response:
             return self.ready()
 
-        @app.get("/ping")
+        @app.get("/ping", response_class=Response)
         async def ping() -> Response:
             return Response(status_code=200 if self._client.is_alive else 503)
 

@@ -87,7 +87,9 @@ def _suggestions(
     can_chat: bool,
 ) -> Iterable[str]:
     if stop is not None and stop not in stops:
-        yield f"stop: {json.dumps([stop])} would bring F1 to {with_stop:.0%} (--stop)"
+        # As a shell takes it: within plain quotes \n stays two letters.
+        typed = f"--stop $'{stop.encode('unicode_escape').decode()}'"
+        yield f"stop: {json.dumps([stop])} would bring F1 to {with_stop:.0%} ({typed})"
     if at_limit > 0.1:
         yield (
             f"{at_limit:.0%} of the outputs were ended by max_tokens alone: "
