@@ -3,7 +3,7 @@
 What: `make_job` turns a compiled function (a *share*) into a job, which every thread of a team runs
 at the same time, each knowing which thread it is (Work.thread). Between its parts the threads meet
 at `barrier`. A step is one job, so work is handed out once a step and not some 200 times; at a
-barrier a thread spins for some 20 us and then sleeps until the last one has come. What not: which
+barrier a thread spins for some 2 ms and then sleeps until the last one has come. What not: which
 rows or panels a thread takes (linear.py, attention.py).
 
 What a share must keep to:
@@ -46,7 +46,9 @@ _JOB, _SHARE, _ARGUMENTS, _STOP, _FAILED, _SPINS = (8 * i for i in range(6))
 _JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in range(1, 6))
 _WORDS = 128 * 6 // 8
 
-_BARRIER_SPINS = 2000  # some 20 us: what another thread's item takes
+# Some 2 ms. Who sleeps at every barrier weighs little: threads that found themselves on one core
+# were left there, and a step of 7 ms took 27. Threads that stay runnable are spread by the kernel.
+_BARRIER_SPINS = 50_000
 _IDLE_ROUNDS = 200  # of 64 pauses and an offer of the core to others: the host's work between steps
 
 # --- words of LLVM IR -----------------------------------------------------------------------
