@@ -132,7 +132,7 @@ def _finish_scores(tile, i, room, shape):
     s = at.scores + own * room * 4
     block = at.acc + (own * at.acc_stride + width) * 4
     last = -1
-    for j in range(num_path):
+    for j in range(max(0, base - prefix_len), num_path):  # a window may begin on the path
         slot = int32_at(path, j)
         if slot // LANES != last:
             last = slot // LANES
