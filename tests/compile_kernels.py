@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PARTS = ("drafters", "vocab_store", "server/model/cpu")
 
 
 def fingerprint() -> str:
@@ -29,14 +30,21 @@ def fingerprint() -> str:
 
     digest = hashlib.sha256(f"{sys.version} {numba.__version__} {ROOT}".encode())
     digest.update(os.environ.get("NUMBA_CACHE_DIR", "").encode())
-    for part in ("drafters", "vocab_store", "server/model/cpu"):
+    for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def compile_kernels() -> None:
-    """In a process of its own, so that nothing stays here. A failure is the tests' to tell."""
+    """In a process of its own, so that nothing stays here. A failure is the tests' to tell.
+
+    What was compiled before goes: numba sees that a function's own file has changed, and not that
+    one which it calls has, so that old code would run on inside new.
+    """
+    for part in PARTS:
+        for path in (ROOT / part).rglob("__pycache__/*.nb[ic]"):
+            path.unlink(missing_ok=True)
     subprocess.run(
         [sys.executable, "-m", "tests.compile_kernels"],
         cwd=ROOT, capture_output=True, timeout=900, check=False,
