@@ -9,7 +9,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 # Pages whose blocks are run by a test of their own.
-RUN_ELSEWHERE = {"adding-a-drafter.md": "tests/drafters", "adding-a-model.md": "tests/model"}
+RUN_ELSEWHERE = {
+    "adding-a-drafter.md": "tests/drafters",
+    "adding-a-model.md": "tests/model",
+    "first-hour.md": "tests/setup/test_first_hour.py",
+}
 
 
 def every_page() -> list[Path]:

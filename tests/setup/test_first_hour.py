@@ -1,0 +1,73 @@
+"""docs/first-hour.md is followed, in its order, on a tiny model: from data to a watched server.
+
+What differs from a person's hour: nothing is installed, the model is a tiny one of that name, the
+port is a free one, and whatever else runs on the machine is left out of account.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from server.model.catalog import CONVERTER_VERSION, MARKER
+from tests.model.tiny_models import save_tiny, save_tokenizer
+from tests.setup import pages
+from tests.setup.test_serve import Running
+
+PAGE = pages.DOCS / "first-hour.md"
+INSTALL = ("sudo", "git", "make", ". ")  # tests/docker/prove.py installs in a clean Debian
+
+
+def test_the_first_hour(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "models" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}"
+    folder.mkdir(parents=True)
+    save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=2048)
+    save_tokenizer(folder, 259)
+    (folder / MARKER).write_text("{}")
+    shutil.copytree(pages.ROOT / "configs" / "tasks", tmp_path / "configs" / "tasks")
+    environment = {
+        **os.environ, "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(pages.ROOT),
+        "TAILOR_API_KEY": "sk-births", "TAILOR_ADMIN_KEY": "sk-operator",
+    }  # fmt: skip
+    tailor = f'tailor() {{ "{sys.executable}" -m server.commands.cli "$@"; }}\n'
+    server: Running | None = None
+    try:
+        found = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+        assert len(found) >= 8
+        for language, block in found:
+            if language == "python":
+                subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True)
+                continue
+            for line in block.splitlines():
+                if line.startswith((*INSTALL, "export")):
+                    continue
+                if line.startswith("tailor serve"):
+                    words = ["--tasks", str(tmp_path / "configs" / "tasks")]
+                    server = Running([*words, "--kv-cache-memory", "64MiB"], environment)
+                    continue
+                if "tasks tune" in line:
+                    line += " --even-if-busy"
+                if line.startswith("tailor eval"):
+                    assert server is not None
+                    line += f" --url {server.url}"
+                if server is not None:
+                    line = line.replace("http://127.0.0.1:8000", server.url)
+                done = subprocess.run(
+                    ["bash", "-o", "pipefail", "-c", tailor + line], cwd=tmp_path,
+                    env=environment, capture_output=True, text=True, timeout=240,
+                )  # fmt: skip
+                assert done.returncode == 0, (line, done.stdout, done.stderr)
+                assert done.stdout.strip(), line
+        assert server is not None and (tmp_path / "births.tailor-task").is_file()
+        assert server.stop(signal.SIGTERM) == 0
+    finally:
+        if server is not None:
+            server.process.kill()
+            server.process.wait()
+            if server.process.stdout is not None:
+                server.process.stdout.close()
