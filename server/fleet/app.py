@@ -46,10 +46,9 @@ class DeskDeployment:
     def __init__(self) -> None:
         self._desk = Desk()
 
-    async def tell(self, standing: Standing) -> int:
-        """A replica is there, and how. Returns the number of changes of the tasks."""
+    async def tell(self, standing: Standing) -> None:
+        """A replica is there, and how."""
         self._desk.tell(standing)
-        return self._desk.num_changes
 
     async def leave(self, replica_id: str) -> None:
         """A replica ends."""
@@ -63,14 +62,6 @@ class DeskDeployment:
         """For the ingresses."""
         standings = self._desk.standings(model)
         return FleetState(self._desk.info(model), {s.name: s.stats for s in standings})
-
-    async def num_changes(self) -> int:
-        """Changes of the tasks so far."""
-        return self._desk.num_changes
-
-    async def changed(self) -> int:
-        """The tasks were changed."""
-        return self._desk.changed()
 
 
 class EngineDeployment:

@@ -1,11 +1,7 @@
 """The desk: the little that all parts of a fleet have in common, in one place.
 
-Replicas of engines tell it each second how they are; ingresses ask it. It holds the keys' buckets,
-so that a key's limits are the fleet's and not each ingress's, and counts the changes of the tasks,
-so that a change through one ingress reaches the others.
-
-What it holds is of seconds: when it dies, a new one is told everything again, and full buckets are
-the price. Pure: no Ray.
+Replicas of engines tell it each second how they are; ingresses ask it. What it holds is of seconds:
+when it dies, a new one is told everything again. Pure: no Ray.
 """
 
 from __future__ import annotations
@@ -40,7 +36,6 @@ class Desk:
         self._clock = clock
         self._standings: dict[str, tuple[float, Standing]] = {}
         self._infos: dict[str, ModelInfo] = {}
-        self._num_changes = 0
 
     def tell(self, standing: Standing) -> None:
         """A replica is there, and how."""
@@ -65,13 +60,3 @@ class Desk:
     def info(self, model: str) -> ModelInfo | None:
         """What an engine of the model told, also when all of them sleep; None before any."""
         return self._infos.get(model)
-
-    @property
-    def num_changes(self) -> int:
-        """Changes of the tasks since the desk began."""
-        return self._num_changes
-
-    def changed(self) -> int:
-        """The tasks were changed through an ingress. Returns the new number of changes."""
-        self._num_changes += 1
-        return self._num_changes
