@@ -49,6 +49,9 @@ _WORDS = 128 * 6 // 8
 # Some 2 ms. Who sleeps at every barrier weighs little: threads that found themselves on one core
 # were left there, and a step of 7 ms took 27. Threads that stay runnable are spread by the kernel.
 _BARRIER_SPINS = 50_000
+# Before that, some 80 us without an offer of the core: on a quiet machine a thread that waits for a
+# barrier need not give it up. On a busy one the thread that is waited for may be waiting for a core.
+_ALONE_SPINS = 2_000
 _IDLE_ROUNDS = 200  # of 64 pauses and an offer of the core to others: the host's work between steps
 
 # --- words of LLVM IR -----------------------------------------------------------------------
@@ -217,10 +220,12 @@ def make_job(share: Any) -> Any:
 @_serial
 def _wait(word, known, sleepers, spins):
     """Return when the word is no longer `known`."""
-    for _ in range(spins):
+    for i in range(spins):
         if _load(word) != known:
             return
         _pause()
+        if i >= _ALONE_SPINS and i % 64 == 0:
+            _offer()
     _add(sleepers, 1)
     while _load(word) == known:
         _sleep(word, known)
