@@ -50,7 +50,7 @@ _WORDS = 128 * 6 // 8
 # were left there, and a step of 7 ms took 27. Threads that stay runnable are spread by the kernel.
 _BARRIER_SPINS = 50_000
 # Before that, some 80 us without an offer of the core: on a quiet machine a thread that waits for a
-# barrier need not give it up. On a busy one the thread that is waited for may be waiting for a core.
+# barrier need not give it up. On a busy one the thread that it waits for may itself want a core.
 _ALONE_SPINS = 2_000
 _IDLE_ROUNDS = 200  # of 64 pauses and an offer of the core to others: the host's work between steps
 
