@@ -33,7 +33,7 @@ def add(
         str | None, Parameter(metavar="NAME", help="the model it is beside (the server's first)")
     ] = None,
     pinned: Annotated[bool, Parameter(help="it stays in memory")] = False,
-    replace: Annotated[bool, Parameter(help="one of the same name goes")] = False,
+    force: Annotated[bool, Parameter(help="replace one of the same name")] = False,
     call: CallOptions = _CALL,
 ) -> int:
     from server.client.http import tell
@@ -41,7 +41,7 @@ def add(
     body = {
         "lora_name": name,
         "lora_path": str(folder.expanduser().absolute()),
-        "load_inplace": replace,
+        "load_inplace": force,
         "base_model_name": model,
         "pinned": pinned,
     }

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "prometheus": "tests/monitoring/test_prometheus.py",
     "promtool": "tests/monitoring/test_prometheus.py",
     "python configs/grafana/dashboards.py": "tests/monitoring/test_grafana.py",
+    "tailor adapters": "tests/setup/test_adapter_serving.py",
     "tailor fleet": "tests/fleet/test_fleet_page.py",
     "docker": "tests/docker/prove.py does its steps: no container engine here",
     "sudo": "needs root and a Debian of its own",

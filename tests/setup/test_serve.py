@@ -209,9 +209,9 @@ def test_unknown_host_is_told() -> None:
 def test_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text(
-        json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+        json.dumps({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"})
     )
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is not supported"):
+    with pytest.raises(UnsupportedModelError, match="MixtralForCausalLM is not supported"):
         served_model(ModelConfig(name="gpt", path="gpt"), tmp_path / "gpt", None)
     with pytest.raises(ModelError, match=r"config\.json"):
         served_model(ModelConfig(name="x", path="x"), tmp_path / "none", None)
