@@ -158,6 +158,10 @@ GENERATES: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "the"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "y"}]},
+    "/v1/systemone": {
+        "state": "x",
+        "questions": {"y": {"type": "noul", "instructions": "y", "criteria": {"true": "z"}}},
+    },
     "/tokenize": {"prompt": "the"},
     "/v1/responses": {"input": "the"},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "the"}]},
