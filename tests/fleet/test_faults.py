@@ -169,7 +169,7 @@ def test_without_any_replica_a_request_waits_for_one_and_then_is_answered() -> N
 
 
 def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
-    engines = [_scripted(i, step_s=0.1) for i in range(3)]
+    engines = [_scripted(i, step_s=0.03) for i in range(3)]
     replicas = LocalReplicas([spec for _, spec in engines])
     with _live(replicas, RetryPolicy(max_runs=2, first_pause_s=0.0)) as live:
         ended = threading.Event()
