@@ -52,19 +52,28 @@ def step(runner: CpuRunner, builder: BatchBuilder, rows: list[int]) -> Logprobs:
 
 
 def one_by_one(runner: CpuRunner, ids: list[int], seed: int) -> Logprobs:
-    table = Pages(64, seed=seed).sequence(len(ids))
+    return go_on(runner, Pages(64, seed=seed).sequence(len(ids)), ids, 0)
+
+
+def go_on(runner: CpuRunner, table: Pages.Table, ids: list[int], start: int) -> Logprobs:
+    """One step a token, behind what the sequence holds before `start`."""
     got = []
-    for i, token in enumerate(ids):
+    for i, token in enumerate(ids, start):
         builder = BatchBuilder()
         rows = builder.add_rows(table, [token], i)
         got.append(step(runner, builder, rows))
     return np.concatenate(got)
 
 
+@pytest.fixture(scope="module")
+def ninety(runner: CpuRunner) -> Logprobs:
+    """The truth about 90 tokens."""
+    return one_by_one(runner, tokens(90, 1), 3)
+
+
 @pytest.mark.parametrize("chunk", [2, 7, 13, 48, 90])
-def test_chunks_of_any_size(runner: CpuRunner, chunk: int) -> None:
+def test_chunks_of_any_size(runner: CpuRunner, ninety: Logprobs, chunk: int) -> None:
     ids = tokens(90, 1)
-    want = one_by_one(runner, ids, 3)
     table = Pages(64, seed=4).sequence(90)
     got = []
     for start in range(0, 90, chunk):
@@ -72,7 +81,7 @@ def test_chunks_of_any_size(runner: CpuRunner, chunk: int) -> None:
         got.append(
             step(runner, builder, builder.add_rows(table, ids[start : start + chunk], start))
         )
-    assert np.array_equal(np.concatenate(got), want)
+    assert np.array_equal(np.concatenate(got), ninety)
 
 
 def test_copied_blocks_are_read_as_the_first_ones(runner: CpuRunner) -> None:
@@ -108,13 +117,15 @@ def test_tree_rows_and_what_follows_an_accepted_path(runner: CpuRunner, root: in
     builder = BatchBuilder()
     last = builder.add_rows(table, ids, 0)[-1]
     got = step(runner, builder, [last, *builder.add_tree(table, root, nodes, parents)])
+    alone = Pages(64, seed=1).sequence(root + 1 + len(parents))
+    go_on(runner, alone, ids, 0)
     for i in range(len(parents)):
         path, node = [], i
         while node >= 0:
             path.insert(0, node)
             node = parents[node]
-        linear = one_by_one(runner, [*ids, *(nodes[p] for p in path)], 1)
-        # one_by_one reuses blocks that the tree's sequence holds, so the tree is fed again below.
+        linear = go_on(runner, alone, [nodes[p] for p in path], root + 1)
+        # It has blocks that the tree's sequence holds too, so the tree is fed again below.
         assert np.array_equal(got[1 + i], linear[-1]), f"node {i}"
     builder = BatchBuilder()
     builder.add_rows(table, ids, 0)
