@@ -191,7 +191,7 @@ def test_slices_are_told_by_task_and_mode() -> None:
 
 
 def test_open_requests_are_listed_without_their_text() -> None:
-    engine = ScriptedEngine(saying(IDS, per_step=2))
+    engine = ScriptedEngine(saying(IDS, per_step=2), step_s=0.1)  # 25 steps
     with LiveServer([engine]) as server:
         client = httpx.Client(timeout=10)
         body = {"model": "tiny", "prompt": "SECRET fox", "max_tokens": 50, "stream": True}

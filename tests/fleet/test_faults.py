@@ -176,14 +176,15 @@ def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
 
         def kill_each() -> None:
             for _ in range(2):
-                before = replicas.num_streams
+                before = 0
                 while not ended.wait(0.002):
                     busy = [
                         n
                         for n, num in dict(replicas.num_open).items()
                         if num and n in replicas.there
                     ]
-                    if busy:
+                    if busy:  # the next one has work when its stream has begun
+                        before = replicas.num_streams
                         replicas.kill(busy[0])
                         break
                 while replicas.num_streams == before and not ended.wait(0.002):
