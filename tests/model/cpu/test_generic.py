@@ -76,7 +76,8 @@ def test_logits_are_those_of_transformers_in_chunks_and_trees(runner: GenericRun
 def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
     runner: GenericRunner,
 ) -> None:
-    test_bits.test_chunks_of_any_size(runner, 13)
+    ninety = test_bits.one_by_one(runner, test_bits.tokens(90, 1), 3)
+    test_bits.test_chunks_of_any_size(runner, ninety, 13)
     test_bits.test_neighbours_change_nothing(runner)
     test_bits.test_tree_rows_and_what_follows_an_accepted_path(runner, 14)
 
