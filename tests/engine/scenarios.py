@@ -317,14 +317,8 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
     return random_drafter(work.rng.randrange(1 << 30), vocab, work.rng.choice((0, 3)))
 
 
-def make_engine(work: Workload, drafter: FakeDrafter) -> tuple[Engine, FakeRunner]:
-    grammars = None
-    if work.grammar_tokenizer is not None:
-        known = GrammarTokenizer(work.grammar_tokenizer, {})
-        grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
-        for _, request, _ in work.requests:  # so that arrivals stay at their steps
-            if request.grammar is not None:
-                grammars.compile(request.grammar, request.scope).exception()
+def fake_runner(work: Workload) -> FakeRunner:
+    """The workload's model, on a device of its sizes."""
     info = fake_info(
         vocab_size=work.model.vocab_size,
         num_blocks=work.num_blocks,
@@ -334,7 +328,18 @@ def make_engine(work: Workload, drafter: FakeDrafter) -> tuple[Engine, FakeRunne
         max_num_batched_tokens=work.settings.max_num_batched_tokens,
         eos_token_ids=EOS,
     )
-    runner = FakeRunner(work.model, info)
+    return FakeRunner(work.model, info)
+
+
+def make_engine(work: Workload, drafter: FakeDrafter) -> tuple[Engine, FakeRunner]:
+    grammars = None
+    if work.grammar_tokenizer is not None:
+        known = GrammarTokenizer(work.grammar_tokenizer, {})
+        grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
+        for _, request, _ in work.requests:  # so that arrivals stay at their steps
+            if request.grammar is not None:
+                grammars.compile(request.grammar, request.scope).exception()
+    runner = fake_runner(work)
     engine = Engine(
         runner,
         {work.drafter: drafter},

@@ -26,7 +26,15 @@ from server.types import (
     scope_of,
 )
 from tests.engine.one_token_loop import Outcome, one_token_loop
-from tests.engine.scenarios import EOS, Collector, Result, Workload, compare, random_workload
+from tests.engine.scenarios import (
+    EOS,
+    Collector,
+    Result,
+    Workload,
+    compare,
+    fake_runner,
+    random_workload,
+)
 from tests.fakes.fake_drafters import oracle_drafter, random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
@@ -86,16 +94,7 @@ def outcomes(work: Workload, own: Adapters) -> dict[tuple[str, int], Outcome]:
 def make_engine(
     work: Workload, own: Adapters, expected: dict[tuple[str, int], Outcome], most: int
 ) -> tuple[Engine, FakeRunner]:
-    info = fake_info(
-        vocab_size=work.model.vocab_size,
-        num_blocks=work.num_blocks,
-        block_size=work.block_size,
-        max_model_len=work.max_model_len,
-        max_num_seqs=work.settings.max_num_seqs,
-        max_num_batched_tokens=work.settings.max_num_batched_tokens,
-        eos_token_ids=EOS,
-    )
-    runner = FakeRunner(work.model, info)
+    runner = fake_runner(work)
     runner.models = own.models
 
     def drafter(_: str, speculation: SpeculationParams) -> Drafter:

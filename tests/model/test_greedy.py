@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from server.engine.batch import Runner
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
@@ -40,10 +41,8 @@ def generated(module: Any) -> list[list[int]]:
     return result
 
 
-@pytest.mark.parametrize("family", list(families.FAMILIES))
-def test_greedy_ids_are_those_of_generate(family: str) -> None:
-    want = generated(families.build(family))
-    runner = cpu_runner(families.build(family), num_blocks=64)
+def greedy_ids(runner: Runner) -> list[list[int]]:
+    """The ids that a runner with 64 blocks draws for each of the prompts, all in one batch."""
     pages = Pages(64, seed=1)
     tables = [pages.sequence(PROMPT_LEN + NUM_TOKENS) for _ in range(NUM_PROMPTS)]
     builder = BatchBuilder()
@@ -57,5 +56,14 @@ def test_greedy_ids_are_those_of_generate(family: str) -> None:
         for table, token in zip(tables, got[-1], strict=True):
             row = builder.add_rows(table, [token], PROMPT_LEN + step)[-1]
             builder.draw(row, builder.add_params(GREEDY))
+    result: list[list[int]] = np.array(got).T.tolist()
+    return result
+
+
+@pytest.mark.parametrize("family", list(families.FAMILIES))
+def test_greedy_ids_are_those_of_generate(family: str) -> None:
+    want = generated(families.build(family))
+    runner = cpu_runner(families.build(family), num_blocks=64)
+    got = greedy_ids(runner)
     runner.close()
-    assert np.array(got).T.tolist() == want
+    assert got == want

@@ -28,7 +28,7 @@ from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.cpu import test_bits, test_family_engines
 from tests.model.generic_models import GENERIC, VOCAB_SIZE, build
 from tests.model.test_families import _adapter
-from tests.model.test_greedy import GREEDY, NUM_PROMPTS, NUM_TOKENS, PROMPT_LEN, generated, prompts
+from tests.model.test_greedy import generated, greedy_ids
 from tests.model.tiny_models import save_tokenizer
 
 SIZES = EngineSizes(max_num_seqs=8, max_num_batched_tokens=256, kv_bytes=8 << 20)
@@ -83,20 +83,7 @@ def test_chunks_trees_and_moved_slots_have_the_bits_of_one_row_at_a_time(
 
 
 def test_greedy_ids_are_those_of_generate(runner: GenericRunner) -> None:
-    pages = Pages(64, seed=1)
-    tables = [pages.sequence(PROMPT_LEN + NUM_TOKENS) for _ in range(NUM_PROMPTS)]
-    builder = BatchBuilder()
-    for table, ids in zip(tables, prompts(), strict=True):
-        builder.draw(builder.add_rows(table, ids, 0)[-1], builder.add_params(GREEDY))
-    got = []
-    for step in range(NUM_TOKENS):
-        runner.launch(builder.build())
-        got.append(runner.wait().token_ids.tolist())
-        builder = BatchBuilder()
-        for table, token in zip(tables, got[-1], strict=True):
-            row = builder.add_rows(table, [token], PROMPT_LEN + step)[-1]
-            builder.draw(row, builder.add_params(GREEDY))
-    assert np.array(got).T.tolist() == generated(build(runner.info.name))
+    assert greedy_ids(runner) == generated(build(runner.info.name))
 
 
 # Windows and a scale on logits; learned positions; biases everywhere; recurrent layers.
