@@ -23,9 +23,9 @@ from loadtest import machine
 from loadtest.options import emit
 from loadtest.stats import ratio, summarize
 from server.engine.engine import Engine
+from server.model.adapter import EMBEDDING, open_safetensors
 from server.types import Request, SamplingParams, VocabularyParams
 from vocab_store.profile import VocabProfile
-from vocab_store.store import EmbeddingStore
 
 ROOM = 256
 """Rows of ids that `exact` may have learned, beside a prompt's."""
@@ -147,10 +147,10 @@ def head_memory(
     The embedding table is mapped from the model's file, once a host, in every mode.
     """
     whole = vocab_size * row_bytes
-    with EmbeddingStore.open(folder, "model.embed_tokens.weight") as store:
-        table_bytes = store.num_bytes
+    files = [open_safetensors(path) for path in sorted(folder.glob("*.safetensors"))]
+    table = next(file.get_tensor(EMBEDDING) for file in files if EMBEDDING in file.keys())  # noqa: SIM118
     return {
-        "embedding_table_mapped": table_bytes,
+        "embedding_table_mapped": table.nbytes,
         "modes": {
             mode: {
                 "beside_arithmetic": num * row_bytes if num else whole,

@@ -25,16 +25,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from loadtest.vocab_pruning import close_under_merges, prune_tokenizer, static_pruning_ids
 from server import token_bytes
 from vocab_store.command import model_facts
 from vocab_store.documents import Example, read_pairs, tokenize_pairs
 from vocab_store.profile import (
     document_frequencies,
     measure_coverage,
-    static_pruning_ids,
     tolerance_filter,
 )
-from vocab_store.pruning import close_under_merges, prune_tokenizer
 from vocab_store.slice import RequiredIds, VocabSlice
 from vocab_store.unicode_blocks import blocks_of_languages
 

@@ -97,10 +97,6 @@ class TokenBytes:
             return bytes(self._blob[self._offsets[token_id] : self._offsets[token_id + 1]])
         return b""
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the tokenizer marks the id as special (skipped by skip_special_tokens)."""
-        return token_id in self._special
-
     def showing(self, token_ids: Iterable[int]) -> TokenBytes:
         """The same table with these ids not special: they have text where others are skipped.
 

@@ -1,7 +1,6 @@
 """The exceptions of vocab_store, one tree.
 
 VocabStoreError (ValueError)
-|-- EmbeddingFileError    a safetensors file or tensor cannot serve as an embedding table
 |-- EnrichmentFileError   an enrichment file is damaged or of another tokenizer
 |-- MissingIdsError       a vocabulary map lacks ids that must always be inside
 |-- ProfileFileError      a profile file is damaged, of another version or of another tokenizer
@@ -15,10 +14,6 @@ from collections.abc import Sequence
 
 class VocabStoreError(ValueError):
     """Base of everything vocab_store raises on bad data."""
-
-
-class EmbeddingFileError(VocabStoreError):
-    """A safetensors file, or the tensor in it, cannot serve as an embedding table."""
 
 
 class EnrichmentFileError(VocabStoreError):

@@ -10,8 +10,8 @@ Beyond the paper a profile carries a *fill order*: tokens outside T by how often
 corpus, inputs included, then by id (a BPE's early merges are its frequent ones). `exact` takes a
 prefix of it by the cost model; `slice` never does.
 
-Baselines of the paper's tables: T alone ("static only": dynamic=False in `measure_coverage`), the
-required ids alone ("dynamic only"), and `static_pruning_ids` ("VP", see pruning.py).
+Two baselines of the paper's tables: T alone ("static only": dynamic=False in `measure_coverage`),
+and the required ids alone ("dynamic only").
 
 File: magic | uint32 version | uint32 manifest bytes | manifest (JSON) | zeros to a multiple of 64 |
 int32 ids [n] | int32 fill_ids [f] | float32 fill_gains [f]; little-endian, memory-mapped.
@@ -182,16 +182,6 @@ def tolerance_filter(ids: Int64, df: Int64, tolerance: float, num_documents: int
     dropped = np.cumsum(df[order]) <= tolerance * num_documents
     # cumsum is ascending, so the dropped ones are a prefix of the order.
     return np.sort(order[~dropped])
-
-
-def static_pruning_ids(examples: Sequence[Example], required: RequiredIds) -> VocabSlice:
-    """The paper's "VP": every id of the corpus, inputs and outputs, and the required ones."""
-    seen = np.zeros(required.vocab_size, bool)
-    seen[required.ids] = True
-    for example in examples:
-        seen[example.input_ids] = True
-        seen[example.output_ids] = True
-    return VocabSlice.make(np.flatnonzero(seen), required)
 
 
 def measure_coverage(

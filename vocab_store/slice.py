@@ -3,11 +3,11 @@
 VocabTailor (arXiv 2508.15229, section 3): the head on the device holds T, a static set per task,
 and I_i, the ids of request i's prompt. Here the set is frozen at admission as a function of the
 request and the pinned profile only (docs/DESIGN.md section 6), so no result depends on other
-requests or on what a cache happens to hold. Ids stay global
-everywhere; only the head and the sampler see columns.
+requests or on what a cache happens to hold. Ids stay global everywhere; only the head and the
+sampler see columns.
 
 What the paper's public code gets wrong and this module makes impossible:
-- pad columns are zeros and win when every logit is negative: `fill_pad_columns` makes them -inf;
+- pad columns are zeros and win when every logit is negative: here a runner makes them -inf;
 - ids are unsorted, so ties are broken differently: ids and `SequenceColumns` are ascending;
 - an EOS id outside the slice never stops: `RequiredIds.check` refuses such a map by name;
 - T is copied for every request: SliceCacheIndex loads a task's T once, shared by its requests;
@@ -240,26 +240,3 @@ class VocabSlice:
 
     def __hash__(self) -> int:
         return hash((self.vocab_size, self.ids.tobytes()))
-
-    def extra_ids(self, base: VocabSlice) -> Int32:
-        """Ids of self that are not in `base`: the dynamic rows of a request over its task's T."""
-        return np.setdiff1d(self.ids, base.ids, assume_unique=True)
-
-    def scatter(self, logits: Float32) -> Float32:
-        """[rows, >= n] slice logits -> [rows, V], -inf outside the slice.
-
-        Columns past n are pads and are dropped. For references and tests; a sampler works on the
-        slice.
-        """
-        full = np.full((logits.shape[0], self.vocab_size), -np.inf, np.float32)
-        full[:, self.ids] = logits[:, : self.num_ids]
-        return full
-
-
-def fill_pad_columns(logits: Float32, num_ids: int) -> None:
-    """Set columns >= num_ids of [rows, columns] to -inf, in place.
-
-    A product over a row count that is rounded up for the hardware leaves something in the pads:
-    zeros, in the paper's code, and a zero wins whenever every real logit is negative.
-    """
-    logits[:, num_ids:] = -np.inf

@@ -94,13 +94,6 @@ class NGramTables:
         pairs = zip(self.tokens[part].tolist(), self.counts[part].tolist(), strict=True)
         return dict(pairs)
 
-    def num_ngrams(self) -> list[int]:
-        """Kept distinct n-grams for n = 1..n_max."""
-        rows = self.first_row
-        return [
-            int(self.starts[rows[n]] - self.starts[rows[n - 1]]) for n in range(1, self.n_max + 1)
-        ]
-
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """For write_arrays."""
         return {

@@ -169,7 +169,7 @@ def test_a_message_cannot_speak_as_another_role(server: LiveServer, engine: Scri
     chat(server, messages=[{"role": "user", "content": evil}])
     [request] = engine.submitted
     assert decode(request.prompt_ids) == PROMPT.replace("the quick brown fox", evil)
-    specials = [i for i in request.prompt_ids if TABLE.is_special(i)]
+    specials = [i for i in request.prompt_ids if i in TABLE.special_ids]
     assert [TABLE.bytes_of(i) for i in specials] == [
         b"<|im_start|>", b"<|im_end|>", b"<|im_start|>",
     ]  # fmt: skip

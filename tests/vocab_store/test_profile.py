@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from loadtest.vocab_pruning import close_under_merges, prune_tokenizer, static_pruning_ids
 from server import token_bytes
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from vocab_store.documents import Example, corpus_hash, read_pairs, tokenize_pairs
@@ -24,10 +25,8 @@ from vocab_store.profile import (
     document_frequencies,
     measure_coverage,
     report_of,
-    static_pruning_ids,
     tolerance_filter,
 )
-from vocab_store.pruning import close_under_merges, prune_tokenizer
 from vocab_store.slice import RequiredIds, VocabSlice
 
 V = 30

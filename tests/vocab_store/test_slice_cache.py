@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     def admit(self, task: str, prompt: list[int]) -> int:
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         made = self.tasks[task].for_request(prompt)
-        wanted = set(made.extra_ids(self.tasks[task]).tolist())
+        wanted = set(made.ids.tolist()) - set(self.tasks[task].ids.tolist())
         if self.apply(wanted, lambda: self.index.acquire(sequence, task, made)):
             self.live[sequence] = (task, set(made.ids.tolist()))
             self.order[sequence] = sorted(wanted)

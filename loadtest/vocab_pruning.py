@@ -7,13 +7,25 @@ longer look as the model learned them, which is what breaks it (arXiv 2508.15229
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vocab_store.documents import Example
 from vocab_store.errors import VocabStoreError
-from vocab_store.slice import VocabSlice
+from vocab_store.slice import RequiredIds, VocabSlice
+
+
+def static_pruning_ids(examples: Sequence[Example], required: RequiredIds) -> VocabSlice:
+    """The paper's "VP": every id of the corpus, inputs and outputs, and the required ones."""
+    seen = np.zeros(required.vocab_size, bool)
+    seen[required.ids] = True
+    for example in examples:
+        seen[example.input_ids] = True
+        seen[example.output_ids] = True
+    return VocabSlice.make(np.flatnonzero(seen), required)
 
 
 def close_under_merges(tokenizer_json: str, ids: npt.NDArray[np.integer[Any]]) -> list[int]:
