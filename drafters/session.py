@@ -1,21 +1,25 @@
-"""TextSession: the life cycle that the drafters over a plain text share.
+"""The life cycle that drafters share: of a session over plain text, and of one over an index.
 
-Holds prompt and output as one int32 buffer, cuts it back on rollback and refuses every call
-after close(). A drafter derives its session from it and writes `_draft`.
+TextSession holds prompt and output as one int32 buffer; a drafter derives its session from it and
+writes `_draft`. IndexedSession holds them as a TextIndex; a drafter writes `propose` and `extend`.
+Both forget the end of the text on rollback, and refuse every call after close().
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from drafters.auto.text_index import TextIndex
 from drafters.base import SessionClosedError
 from drafters.calibration import Calibration
 from drafters.tree import DraftTree
 
 Int32 = npt.NDArray[np.int32]
+MakerT = TypeVar("MakerT")
 
 
 class TextSession:
@@ -82,3 +86,46 @@ class TextSession:
         """Release the text. Idempotent."""
         self._closed = True
         self.text = np.empty(0, np.int32)
+
+
+class IndexedSession(Generic[MakerT]):
+    """Prompt and output of one Sequence, indexed, and the drafter that made it until close()."""
+
+    __slots__ = ("_drafter", "_index", "_num_prompt")
+
+    def __init__(self, drafter: MakerT, num_prompt: int) -> None:
+        """The index is empty: what derives from this appends the prompt's ids."""
+        self._drafter: MakerT | None = drafter
+        self._num_prompt = num_prompt
+        self._index = TextIndex(num_prompt + 256)
+
+    def _owner(self) -> MakerT:
+        if self._drafter is None:
+            raise SessionClosedError(f"this {type(self).__name__} is closed")
+        return self._drafter
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Nothing is learned from trees unless a drafter says so."""
+        self._owner()
+
+    def settle(self) -> None:
+        """Nothing is deferred unless a drafter says so."""
+        self._owner()
+
+    def checkpoint(self) -> int:
+        """Tokens seen since open()."""
+        self._owner()
+        return self._index.size - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        """Forget all but the first `mark` tokens seen since open(). Raises ValueError."""
+        self._owner()
+        if not 0 <= mark <= self._index.size - self._num_prompt:
+            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
+        self._index.truncate(self._num_prompt + mark)
+
+    def close(self) -> None:
+        """Release the index. Idempotent."""
+        if self._drafter is not None:
+            self._drafter = None
+            self._index = TextIndex(0)

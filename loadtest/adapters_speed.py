@@ -15,6 +15,7 @@ of the tokens a second), with a bootstrap interval. `load_ms`: of reading and pa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -29,8 +30,9 @@ import torch
 from safetensors.torch import save_file
 
 from loadtest import machine
-from loadtest.options import add_result_options, emit, refuse_busy_machine
+from loadtest.options import emit, refuse_busy_machine
 from loadtest.stats import ratio
+from loadtest.turns import add_step_options, in_turns
 from loadtest.weight_forms import runner_of
 from server.engine.batch import AdaptingRunner, Batch
 from server.engine.probe import probe_batch
@@ -77,17 +79,17 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """case -> figures of a step of so many clients. Places 0 .. num_adapters - 1 are taken."""
     draw = random.Random(clients)
-    took: dict[str, list[float]] = {case: [] for case in CASES}
-    for number in range(rounds + 2):
-        for case in CASES:
-            mixed = [draw.randrange(num_adapters) for _ in range(clients)]
-            adapters = {"base": None, "one": [0] * clients, "mixed": mixed}[case]
-            batch = _batch(runner, keys, adapters, clients)
-            began = time.perf_counter()
-            runner.launch(batch)
-            runner.wait()
-            if number >= 2:  # the first two compile, and touch what was not touched yet
-                took[case].append(time.perf_counter() - began)
+
+    def step(case: str) -> float:
+        mixed = [draw.randrange(num_adapters) for _ in range(clients)]
+        adapters = {"base": None, "one": [0] * clients, "mixed": mixed}[case]
+        batch = _batch(runner, keys, adapters, clients)
+        began = time.perf_counter()
+        runner.launch(batch)
+        runner.wait()
+        return time.perf_counter() - began
+
+    took = in_turns({case: functools.partial(step, case) for case in CASES}, rounds)
     return {
         case: {
             "ms": round(1e3 * statistics.median(took[case]), 3),
@@ -103,15 +105,11 @@ def main() -> int:
         description=(__doc__ or "").split("\n")[0],
         epilog="example: python -m loadtest.adapters_speed --clients 1,8",
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--weights", default="float32")
     parser.add_argument("--adapters", type=int, default=50)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--clients", default="1,8,32")
-    parser.add_argument("--keys", type=int, default=128, help="positions before the step")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=None)
-    add_result_options(parser)
+    add_step_options(parser)
     args = parser.parse_args()
     refuse_busy_machine(args.max_load)
     clients = [int(part) for part in args.clients.split(",")]

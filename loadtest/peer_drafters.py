@@ -71,14 +71,39 @@ class ArcticSuffix:
         return ArcticSession(self, prompt_ids)
 
 
-class ArcticSession:
+class PeerSession:
+    """What these sessions share: the request's ids, and that nothing can be taken back."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._ids = list(prompt_ids)
+        self._num_prompt = len(self._ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._ids.extend(token_ids)
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Not used there."""
+
+    def settle(self) -> None:
+        """Nothing is deferred there."""
+
+    def checkpoint(self) -> int:
+        return len(self._ids) - self._num_prompt
+
+    def rollback(self, mark: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} cannot forget a part of a request")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ArcticSession(PeerSession):
     """One request. The response is evicted at close, so that replays do not learn from tests."""
 
     def __init__(self, drafter: ArcticSuffix, prompt_ids: Sequence[int]) -> None:
+        super().__init__(prompt_ids)
         self._drafter = drafter
         self._request = drafter.take_id()
-        self._ids = list(prompt_ids)
-        self._num_prompt = len(self._ids)
         drafter.cache.start_request(self._request, self._ids)
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
@@ -94,20 +119,8 @@ class ArcticSession:
         return DraftTree(np.asarray(draft.token_ids, np.int32), parents, survival, sources)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        self._ids.extend(token_ids)
+        super().extend(token_ids)
         self._drafter.cache.add_active_response(self._request, list(token_ids))
-
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Not used there."""
-
-    def settle(self) -> None:
-        """Nothing is deferred there."""
-
-    def checkpoint(self) -> int:
-        return len(self._ids) - self._num_prompt
-
-    def rollback(self, mark: int) -> None:
-        raise NotImplementedError("a suffix tree cannot forget a part of a request")
 
     def close(self) -> None:
         self._drafter.cache.stop_request(self._request)
@@ -156,13 +169,12 @@ class Aded:
         return AdedSession(self._reader(self._file), prompt_ids)
 
 
-class AdedSession:
+class AdedSession(PeerSession):
     """One request. Each query is what came since the last one, the whole prompt at first."""
 
     def __init__(self, reader: Any, prompt_ids: Sequence[int]) -> None:
+        super().__init__(prompt_ids)
         self._reader = reader
-        self._ids = list(prompt_ids)
-        self._num_prompt = len(self._ids)
         self._num_asked = 0
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
@@ -172,24 +184,6 @@ class AdedSession:
         self._num_asked = len(self._ids)
         paths = self._reader.search(query, choices=budget)[0]
         return tree_of_paths(paths, budget, max_depth)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self._ids.extend(token_ids)
-
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Not used there."""
-
-    def settle(self) -> None:
-        """Nothing is deferred there."""
-
-    def checkpoint(self) -> int:
-        return len(self._ids) - self._num_prompt
-
-    def rollback(self, mark: int) -> None:
-        raise NotImplementedError("what a query taught stays")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def tree_of_paths(paths: Iterable[Sequence[int]], budget: int, max_depth: int) -> DraftTree:

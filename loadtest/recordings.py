@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.replay import Recording
+from server.datasets import tokenize_in_place
 
 EOS = "<|im_end|>"  # what SmolLM2-Instruct ends with
 
@@ -49,23 +50,6 @@ def data_sets(folder: Path) -> list[str]:
     )
 
 
-def tokenize(tokenizer: Any, prompt: str, completion: str) -> Recording:
-    """Ids of the prompt and of the completion behind it, EOS included.
-
-    Where the two join in one token, that token belongs to the output (a model given the shorter
-    prompt would emit it).
-    """
-    blank = prompt[-1:].isspace() or completion[:1].isspace()
-    alone = tokenizer.encode(prompt, add_special_tokens=False).ids
-    whole = tokenizer.encode(
-        prompt + ("" if blank else " ") + completion, add_special_tokens=False
-    ).ids
-    shared = 0
-    while shared < min(len(alone), len(whole)) and alone[shared] == whole[shared]:
-        shared += 1
-    return Recording(whole[:shared], [*whole[shared:], tokenizer.token_to_id(EOS)])
-
-
 def read_split(tokenizer: Any, folder: Path, name: str, split: str, limit: int) -> list[Recording]:
     """The first `limit` examples of a split."""
 
@@ -76,4 +60,8 @@ def read_split(tokenizer: Any, folder: Path, name: str, split: str, limit: int) 
                     return
                 yield json.loads(line)
 
-    return [tokenize(tokenizer, entry["prompt"], entry["completion"]) for entry in lines()]
+    eos = int(tokenizer.token_to_id(EOS))
+    return [
+        Recording(*tokenize_in_place(tokenizer, entry["prompt"], entry["completion"], eos))
+        for entry in lines()
+    ]

@@ -14,13 +14,15 @@ less; `rows_cost` is a step's over that of one row. Ends in one JSON line.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from typing import Any
 
 from loadtest import machine
-from loadtest.options import add_result_options, emit, refuse_busy_machine
+from loadtest.options import emit, refuse_busy_machine
 from loadtest.stats import ratio
+from loadtest.turns import add_step_options, in_turns
 from loadtest.weight_forms import FORMS, forms_of, runner_of
 from server.engine.batch import Runner
 from server.engine.probe import make_prober
@@ -31,15 +33,15 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """form -> figures of a step with so many rows. float32 must be among the forms."""
     probes = {form: make_prober(runner) for form, runner in runners.items()}
-    wall: dict[str, list[float]] = {form: [] for form in runners}
-    cpu: dict[str, list[float]] = {form: [] for form in runners}
-    for number in range(rounds + 2):
-        for form, probe in probes.items():
-            began = time.process_time()
-            took = probe(rows, keys)
-            if number >= 2:  # the first two compile, and touch what was not touched yet
-                wall[form].append(took)
-                cpu[form].append(time.process_time() - began)
+
+    def step(form: str) -> tuple[float, float]:
+        began = time.process_time()
+        wall_s = probes[form](rows, keys)
+        return wall_s, time.process_time() - began
+
+    took = in_turns({form: functools.partial(step, form) for form in runners}, rounds)
+    wall = {form: [wall_s for wall_s, _ in times] for form, times in took.items()}
+    cpu = {form: [cpu_s for _, cpu_s in times] for form, times in took.items()}
     return {
         form: {
             "ms": round(1e3 * statistics.median(wall[form]), 3),
@@ -57,17 +59,13 @@ def main() -> int:
         description=(__doc__ or "").split("\n")[0],
         epilog="example: python -m loadtest.weights_speed --weights int8,int4 --rows 1,16",
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument(
         "--weights",
         default=",".join(FORMS),
         help="forms, float32 is added; form:DTYPE says what K and V are kept as",
     )
     parser.add_argument("--rows", default="1,4,16,32,256")
-    parser.add_argument("--keys", type=int, default=128, help="positions before the step")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=None)
-    add_result_options(parser)
+    add_step_options(parser)
     args = parser.parse_args()
     refuse_busy_machine(args.max_load)
     rows = [int(part) for part in args.rows.split(",")]

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drafters.auto.text_index import TextIndex, find_slot
-from drafters.base import SessionClosedError
+from drafters.auto.text_index import find_slot
 from drafters.calibration import Calibration
 from drafters.catalog import MixOptions
 from drafters.corpus import Corpus
 from drafters.jit import compiled
 from drafters.options import check_options
 from drafters.published.ngram_tables import context_hash, count_ngrams, find_row
+from drafters.session import IndexedSession
 from drafters.tree import DraftTree
 
 Int32 = npt.NDArray[np.int32]
@@ -237,22 +237,15 @@ class MixDrafter:
         session.rollback(0)
 
 
-class MixSession:
+class MixSession(IndexedSession[MixDrafter]):
     """One Sequence's own tables are its TextIndex: counts at any length are read off its chains."""
 
-    __slots__ = ("_drafter", "_index", "_modes", "_num_prompt")
+    __slots__ = ("_modes",)
 
     def __init__(self, drafter: MixDrafter, prompt_ids: Sequence[int]) -> None:
-        self._drafter: MixDrafter | None = drafter
-        self._num_prompt = len(prompt_ids)
-        self._index = TextIndex(self._num_prompt + 256)
+        super().__init__(drafter, len(prompt_ids))
         self._modes: Int32 = np.empty((3, self._index.text.shape[1]), np.int32)
         self._append(prompt_ids)
-
-    def _owner(self) -> MixDrafter:
-        if self._drafter is None:
-            raise SessionClosedError("this MixSession is closed")
-        return self._drafter
 
     def _append(self, token_ids: Sequence[int]) -> None:
         index = self._index
@@ -297,25 +290,7 @@ class MixSession:
         """Calibration learns what became of the draft."""
         self._owner().calibration.record(tree, accepted)
 
-    def settle(self) -> None:
-        """Nothing is deferred here."""
-        self._owner()
-
-    def checkpoint(self) -> int:
-        """Tokens seen since open()."""
-        self._owner()
-        return self._index.size - self._num_prompt
-
-    def rollback(self, mark: int) -> None:
-        """Forget all but the first `mark` tokens seen since open()."""
-        self._owner()
-        if not 0 <= mark <= self._index.size - self._num_prompt:
-            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
-        self._index.truncate(self._num_prompt + mark)
-
     def close(self) -> None:
-        """Release the index. Idempotent."""
-        if self._drafter is not None:
-            self._drafter = None
-            self._index = TextIndex(0)
-            self._modes = np.empty((3, 0), np.int32)
+        """Release the index and what is counted in it. Idempotent."""
+        super().close()
+        self._modes = np.empty((3, 0), np.int32)

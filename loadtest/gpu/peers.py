@@ -16,7 +16,7 @@ import transformers
 
 from drafters import make_drafter
 from loadtest.gpu.shapes import SHAPES, Asked, Shape, build
-from loadtest.gpu.steps import BLOCK_SIZE, named
+from loadtest.gpu.steps import BLOCK_SIZE, named, timed
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.gpu.runner import TorchRunner
@@ -101,15 +101,6 @@ def transformers_own(asked: Asked) -> Iterator[dict[str, Any]]:
         max_new_tokens=new, do_sample=False, pad_token_id=0
     )
 
-    def timed(work: Callable[[], Any]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
     ways: list[tuple[str, int, Callable[[], Any]]] = [
         ("static cache, compiled", 1, lambda: module.generate(one, **static)),
         ("static cache, compiled", 8, lambda: module.generate(eight, **static)),
@@ -121,8 +112,8 @@ def transformers_own(asked: Asked) -> Iterator[dict[str, Any]]:
         line: dict[str, Any] = {"what": f"transformers, {what}", "shape": name, "streams": count}
         try:
             with torch.inference_mode():
-                timed(work)  # compiles
-                seconds = min(timed(work) for _ in range(min(3, asked.repeats)))
+                timed(work, device)  # compiles
+                seconds = min(timed(work, device) for _ in range(min(3, asked.repeats)))
             yield line | {"tokens_per_s": round(count * new / seconds, 1)}
         except Exception as error:  # what this version of transformers cannot do is a line too
             yield line | {"tokens_per_s": None, "error": named(error)}

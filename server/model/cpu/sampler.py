@@ -298,6 +298,23 @@ def draw(logits, x, settings, constraints, counts, key, columns):
 
 
 @_serial
+def _insert(value, token_id, values, ids, num):
+    """Put an id behind those of no smaller value; how many of values and ids are filled now.
+
+    values: the first `num` are filled, descending. When all are, the last falls out: then `value`
+    must be larger than it.
+    """
+    j = min(num, values.shape[0] - 1)
+    while j > 0 and values[j - 1] < value:
+        values[j] = values[j - 1]
+        ids[j] = ids[j - 1]
+        j -= 1
+    values[j] = value
+    ids[j] = token_id
+    return min(num + 1, values.shape[0])
+
+
+@_serial
 def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
     """(log-softmax of the raw logits at token_id in float32, its rank from 1).
 
@@ -318,15 +335,7 @@ def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
         v = logits[i]
         if filled == num_top and v <= top_logprobs[num_top - 1]:
             continue
-        j = filled if filled < num_top else num_top - 1
-        while j > 0 and top_logprobs[j - 1] < v:
-            top_logprobs[j] = top_logprobs[j - 1]
-            top_ids[j] = top_ids[j - 1]
-            j -= 1
-        top_logprobs[j] = v
-        top_ids[j] = i
-        if filled < num_top:
-            filled += 1
+        filled = _insert(v, i, top_logprobs[:num_top], top_ids, filled)
     for j in range(filled):
         top_logprobs[j] -= normaliser
     return target - normaliser, rank
@@ -336,14 +345,10 @@ def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
 def _kth_largest(x, num, k):
     """The k-th largest of x[:num], k <= num."""
     best = np.full(k, -np.inf, np.float32)
+    places = np.empty(k, np.int32)
     for i in range(num):
-        v = x[i]
-        if v > best[k - 1]:
-            j = k - 1
-            while j > 0 and best[j - 1] < v:
-                best[j] = best[j - 1]
-                j -= 1
-            best[j] = v
+        if x[i] > best[k - 1]:
+            _insert(x[i], i, best, places, k)
     return best[k - 1]
 
 
@@ -374,15 +379,7 @@ def _likeliest(x, ids, chances, tops):
             v = x[i]
             if v < floor or v == -np.inf or (filled == k and v <= chances[k - 1]):
                 continue
-            j = filled if filled < k else k - 1
-            while j > 0 and chances[j - 1] < v:
-                chances[j] = chances[j - 1]
-                ids[j] = ids[j - 1]
-                j -= 1
-            chances[j] = v
-            ids[j] = i
-            if filled < k:
-                filled += 1
+            filled = _insert(v, i, chances, ids, filled)
     total = np.float32(0.0)
     if filled > 0:
         total = exp_sum(x.ctypes.data, n // LANES, top)
