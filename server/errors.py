@@ -47,6 +47,7 @@ client sent (`echoed` cuts it) and nothing about the machine.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -70,6 +71,8 @@ def echoed(value: object, limit: int = 80) -> str:
         return f"an object of {len(value)} members"
     elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return "a very large integer"
+    elif value is None or isinstance(value, bool):
+        return json.dumps(value)  # as the client wrote it
     else:
         text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

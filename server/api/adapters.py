@@ -133,12 +133,16 @@ class AdapterRoutes:
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
 
-        @app.post(LOAD_PATH, **described(LoadAdapterBody, "Serve an adapter"))
+        text = PlainTextResponse
+
+        @app.post(LOAD_PATH, response_class=text, **described(LoadAdapterBody, "Serve an adapter"))
         async def load_lora_adapter(request: HttpRequest) -> Response:
             body = validate(LoadAdapterBody, await self._context.body(request))
             return PlainTextResponse(await self.load(body))
 
-        @app.post(UNLOAD_PATH, **described(UnloadAdapterBody, "Serve an adapter no more"))
+        end = described(UnloadAdapterBody, "Serve an adapter no more")
+
+        @app.post(UNLOAD_PATH, response_class=text, **end)
         async def unload_lora_adapter(request: HttpRequest) -> Response:
             body = validate(UnloadAdapterBody, await self._context.body(request))
             return PlainTextResponse(await self.unload(body))

@@ -19,7 +19,7 @@ from server.api.decisions import DecisionIntake, DecisionRun
 from server.api.openapi import described
 from server.api.protocol import CompletionBody, validate
 from server.api.responses import SystemOneAnswer
-from server.api.responses_api.answer import response_events, response_object
+from server.api.responses_api.answer import error_written, response_events, response_object
 from server.api.responses_api.body import ResponsesBody
 from server.api.responses_api.intake import responses_order
 from server.api.route_context import RouteContext, visit_of
@@ -70,7 +70,7 @@ class GenerationRoutes:
             visit_of(request).tenant,
         )
         return await context.answer(
-            request, order.chat.order, response_events, response_object, order
+            request, order.chat.order, response_events, response_object, order, error_written
         )
 
     async def decide(self, request: HttpRequest) -> Response:

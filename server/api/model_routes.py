@@ -170,5 +170,5 @@ _CHAT_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final
 
 def _refuse_chat_fields(body: TokenizeBody) -> None:
     for name in ("tools", *_CHAT_FIELDS):
-        if getattr(body, name) is not None:
+        if getattr(body, name) not in (None, [], {}):
             raise InvalidRequestError(f"{name} is allowed only with messages.", param=name)

@@ -23,7 +23,7 @@ from server.api.responses import (
     ErrorAnswer,
     SystemOneAnswer,
 )
-from server.api.responses_api.shapes import ResponseAnswer, ResponseEvent
+from server.api.responses_api.shapes import ErrorEvent, ResponseAnswer, ResponseEvent
 from server.api.state_responses import (
     CorpusAnswer,
     CorpusDeleted,
@@ -141,13 +141,13 @@ _ANSWERS: dict[tuple[str, str], tuple[str, type[Struct]]] = {
 }
 """Summary and answer of each operation; one that is not here answers with any JSON."""
 
-_STREAMS: dict[str, type[Struct]] = {
-    "/v1/completions": CompletionChunk,
-    "/v1/chat/completions": ChatChunk,
-    "/v1/responses": ResponseEvent,
+_STREAMS: dict[str, tuple[type[Struct], ...]] = {
+    "/v1/completions": (CompletionChunk, ErrorAnswer),
+    "/v1/chat/completions": (ChatChunk, ErrorAnswer),
+    "/v1/responses": (ResponseEvent, ErrorEvent),
 }
+"""What the data of an event can be."""
 _GENERATES = {*_STREAMS, "/v1/decisions", "/v1/systemone"}
-_CHUNKS = "server-sent events: the data of each is a chunk as JSON, of the last one [DONE]"
 _OPEN = {"/health", "/ready", "/ping", "/openapi.json"}
 _OWN_503: dict[str, type[Struct]] = {"/health": Health, "/ready": Ready}
 
@@ -191,6 +191,25 @@ def document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     return app.openapi_schema
 
 
+def _event_schema(path: str) -> dict[str, Any]:
+    """The schema of one event of a stream, as a reader of server-sent events has it: data is a
+    string, and contentSchema says what its JSON is."""
+    data: list[dict[str, Any]] = [
+        {"type": "string", "contentMediaType": JSON, "contentSchema": answer_schema(shape)}
+        for shape in _STREAMS[path]
+    ]
+    is_named = path == "/v1/responses"  # the others end with data that is no JSON
+    return {
+        "description": "one server-sent event",
+        "type": "object",
+        "properties": {
+            "event": {"type": "string", "description": "data.type" if is_named else "message"},
+            "data": {"anyOf": data if is_named else [*data, {"const": "[DONE]"}]},
+        },
+        "required": ["data"],
+    }
+
+
 def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool) -> None:
     """Add an operation's answer, its errors and the key that it wants."""
     responses = operation["responses"]
@@ -201,7 +220,7 @@ def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool)
         operation["summary"] = summary
         content = {JSON: {"schema": answer_schema(schema)}}
         if path in _STREAMS:
-            content[EVENTS] = {"schema": {"description": _CHUNKS, **answer_schema(_STREAMS[path])}}
+            content[EVENTS] = {"schema": _event_schema(path)}
         responses["200"] = {"description": summary, "content": content}
     is_admin = path.startswith("/v1/tasks") or path.endswith("load_lora_adapter")
     statuses = ["500"]

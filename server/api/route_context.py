@@ -20,8 +20,9 @@ from server.api.keys import Visit
 from server.api.middleware import CLIENT_GONE
 from server.api.responses import AnswerResponse
 from server.api.served_model import ServedModel
-from server.api.sse import DisconnectWatch, EventStream
+from server.api.sse import DisconnectWatch, EventStream, error_event
 from server.config import LimitsConfig, TaskConfig, TaskLimits
+from server.errors import TailorError
 from server.metrics.series import Metrics
 from server.types import Request
 
@@ -79,9 +80,10 @@ class RouteContext:
         events: Callable[[_O, Submission], AsyncGenerator[bytes, None]],
         whole: Callable[[_O, Submission], Awaitable[Struct]],
         shape: _O,
+        late_error: Callable[[TailorError], bytes] = error_event,
     ) -> Response:
         """Submit what was ordered and answer: streamed by `events` or at once by `whole`, which
-        get `shape`, the route's own view of the order."""
+        get `shape`, the route's own view of the order. late_error: as of EventStream."""
         if order.needs_engine:
             submission = self.submit(request, order.requests)
         else:
@@ -93,6 +95,7 @@ class RouteContext:
             return EventStream(
                 events(shape, submission),
                 submission.abort,
+                late_error=late_error,
                 keep_alive_s=self.limits.sse_keep_alive_s,
             )
         return await self.whole(request, lambda: whole(shape, submission), submission.abort)

@@ -30,8 +30,8 @@ def event(data: Struct) -> bytes:
 
 
 def error_event(error: TailorError) -> bytes:
-    """An error where there is no status left to set."""
-    return event(error_answer(error))
+    """An error where there is no status left to set, and the stream's end."""
+    return event(error_answer(error)) + DONE
 
 
 class DisconnectWatch:
@@ -77,7 +77,8 @@ class EventStream(Response):
     """Sends the byte strings of a generator as they come.
 
     events: yields complete events. on_gone: called at once when the client leaves, also while no
-    event comes. keep_alive_s: after so much silence a comment is sent, which clients skip and
+    event comes. late_error: the events of an error before the first event, if the headers are sent.
+    keep_alive_s: after so much silence a comment is sent, which clients skip and
     proxies count as life; 0 is off. The generator is closed in every case.
     """
 
@@ -88,12 +89,14 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         on_gone: Callable[[], None],
         *,
+        late_error: Callable[[TailorError], bytes] = error_event,
         keep_alive_s: float = 15.0,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._on_gone = on_gone
+        self._late_error = late_error
         self._keep_alive_s = keep_alive_s
         self._last_s = 0.0
         self.init_headers(
@@ -125,7 +128,7 @@ class EventStream(Response):
                 except TailorError as error:
                     if done:
                         raise  # its status can still be told
-                    data = error_event(error) + DONE
+                    data = self._late_error(error)
                 if done:
                     await send(start)
                     keeper = self._keep(send)

@@ -134,6 +134,6 @@ async def stream_events(
     except TailorError as error:
         if not started:
             raise
-        yield error_event(error) + DONE
+        yield error_event(error)
         return
     yield frame.closing() + DONE

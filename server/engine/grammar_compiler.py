@@ -130,7 +130,10 @@ class GrammarCompiler:
                 # They would be kept, a third of a kilobyte each, and walked at every step.
                 raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
         if matcher.is_error():
-            raise ValueError(one_line(matcher.get_error()))
+            problem = one_line(matcher.get_error())
+            if problem.startswith("NoExtension"):
+                problem = "nothing matches it (a rule that ends in itself alone, for example)"
+            raise ValueError(problem)
         return template
 
 

@@ -67,6 +67,14 @@ def test_a_gbnf_grammar_is_called_so(server: LiveServer) -> None:
     assert "GBNF" in told
 
 
+@pytest.mark.parametrize(("body", "param"), REFUSED[:3])
+def test_a_grammar_without_an_end_is_told_in_words(
+    server: LiveServer, body: dict[str, Any], param: str
+) -> None:
+    told = check(server.post(prompt="the fox", **body), 400, "invalid_value", param)
+    assert "nothing matches it" in told and "Extension" not in told
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-300, 1e-31])
 def test_tiny_temperatures_are_greedy(server: LiveServer, temperature: float) -> None:
     greedy = server.post(prompt="the fox", max_tokens=12, temperature=0).json()["choices"]

@@ -160,6 +160,7 @@ def test_a_schema(server: LiveServer, engine: ScriptedEngine) -> None:
 NEUTRAL: list[dict[str, Any]] = [
     {"store": False}, {"previous_response_id": None}, {"background": False}, {"include": []},
     {"truncation": "disabled"}, {"top_logprobs": 0}, {"reasoning": {"effort": "low"}},
+    {"stream_options": {"include_obfuscation": False}}, {"stream_options": {}},
     {"parallel_tool_calls": True}, {"user": "u"}, {"service_tier": "auto"}, {"conversation": None},
 ]  # fmt: skip
 
@@ -179,6 +180,10 @@ def test_what_happens_anyway_may_be_said(server: LiveServer, body: dict[str, Any
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -190,6 +195,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     server: LiveServer, body: dict[str, Any], param: str
 ) -> None:
     check(post(server, **body), 400, "unsupported_parameter", param)
+
+
+def test_a_value_is_told_as_the_client_wrote_it(server: LiveServer) -> None:
+    assert "got true." in check(post(server, store=True), 400, "unsupported_parameter", "store")
 
 
 @pytest.mark.parametrize(
@@ -206,12 +215,23 @@ def test_what_cannot_be_honoured_is_refused_by_name(
          "tools[0].parameters"),
         ({"tools": [TOOL, TOOL]}, "invalid_value", "tools[1].name"),
         ({"frobnicate": 1}, "unknown_parameter", "frobnicate"),
+        ({"stream_options": {"include_obfuscation": 0}}, "invalid_value",
+         "stream_options.include_obfuscation"),
         (
             {"input": [
                 {"role": "user", "content": "x"},
                 {"type": "function_call", "call_id": "c", "name": "f", "arguments": "["},
             ]},
-            "invalid_value", "input[1].tool_calls[0].function.arguments",
+            "invalid_value", "input[1].arguments",
+        ),
+        (
+            {"input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "d", "name": "f", "arguments": "[]"},
+            ]},
+            "invalid_value", "input[3].arguments",
         ),
     ],
 )  # fmt: skip
@@ -219,7 +239,7 @@ def test_errors_name_this_bodys_fields(
     server: LiveServer, body: dict[str, Any], code: str, param: str
 ) -> None:
     told = check(post(server, **body), 400, code, param)
-    assert "messages" not in told and "response_format" not in told, told
+    assert not any(x in told for x in ("messages", "response_format", "tool_calls")), told
 
 
 def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEngine) -> None:
@@ -233,6 +253,23 @@ def test_an_error_in_a_stream_is_an_event(server: LiveServer, engine: ScriptedEn
         engine.step_s = 0.0
     assert events[-1].type == "error" and events[-1].code == "engine_error"
     assert events[-1].sequence_number == len(events) - 1
+
+
+def test_an_error_before_the_first_event_is_one_once_the_headers_are_sent(
+    server: LiveServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.api.sse.HEADER_WAIT_S", 0.0)
+    engine.script = lambda request: [steps_of(request, [], finish_reason="error")[0]]
+    engine.step_s = 0.2
+    try:
+        answer = post(server, stream=True)
+    finally:
+        engine.step_s = 0.0
+    assert answer.status_code == 200
+    [name, data] = answer.text.strip().split("\n")
+    assert name == "event: error"
+    told = json.loads(data.removeprefix("data: "))
+    assert (told["type"], told["code"]) == ("error", "engine_error")
 
 
 def test_the_answer_is_openais(server: LiveServer) -> None:

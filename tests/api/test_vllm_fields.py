@@ -186,6 +186,7 @@ def test_tokenize_takes_either_a_prompt_or_messages(server: LiveServer) -> None:
     refused("prompt")
     refused("prompt", prompt="x", messages=MESSAGES)
     refused("tools", prompt="x", tools=[weather()])
+    assert server.post("/tokenize", model="hermes", prompt="x", tools=[]).status_code == 200
     refused("messages[0].role", messages=[{"role": "x"}])
     refused("add_special_tokens", messages=MESSAGES, add_special_tokens=True)
     base = server.post("/tokenize", model="base", messages=MESSAGES)

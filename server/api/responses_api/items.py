@@ -22,10 +22,11 @@ _IGNORED = frozenset({"id", "status", "type", "phase", "annotations", "logprobs"
 """Members of items and parts that change nothing in the prompt: answers are sent back whole."""
 
 
-def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """(messages, path in the body of each). Raises InvalidRequestError and its kin."""
+def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str], dict[str, str]]:
+    """(messages, path in the body of each, path of each call by what a chat calls its function).
+    Raises InvalidRequestError and its kin."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}], ["input"]
+        return [{"role": "user", "content": given}], ["input"], {}
     if not isinstance(given, list) or not given:
         raise InvalidRequestError(
             f"input: must be a text or a list of items, not empty; got {echoed(given)}.",
@@ -35,6 +36,7 @@ def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
         raise LimitExceededError(f"input: at most {MAX_MESSAGES} items.", param="input")
     messages: list[dict[str, Any]] = []
     paths: list[str] = []
+    calls: dict[str, str] = {}
     for i, item in enumerate(given):
         at = f"input[{i}]"
         if not isinstance(item, dict):
@@ -50,12 +52,14 @@ def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
         last = messages[-1] if messages else {}
         if kind == "function_call" and last.get("tool_calls"):
             last["tool_calls"] += message["tool_calls"]  # calls that were made together
-            continue
-        messages.append(message)
-        paths.append(at)
+        else:
+            messages.append(message)
+            paths.append(at)
+        if kind == "function_call":
+            calls[f"{paths[-1]}.tool_calls[{len(messages[-1]['tool_calls']) - 1}].function"] = at
     if not messages:
         raise InvalidRequestError("input: it holds nothing to answer.", param="input")
-    return messages, paths
+    return messages, paths, calls
 
 
 def _message(item: Mapping[str, Any], kind: Any, at: str) -> dict[str, Any]:
