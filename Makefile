@@ -21,7 +21,8 @@ TORCH_INDEX ?=
 ARGS ?=
 # Processes of a test run. A file's tests stay in one process; tests/conftest.py orders the files.
 JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Bytecode is kept, whatever the shell says: tests start hundreds of Python processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CHECKED := tests/test_layering.py tests/test_size.py tests/test_lint.py tests/drafters tests/vocab_store tests/engine tests/api
 
 .PHONY: serve check test nightly setup lint docs help

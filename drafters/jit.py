@@ -3,19 +3,117 @@
 numba looks for `NUMBA_CACHE_DIR`, then `__pycache__` beside the module, then the user's cache
 directory, so a read-only installation still starts from a cache. Where none of these can be
 written, it refuses at decoration time; then the function is compiled anew in each process.
+
+numba takes what it kept as long as the function's own file is the same. Functions that are called,
+constants and the fields of records are compiled in from other files, so `keep_while_unchanged`
+makes that: as long as all sources of the package that machine code is made of are the same.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+from numba.core import caching
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _njit: Any = numba.njit  # its type knows no _nrt
+
+_IMPORT = re.compile(rb"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
+_packages: dict[Path, str] = {}  # folder: its dotted name
+
+
+def sources(package: str, folder: Path) -> dict[str, bytes]:
+    """Module: text, of what a package's machine code is made of.
+
+    Those are the modules that import numba or this one, and what they import of the package.
+    """
+    texts = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).with_suffix("").parts
+        name = ".".join((package, *parts)).removesuffix(".__init__")
+        texts[name] = path.read_bytes()
+    imports = {name: _imported(text) for name, text in texts.items()}
+    waiting = [
+        name
+        for name, found in imports.items()
+        if any(other == __name__ or other.split(".")[0] == "numba" for other in found)
+    ]
+    wanted = set(waiting)
+    while waiting:
+        found = (imports[waiting.pop()] & texts.keys()) - wanted
+        wanted |= found
+        waiting += found
+    return {name: texts[name] for name in sorted(wanted)}
+
+
+def _imported(text: bytes) -> set[str]:
+    """What a module may import: `from a import b` is a, and a.b."""
+    found = set()
+    for module, names, plain in _IMPORT.findall(text):
+        name = (module or plain).decode()
+        found.add(name)
+        found.update(f"{name}.{word.decode()}" for word in re.findall(rb"\w+", names))
+    return found
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name, text in sources(_packages[folder], folder).items():
+        digest.update(f"{name} {len(text)} ".encode() + text)
+    return digest.hexdigest()
+
+
+class _Fresh:
+    """A place of numba's where code of the packages is kept with a digest of all its sources."""
+
+    _py_file: str
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> Any:
+        """The place, or None: for another package's function, or where nothing can be written."""
+        if not any(folder in Path(py_file).parents for folder in _packages):
+            return None
+        return super().from_function(py_func, py_file)  # type: ignore[misc]
+
+    def get_source_stamp(self) -> tuple[Any, str]:
+        """What must be the same for kept code to be taken."""
+        folder = next(f for f in Path(self._py_file).parents if f in _packages)
+        return super().get_source_stamp(), _digest(folder)  # type: ignore[misc]
+
+
+class InCacheFolder(_Fresh, caching.UserProvidedCacheLocator):  # type: ignore[misc]
+    """NUMBA_CACHE_DIR."""
+
+
+class BesideSource(_Fresh, caching.InTreeCacheLocator):  # type: ignore[misc]
+    """`__pycache__` beside the module."""
+
+
+class InUserFolder(_Fresh, caching.UserWideCacheLocator):  # type: ignore[misc]
+    """The user's cache directory."""
+
+
+def keep_while_unchanged(package: str, folder: Path) -> None:
+    """Call it before a package's functions are decorated. folder: that of its `__init__.py`."""
+    _packages[folder] = package
+    ours = [f"{__name__}.{cls.__name__}" for cls in (InCacheFolder, BesideSource, InUserFolder)]
+    theirs = [cls.__name__ for cls in caching.CacheImpl._locator_classes]
+    config: Any = numba.config
+    if not config.CACHE_LOCATOR_CLASSES.startswith(ours[0]):
+        rest = config.CACHE_LOCATOR_CLASSES or ",".join(theirs)
+        config.CACHE_LOCATOR_CLASSES = ",".join([*ours, rest])
+
+
+keep_while_unchanged(__package__ or "drafters", Path(__file__).parent)
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -3,11 +3,12 @@
 numba keeps its machine code beside the source files (or in NUMBA_CACHE_DIR). Workers that begin
 with an empty cache would each compile the same kernels, for about a minute a worker.
 
-    python -m tests.compile_kernels
+    python -m tests.compile_kernels tune
+    python -m tests.compile_kernels steps
 
-makes a task for a tiny model with `tailor tasks tune`: that runs the CPU runner, every drafter, a
-corpus and a vocabulary profile. Then steps with integer weights, the product of every form, and
-steps with small KV caches.
+`tune` makes a task for a tiny model with `tailor tasks tune`: that runs the CPU runner, every
+drafter, a corpus and a vocabulary profile. `steps` draws, runs the product of every form, and makes
+steps with integer weights and small KV caches. They run at the same time, on a core each.
 """
 
 from __future__ import annotations
@@ -21,42 +22,48 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("drafters", "vocab_store", "server/model/cpu")
+PARTS = {"drafters": "drafters", "server.model.cpu": "server/model/cpu"}
 
 
 def fingerprint() -> str:
     """Changes with whatever makes the kept machine code useless: sources, numba, Python, place."""
     import numba
 
+    from drafters.jit import sources
+
     digest = hashlib.sha256(f"{sys.version} {numba.__version__} {ROOT}".encode())
     digest.update(os.environ.get("NUMBA_CACHE_DIR", "").encode())
-    for part in PARTS:
-        for path in sorted((ROOT / part).rglob("*.py")):
-            digest.update(path.read_bytes())
+    for package, folder in PARTS.items():
+        for text in sources(package, ROOT / folder).values():
+            digest.update(text)
+    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()
 
 
 def compile_kernels() -> None:
-    """In a process of its own, so that nothing stays here. A failure is the tests' to tell.
+    """In processes of their own, so that nothing stays here. A failure is the tests' to tell."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.compile_kernels", part],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for part in MADE
+    ]  # fmt: skip
+    for process in processes:
+        try:
+            process.wait(900)
+        finally:
+            process.kill()
 
-    What was compiled before goes: numba sees that a function's own file has changed, and not that
-    one which it calls has, so that old code would run on inside new.
-    """
-    for part in PARTS:
-        for path in (ROOT / part).rglob("__pycache__/*.nb[ic]"):
-            path.unlink(missing_ok=True)
-    subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels"],
-        cwd=ROOT, capture_output=True, timeout=900, check=False,
-    )  # fmt: skip
 
-
-def _compile_steps() -> None:
-    """Steps of the weight kinds and KV types that a task's float32 did not run."""
+def _steps() -> int:
+    """Steps of the weight kinds and KV types that a task's float32 does not run, and draws."""
     from server.engine.probe import make_prober
     from server.model.cpu.integers.forms import FORMS
     from server.model.cpu.integers.kernels import kernel_address
+    from server.types import SamplingParams
     from tests.model import families
+    from tests.model.batches import BatchBuilder, Pages, draw_params
     from tests.model.cpu_models import cpu_runner
 
     for form in FORMS:
@@ -65,10 +72,17 @@ def _compile_steps() -> None:
     for weights, kv_dtype in (("int8", "float32"), ("float32", "float16"), ("float32", "int8")):
         runner = cpu_runner(module, dtype=weights, kv_dtype=kv_dtype)
         make_prober(runner)(4, 8)
+        builder = BatchBuilder()
+        row = builder.add_rows(Pages(4).sequence(1), [3], 0)[0]
+        builder.draw(row, builder.add_params(draw_params(SamplingParams(top_p=0.9, seed=1))))
+        builder.score(row, 4, 2)
+        runner.launch(builder.build())
+        runner.wait()
         runner.close()
+    return 0
 
 
-def main() -> int:
+def _tune() -> int:
     from server.commands.cli import main as tailor
     from tests.model.tiny_models import save_tiny
 
@@ -83,10 +97,10 @@ def main() -> int:
         words = ["tasks", "tune", "--model", str(folder / "model"), "--data", str(data)]
         words += ["--name", "town", "-o", str(folder / "town.yaml"), "--max-tokens", "16"]
         words += ["--even-if-busy"]
-        status = tailor([*words, "--limit", "20"])
-    _compile_steps()
-    return status
+        return tailor([*words, "--limit", "20"])
 
+
+MADE = {"steps": _steps, "tune": _tune}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(MADE[sys.argv[1]]())

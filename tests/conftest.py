@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import ssl
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,9 @@ import pytest
 from tests.profiles import register
 
 register()
+
+# Every client of httpx reads the list of authorities, 22 ms each time; tests make thousands.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,9 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
             cache.set("tailor/kernels", kept)
 
 
-# Where few tests take long: they start servers, commands and other people's clients. Their files
-# come first, so that no process is left alone with one of them at the end of a parallel run.
-_LONG = ("setup", "conformance", "docker", "monitoring", "loadtest", "commands", "training", "api")
+# Where few tests take long: they start servers, commands and other people's clients, or compile.
+# Their files come first, so that no process is left alone with one of them at the end of a
+# parallel run.
+_LONG = (
+    "setup", "conformance", "docker", "monitoring", "loadtest", "commands", "training", "fleet",
+    "model", "engine", "client", "api",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return _LONG.index(folder) if folder in _LONG else len(_LONG)
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector need not look at it
+    each time that it runs (1.5 s, and tests of leaks ask for it again and again)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str] | None] = {
         *EVERYONE,
         "server.engine.batch",
         "server.engine.reference_sampler",
+        "drafters.jit",
         "vocab_store",
     },
     "server.training": {"server.errors", "vocab_store"},

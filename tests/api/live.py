@@ -53,8 +53,8 @@ def served(name: str = "tiny", max_model_len: int = 256) -> ServedModel:
     return ServedModel(name, byte_level_tokenizer(), TABLE, 400, max_model_len, 1_700_000_000, "fp")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Poll until the condition holds; fails after the timeout."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Poll until the condition holds; fails after the timeout, which a busy machine may need."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "the condition did not come true in time"

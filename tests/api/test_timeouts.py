@@ -223,7 +223,7 @@ def test_slow_headers_time_out(strict: LiveServer) -> None:
                 break
             except TimeoutError:
                 continue
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < 30  # all of it would take two minutes
         check_json(answer, 408, "request_timeout")
     assert strict.sample("tailor_http_responses_total", code="request_timeout") == before + 2
 

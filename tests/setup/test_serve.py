@@ -196,7 +196,7 @@ def test_busy_port_is_told_at_once(tiny_folder: Path) -> None:
             cwd=ROOT,
         )
     assert done.returncode == 1 and "already in use" in done.stderr
-    assert "Traceback" not in done.stderr and time.monotonic() - began < 10
+    assert "Traceback" not in done.stderr and time.monotonic() - began < 60
 
 
 def test_unknown_host_is_told() -> None:

@@ -92,11 +92,11 @@ def test_references_that_multiply_or_never_end_are_cut_short() -> None:
         for i in range(40)
     }
     doubling = {"$defs": {**definitions, "d40": {"type": "null"}}, "$ref": "#/$defs/d0"}
-    start_s = time.monotonic()
+    start_s = time.process_time()
     assert not StrictArguments(doubling, "x").fits("{}")
     assert not StrictArguments({"$ref": "#"}, "x").fits("{}")
     assert not StrictArguments({}, "x").fits('{"a": ' + "[" * 100_000)
-    assert time.monotonic() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 def test_a_strict_call_waits_for_its_end() -> None:
