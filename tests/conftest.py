@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import ssl
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 from tests.profiles import register
 
 register()
+
+# torch's threads, here and in the processes that tests start, sleep when they have nothing to do:
+# those of tiny models would spin in each other's way, for ten times the work. Before torch comes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Every client of httpx reads the list of authorities, 22 ms each time; tests make thousands.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
@@ -58,6 +63,11 @@ def pytest_collection_finish() -> None:
     each time that it runs (1.5 s, and tests of leaks ask for it again and again)."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries look at their own at the end: what is frozen would be told as leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
