@@ -90,15 +90,15 @@ class _Fresh:
         return super().get_source_stamp(), _digest(folder)  # type: ignore[misc]
 
 
-class InCacheFolder(_Fresh, caching.UserProvidedCacheLocator):  # type: ignore[misc]
+class InCacheFolder(_Fresh, caching.UserProvidedCacheLocator):
     """NUMBA_CACHE_DIR."""
 
 
-class BesideSource(_Fresh, caching.InTreeCacheLocator):  # type: ignore[misc]
+class BesideSource(_Fresh, caching.InTreeCacheLocator):
     """`__pycache__` beside the module."""
 
 
-class InUserFolder(_Fresh, caching.UserWideCacheLocator):  # type: ignore[misc]
+class InUserFolder(_Fresh, caching.UserWideCacheLocator):
     """The user's cache directory."""
 
 
