@@ -68,7 +68,7 @@ def read_texts(data: Path, tokenizer: Tokenizer, eos: int, num: int, longest: in
     return texts
 
 
-def _batch(text: Text) -> Batch:
+def _batch(text: Text, num_top: int = 1) -> Batch:
     """All ids but the last as prompt rows, each scored id under the row before it."""
     num = len(text.ids) - 1
     rows = np.arange(num, dtype=np.int32)
@@ -95,7 +95,7 @@ def _batch(text: Text) -> Batch:
         params=(),
         score_rows=scored,
         score_targets=np.array(text.ids[text.start :], np.int32),
-        score_top=np.ones(len(scored), np.int32),
+        score_top=np.full(len(scored), num_top, np.int32),
         num_prefill_rows=num,
         num_draft_rows=0,
     )
@@ -113,6 +113,15 @@ def score(runner: Runner, texts: list[Text]) -> Scores:
     return Scores(
         columns[0].astype(np.float64), *(column.astype(np.int64) for column in columns[1:])
     )
+
+
+def top_ids(runner: Runner, texts: list[Text], num: int) -> list[tuple[tuple[int, float], ...]]:
+    """The `num` likeliest ids of every scored position, with their log-probabilities."""
+    found: list[tuple[tuple[int, float], ...]] = []
+    for text in texts:
+        runner.launch(_batch(text, num))
+        found += runner.wait().score_top
+    return found
 
 
 def compare(scores: Scores, base: Scores) -> dict[str, float]:

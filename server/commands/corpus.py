@@ -40,11 +40,11 @@ def build(
     n_max: Annotated[int, Parameter(help="longest n-gram (5)")] = 5,
     p_min: Annotated[int, Parameter(help="n-grams seen less often are dropped (5)")] = 5,
 ) -> int:
-    from server.model.catalog import model_folder
+    from server.model.gguf_folder import text_folder
 
     with Stages() as stages:
         corpus = corpus_of(
-            model_folder(model),
+            text_folder(model),
             list(data),
             adapter=adapter,
             fields=fields,
@@ -63,9 +63,9 @@ def show(
     model: Annotated[str | None, Parameter(help="show n-grams as this model's text")] = None,
     top: Annotated[int, Parameter(help="commonest n-grams (10)")] = 10,
 ) -> int:
-    from server.model.catalog import model_folder
+    from server.model.gguf_folder import text_folder
 
-    folder = None if model is None else model_folder(model)
+    folder = None if model is None else text_folder(model)
     for line in describe(file, folder, top):
         print(line)
     return 0

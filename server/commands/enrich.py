@@ -129,9 +129,9 @@ def enrich(
     ] = None,
 ) -> int:
     from server.model.catalog import model_folder
+    from server.model.gguf_folder import text_folder
 
-    folder = model_folder(model)
-    found = read_task_data(folder, data, fields)
+    found = read_task_data(text_folder(model), data, fields)
     with Bar() as bar:
         enrichment = _mine(found, mining.budget, mining.n_max, mining.alpha, bar)
     try:
@@ -150,7 +150,7 @@ def enrich(
     if export is not None:
         from server.commands.export import export_model
 
-        num_left = export_model(folder, enrichment, found.table, None, export)
+        num_left = export_model(model_folder(model), enrichment, found.table, None, export)
         print(f"written: {export}; {num_left} tokens are no text by themselves and are not in it")
     print(f"written: {output}, next: tailor tasks train --enrichment {output}")
     return 0
@@ -190,11 +190,11 @@ def analyze(
     ] = 0.06,
     as_json: Annotated[bool, Parameter(name="--json", help="print JSON instead")] = False,
 ) -> int:
-    from server.model.catalog import model_folder
+    from server.model.gguf_folder import text_folder
 
     if not budgets or min(budgets) < 1 or row_cost < 0:
         raise ConfigError("--tokens must be at least 1 and --row-cost at least 0")
-    found = read_task_data(model_folder(model), data, fields, max_held_out=100)
+    found = read_task_data(text_folder(model), data, fields, max_held_out=100)
     with Bar() as bar:
         report = analyze_task(found, sorted(budgets), row_cost, bar)
     if as_json:

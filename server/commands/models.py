@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -74,7 +74,7 @@ def _print_families() -> None:
 
 def show(model: ModelName, /) -> int:
     folder = _folder_of(model)
-    found = next((one for one in _all_here() if one.folder == folder), None)
+    found = next((one for one in _all_here() if folder in (one.folder, *one.remove)), None)
     config = _json(folder / "config.json")
     text = config.get("text_config") or config
     facts: dict[str, Any] = {
@@ -106,18 +106,27 @@ def fetch(
             "(or set TAILOR_WHEEL_DIR)",
         ),
     ] = None,
+    form: Annotated[
+        Literal["auto", "file", "float32"],
+        Parameter(
+            help="what for (auto): a GGUF or a built-in model as it is (file), or its dequantised "
+            "copy (float32), for training, merged adapters, CUDA and other forms"
+        ),
+    ] = "auto",
 ) -> int:
     from server.model.catalog import model_folder
+    from server.model.gguf_folder import file_folder, served_folder
 
+    make = {"auto": served_folder, "file": file_folder, "float32": model_folder}[form]
     with Stages() as stages:
-        folder = model_folder(model, wheel_dir=wheel_dir, report=stages)
+        folder = make(model, wheel_dir=wheel_dir, report=stages)
     print(folder)
     return 0
 
 
 def remove(model: ModelName, /) -> int:
     folder = _folder_of(model)
-    found = next((one for one in _all_here() if one.folder == folder), None)
+    found = next((one for one in _all_here() if folder in (one.folder, *one.remove)), None)
     if found is None:
         raise ConfigError(
             f"{folder} is a folder of your own and no copy that Tailor made; it stays"
@@ -136,14 +145,19 @@ def _all_here() -> Iterator[_Here]:
     """Converted models of the cache, and what Hugging Face's own cache holds of models."""
     from server.model.cache_folder import cache_dir
     from server.model.catalog import BUILT_IN, cached_folder
+    from server.model.gguf_folder import cached_file_folder
 
-    built_in = {cached_folder(name): name for name in BUILT_IN}
+    finders = (cached_folder, cached_file_folder)
+    built_in = {find(name): name for find in finders for name in BUILT_IN}
     models = cache_dir() / "models"
+    folders: dict[str, list[Path]] = {}  # as it is, and dequantised
     for folder in sorted(models.iterdir()) if models.is_dir() else ():
         marker = _json(folder / "tailor.json")
         if marker:
             name = built_in.get(folder) or str(marker.get("source", folder.name))
-            yield _Here(name, folder, (folder,))
+            folders.setdefault(name, []).append(folder)
+    for name, found in folders.items():
+        yield _Here(name, found[0], tuple(found))
     for repository, snapshot, folder in _hub_models():
         yield _Here(repository, snapshot, (folder,))
 
@@ -167,8 +181,9 @@ def _changed_s(path: Path) -> float:
 def _folder_of(model: str) -> Path:
     """Where a model is. Raises ConfigError when it is not on this machine."""
     from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder
 
-    folder = cached_folder(model)
+    folder = cached_file_folder(model) or cached_folder(model)
     if folder is None:
         folder = next((one.folder for one in _all_here() if one.name == model), None)
     if folder is None:

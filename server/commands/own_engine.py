@@ -34,42 +34,29 @@ def model_name(model: str) -> str:
 
 
 def serves_file(model: ModelConfig, engine: EngineConfig) -> bool:
-    """Whether a model is served from its GGUF as it is: asked for, or a file of the user's own."""
+    """Whether a model is served from its GGUF as it is: asked for, or nothing else is."""
+    from server.model.catalog import BUILT_IN
     from server.model.gguf_folder import is_gguf_path
 
     weights, dtype = model.weights or engine.weights, model.dtype or engine.dtype
     if weights != "auto":
         return weights == "file"
     on_cpu = all(device == "cpu" for device in model.devices)
-    return dtype == "auto" and model.adapter is None and on_cpu and is_gguf_path(model.path)
-
-
-def _file_folder(model: ModelConfig, engine: EngineConfig) -> Path | None:
-    """The folder of a GGUF that is served as it is. None: its forms are not known, and it is not
-    asked for; then it is dequantised once."""
-    from server.model.gguf_folder import cached_file_folder
-
-    folder = cached_file_folder(model.path)
-    if folder is not None:
-        return folder
-    command = [sys.executable, "-m", "server.model.gguf_folder", model.path]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    if done.returncode == 0:
-        return Path(done.stdout.strip().splitlines()[-1])
-    if (model.weights or engine.weights) == "file":
-        raise SystemExit(done.returncode)  # it has said why
-    return None
+    is_gguf = model.path in BUILT_IN or is_gguf_path(model.path)
+    return dtype == "auto" and model.adapter is None and on_cpu and is_gguf
 
 
 def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
     """The model's folder. Fetching and converting, once, is done by a process of its own, because
     it loads torch and the whole model, and this one will only speak HTTP."""
     from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder
 
-    folder = _file_folder(model, engine) if serves_file(model, engine) else None
-    folder = folder or cached_folder(model.path)
+    kind = (model.weights or engine.weights) if serves_file(model, engine) else "float32"
+    folder = (cached_folder if kind == "float32" else cached_file_folder)(model.path)
     if folder is None:
         command = [sys.executable, "-m", "server.commands.cli", "models", "fetch", model.path]
+        command += ["--form", kind]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         if done.returncode != 0:
             raise SystemExit(done.returncode)  # it has said why

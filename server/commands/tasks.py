@@ -160,7 +160,7 @@ def tune(
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
             seed=drawn.seed,
-            head_share=_head_share(model),
+            head_share=_head_share(model.model, engine.info.dtype),
             busy=busy,
             render=_render_with(served),
         )
@@ -172,14 +172,16 @@ def tune(
     return 0
 
 
-def _head_share(model: ModelOptions) -> float | None:
-    """The LM head's share of the bytes of a step; None where weights have several forms."""
+def _head_share(model: str, form: str) -> float | None:
+    """The LM head's share of the bytes of a step; None where floats were rounded to integers, the
+    head to others than the rest. form: ModelInfo.dtype."""
     from server.commands.tune_machine import head_share
     from server.model.catalog import model_folder
+    from server.model.gguf_folder import file_folder
 
-    if model.weights not in (None, "auto", "float32", "bfloat16"):
+    if form not in ("file", "float32", "bfloat16"):
         return None
-    return head_share(model_folder(model.model))
+    return head_share((file_folder if form == "file" else model_folder)(model))
 
 
 def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def head_share(folder: Path) -> float | None:
     """The LM head's share of the weights that a step of one row reads; None where a file does not
     say. The embedding's rows are looked up and count nothing; a tied head is the embedding's table.
     """
+    from server.model.gguf_folder import gguf_of
+
+    gguf = gguf_of(folder)
+    if gguf is not None:
+        return _file_head_share(gguf)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
@@ -79,6 +84,16 @@ def head_share(folder: Path) -> float | None:
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None
     return head / (head + body) if body > 0 else None
+
+
+def _file_head_share(gguf: Path) -> float:
+    """The same of a GGUF that is served as it is."""
+    from server.model.gguf_index import GgufIndex
+
+    sizes = {t.name: t.data.nbytes for t in GgufIndex(gguf).tensors.values() if len(t.shape) == 2}
+    table = sizes.pop("token_embd.weight")
+    head = sizes.pop("output.weight", table)
+    return head / (head + sum(sizes.values()))
 
 
 def _header(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

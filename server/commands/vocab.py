@@ -62,14 +62,14 @@ def profile(
     ] = None,
 ) -> int:
     from server import token_bytes
-    from server.model.catalog import model_folder
+    from server.model.gguf_folder import text_folder
     from vocab_store import command
     from vocab_store.profile import ProfileSettings
 
     pairs = _pairs(data, fields)
     held = None if heldout is None else _pairs(heldout, fields)
     with Stages() as stages:
-        folder = model_folder(model, report=stages)
+        folder = text_folder(model, report=stages)
     order = command.ProfileOrder(folder, pairs, output, held, joint, export_edge_llm)
     with Bar() as bar, _errors():
         settings = ProfileSettings(

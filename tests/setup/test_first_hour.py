@@ -29,6 +29,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
     save_tiny(folder, "llama", vocab_size=260, max_position_embeddings=2048)
     save_tokenizer(folder, 259)
     (folder / MARKER).write_text("{}")
+    shutil.copytree(folder, folder.parent / f"smollm2-135m-instruct-file-v{CONVERTER_VERSION}")
     shutil.copytree(pages.ROOT / "configs" / "tasks", tmp_path / "configs" / "tasks")
     environment = {
         **os.environ, "TAILOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(pages.ROOT),

@@ -158,8 +158,10 @@ def test_a_file_of_ones_own_is_served_as_it_is_unless_something_else_is_asked(mo
     assert not asked(adapter="x")
     assert not asked(devices=("cuda",))
     assert not asked(EngineConfig(weights="float32"))
-    assert not asked(path="smollm2-135m-instruct")
-    assert asked(path="smollm2-135m-instruct", weights="file")
+    assert asked(path="smollm2-135m-instruct")
+    assert not asked(path="smollm2-135m-instruct", adapter="x")
+    assert not asked(path="smollm2-135m-instruct", weights="float32")
+    assert not asked(path=str(model.parent))
 
 
 def test_the_index_is_that_of_ggmls_own_reader(model: Path) -> None:

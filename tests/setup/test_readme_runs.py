@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from server.commands.cli import main
+from server.model import catalog
 from server.model.cache_folder import MARKER
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION
 from tests.model.tiny_models import save_tiny, save_tokenizer
@@ -67,6 +68,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if family == "llama":
             (folder / "chat_template.jinja").write_text(TEMPLATE)
         (folder / MARKER).write_text("{}")
+        # What is served where nothing else is asked for; the other is for training.
+        shutil.copytree(folder, catalog.built_in_file_folder(BUILT_IN[name]))
     lines = [
         {"prompt": f"Town {i}:", "completion": f"kind: town, river: {'yes' if i % 3 else 'no'}"}
         for i in range(60)

@@ -1,0 +1,107 @@
+"""Tailor beside llama.cpp on one GGUF: what is sent, what is told, and how a file is rounded."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import gguf
+import httpx
+import numpy as np
+import pytest
+
+from loadtest.peer import Peer, PeerFailed
+from loadtest.requantise import requantise
+from loadtest.same_file import LLAMACPP, Found, kinds, servers, summary_of
+from loadtest.same_file_quality import best, compare, divergence, llamacpp_tops
+from loadtest.weights_quality import Text
+from server.model.gguf_index import GgufIndex
+from tests.setup.test_gguf_file import write_gguf
+
+
+def test_a_file_is_rounded_and_keeps_the_rest(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    write_gguf(source)
+    requantise(source, out, "q8_0")
+    before, after = GgufIndex(source), GgufIndex(out)
+    assert set(before.tensors) == set(after.tensors)
+    for name, tensor in after.tensors.items():
+        old = before.tensors[name]
+        assert tensor.shape == old.shape
+        if len(tensor.shape) == 1:
+            assert np.array_equal(tensor.data, old.data)
+            continue
+        assert tensor.form == "q8_0"
+        kind = gguf.GGMLQuantizationType[old.form.upper()]
+        values = gguf.quants.dequantize(old.data, kind)
+        rounded = gguf.quants.dequantize(tensor.data, gguf.GGMLQuantizationType.Q8_0)
+        assert np.abs(values - rounded).max() <= np.abs(values).max() / 250
+    tokens = [
+        gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents() for file in (source, out)
+    ]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(ValueError, match="no form 'q3_k'"):
+        requantise(source, out, "q3_k")
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_ratios_are_above_1_where_tailor_is_better() -> None:
+    chosen = kinds(8, ["prose", "first-200"])
+    found: Found = {
+        "prose": {LLAMACPP: [10.0, 10.0], "tailor": [20.0, 20.0]},
+        "first-200": {LLAMACPP: [300.0, 300.0], "tailor": [100.0, 100.0]},
+    }
+    table = summary_of(found, chosen)
+    assert table["prose"]["tailor"]["ratio"]["median"] == 2.0
+    assert table["first-200"]["tailor"]["ratio"]["median"] == 3.0
+    assert table["prose"][LLAMACPP]["ratio"] is None
+    with pytest.raises(ValueError, match="no cell 'x'"):
+        kinds(8, ["x"])
+    streams = {kind.name: len(kind.prompts) for kind in kinds(8, None)}
+    assert (streams["8-streams"], streams["32-streams"], streams["prose"]) == (8, 32, 1)
+
+
+def test_both_servers_get_the_same_file_and_their_own_default_cache(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    theirs, off, on = servers(file, tmp_path / "llama-server", {LLAMACPP: "-t 1", "tailor": ""})
+    assert theirs.env["LLAMACPP_MODEL"] == off.env["TAILOR_MODEL"] == str(file)
+    assert theirs.env["LLAMACPP_ARGS"].endswith("f16 -t 1")
+    assert on.is_alias and not on.extra and off.extra["speculation"]["drafter"] == "off"
+
+
+def test_divergence_is_that_of_the_distributions() -> None:
+    p = {1: math.log(0.5), 2: math.log(0.3), 3: math.log(0.2)}
+    q = {1: math.log(0.25), 2: math.log(0.5), 3: math.log(0.25)}
+    want = 0.5 * math.log(2) + 0.3 * math.log(0.6) + 0.2 * math.log(0.8)
+    assert divergence(p, q) == pytest.approx(want, abs=1e-6)
+    assert divergence(p, p) == pytest.approx(0.0, abs=1e-6)
+    part = {1: math.log(0.5), 2: math.log(0.3)}  # the rest of both: 0.2 and 0.25
+    assert divergence(part, q) == pytest.approx(want, abs=1e-6)
+    assert best(q) == 2
+    assert best({5: -1.0, 4: -1.0}) == 4
+    assert compare([p, q], [p, p])["greedy_agree"] == 0.5
+
+
+def test_llamacpp_is_asked_after_each_gold_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = httpx.Response(200, content=request.content).json()
+        asked.append(body["prompt"])
+        if len(body["prompt"]) > 4:
+            return httpx.Response(500, text="full")
+        told = {"id": 7, "logprob": -0.5, "top_logprobs": [{"id": 7, "logprob": -0.5}]}
+        return httpx.Response(200, json={"completion_probabilities": [told]})
+
+    def client(**_: object) -> httpx.AsyncClient:
+        return real(transport=httpx.MockTransport(answer))
+
+    real = httpx.AsyncClient
+    monkeypatch.setattr("loadtest.same_file_quality.httpx.AsyncClient", client)
+    peer = Peer("llamacpp", "x", url="http://127.0.0.1:1")
+    tops = asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4), 2)], 1))
+    assert asked == [[1, 2], [1, 2, 3]]
+    assert tops == [{7: -0.5}, {7: -0.5}]
+    with pytest.raises(PeerFailed, match="full"):
+        asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4, 5, 6), 5)], 1))
