@@ -16,13 +16,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import EnrichmentFileError
+
+if TYPE_CHECKING:
+    import torch
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -196,6 +197,8 @@ class LoraAdapter:
         Raises ModelError for rows of another width.
         """
         ids, rows = self.rows(of or name, base.shape[1])
+        import torch
+
         wide = torch.zeros((self.num_rows(base.shape[0]), base.shape[1]), dtype=base.dtype)
         wide[: base.shape[0]] = base
         wide[torch.tensor(ids)] = rows.to(base.dtype)

@@ -123,14 +123,12 @@ def _kv_dtype(spec: RunnerSpec, form: str) -> str:
 def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
     """KV blocks in the memory that is for them; more than every sequence at full length can never
     be used."""
-    import torch
-
-    from server.model.gpu.kv_cache import num_blocks_for
+    from server.model.kv_memory import num_blocks_for
 
     sizes = spec.sizes
     num_blocks = num_blocks_for(
         block_bytes,
-        torch.device("cpu"),
+        "cpu",
         num_bytes=sizes.kv_bytes,
         fraction=sizes.kv_fraction,
     )
@@ -259,8 +257,9 @@ def _cuda_blocks(
     spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype, device: torch.device
 ) -> int:
     """KV blocks beside the weights, which are loaded, and what a step takes."""
-    from server.model.gpu.kv_cache import bytes_per_block, num_blocks_for, step_reserve
+    from server.model.gpu.kv_cache import bytes_per_block
     from server.model.gpu.runner import HEAD_BYTES, PARTIAL_BYTES
+    from server.model.kv_memory import num_blocks_for, step_reserve
 
     sizes = spec.sizes
     return num_blocks_for(

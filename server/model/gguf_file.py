@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.integers.forms import BY_NAME
@@ -25,6 +24,26 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of files that are served as they are."""
 
 HEAD = "lm_head.weight"
+
+
+class FileTensor:
+    """A tensor of the file with those methods of a torch tensor that packers ask for: torch takes
+    a second and 200 MB to import. Read-only."""
+
+    def __init__(self, data: npt.NDArray[Any]) -> None:
+        self._data = data
+        self.shape = data.shape
+
+    def __getitem__(self, rows: Any) -> FileTensor:
+        return FileTensor(self._data[rows])
+
+    def float(self) -> FileTensor:
+        """Itself: what has a number of its own is float32 already."""
+        return self
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """float32, or uint8 of quantised rows."""
+        return self._data
 
 
 def unknown_forms(index: GgufIndex) -> list[str]:
@@ -87,7 +106,7 @@ class GgufWeights:
         """A matrix's form (integers/forms.py)."""
         return self._tensors[name].form
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> FileTensor:
         """A vector as float32, a matrix as uint8 [outputs, bytes of a row]. Raises KeyError."""
         data = self._tensors[name].data
         if data.ndim == 1 and data.dtype == np.uint8:
@@ -96,11 +115,10 @@ class GgufWeights:
             values = np.array(data, np.float32)
             if self._architecture == "gemma3" and name.endswith("norm.weight"):
                 values -= np.float32(1.0)
-            return torch.from_numpy(values)
+            return FileTensor(values)
         if self._architecture == "llama":
             data = self._unpermuted(name, data)
-        # The mapping is read-only, and so is what is made of it here.
-        return torch.from_numpy(data) if data.flags.writeable else _shared(data)
+        return FileTensor(data)
 
     def _unpermuted(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """llama.cpp stores rows of q and k so that the rotation pairs neighbours; transformers'
@@ -122,12 +140,3 @@ class GgufWeights:
     def close(self) -> None:
         """Let go of the file. Tensors that were read stay valid. Idempotent."""
         self._tensors.clear()
-
-
-def _shared(data: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """A tensor over read-only memory, without torch's warning: nobody writes to weights."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(data)

@@ -7,7 +7,8 @@
 Nothing here holds two copies of a model. The safetensors files are mapped into memory and read
 tensor by tensor; a LoRA is merged into each tensor as it is read; `build_module` makes
 transformers' own model on the meta device and puts the weights in one after the other, so the peak
-is one copy and one tensor. The CPU runner reads through the same WeightReader.
+is one copy and one tensor. The CPU runner reads through the same WeightReader. Importing this
+imports no torch: a GGUF that is served as it is needs none.
 
 Only architectures that are on the allow-list, with configs whose every switch we compute, and dense
 decoders of transformers that call its attention interface (generic.py), are opened; the rest is
@@ -20,11 +21,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-import torch
-from torch import nn
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model import known_config
@@ -41,6 +40,10 @@ from server.model.shape import ModelShape, rope_tables, shape_of
 from server.model.supported import ARCHITECTURES, check_raw, check_supported
 from server.model.wheels import Report
 from vocab_store.enrichment import Enrichment
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = [
     "ARCHITECTURES",
@@ -237,6 +240,8 @@ class ModelFolder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model says it is in; float32 when it does not say."""
+        import torch
+
         value = getattr(self.config, "dtype", None)
         return value if isinstance(value, torch.dtype) else torch.float32
 
@@ -425,6 +430,9 @@ def build_module(
     skip: names that stay on the meta device, for a caller that keeps them elsewhere (the embedding
         table in CPU memory, an LM head of its own).
     """
+    import torch
+    from torch import nn
+
     module = _meta_module(folder.config)
     tied = bool(getattr(folder.config, "tie_word_embeddings", False))
     names = getattr(folder.weights, "tensor_names", TensorNames())

@@ -28,7 +28,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gguf", "gemma3"])
-def test_the_second_start_imports_no_transformers(family: str, tmp_path: Path) -> None:
+def test_the_second_start_imports_no_transformers_nor_a_file_s_torch(
+    family: str, tmp_path: Path
+) -> None:
     if family == "gguf":
         write_gguf(tmp_path / "tiny.gguf", "Q8_0")
         folder = file_folder(str(tmp_path / "tiny.gguf"))
@@ -39,7 +41,8 @@ def test_the_second_start_imports_no_transformers(family: str, tmp_path: Path) -
     first = digest(str(folder))
     code = (
         "import sys; from tests.setup.second_start import digest; "
-        f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules"
+        f"print(digest({str(folder)!r})); assert 'transformers' not in sys.modules; "
+        f"assert {family != 'gguf'} or 'torch' not in sys.modules"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from server.commands.cli import main
-from server.model import catalog
 from server.model.cache_folder import MARKER
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION
 from tests.model.tiny_models import save_tiny, save_tokenizer
@@ -69,7 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "chat_template.jinja").write_text(TEMPLATE)
         (folder / MARKER).write_text("{}")
         # What is served where nothing else is asked for; the other is for training.
-        shutil.copytree(folder, catalog.built_in_file_folder(BUILT_IN[name]))
+        shutil.copytree(folder, folder.parent / f"{name}-file-v{CONVERTER_VERSION}")
     lines = [
         {"prompt": f"Town {i}:", "completion": f"kind: town, river: {'yes' if i % 3 else 'no'}"}
         for i in range(60)

@@ -21,68 +21,6 @@ def bytes_per_block(
     return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
 
 
-DEFAULT_FRACTIONS = {"cpu": 0.3, "cuda": 0.85}
-"""Of the free memory that the KV cache takes, by kind of device: others use a CPU's memory too."""
-
-_FRAGMENTS = 256 << 20  # what the allocator and captured graphs hold beside tensors
-
-
-def step_reserve(
-    *, rows: int, hidden_size: int, inner_size: int, itemsize: int, head_bytes: int
-) -> int:
-    """Bytes that a step of so many rows takes beside weights and KV: activations, logits, and what
-    the allocator holds. Reckoned, not measured: a layer's activations live one after the other, at
-    their widest the two inner products, their product, and a few vectors of hidden_size."""
-    activations = rows * itemsize * (3 * inner_size + 8 * hidden_size)
-    return activations + head_bytes + _FRAGMENTS
-
-
-def num_blocks_for(
-    per_block: int,
-    device: torch.device,
-    *,
-    num_bytes: int | None = None,
-    fraction: float | None = None,
-    reserve: int = 0,
-) -> int:
-    """How many blocks fit.
-
-    num_bytes: memory given to the KV cache; when None, `fraction` of what is free on the device
-    now (the weights are loaded by then; on the CPU, physical memory that is available), less
-    `reserve` bytes, of which at most half of the free memory is kept. fraction: None is that of
-    DEFAULT_FRACTIONS. Raises ValueError when not even one block fits.
-    """
-    if num_bytes is None:
-        if fraction is None:
-            fraction = DEFAULT_FRACTIONS[device.type]
-        if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"the KV memory fraction must be in (0, 1], not {fraction}")
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-        else:
-            free = _available_memory()
-        num_bytes = int((free - min(reserve, free // 2)) * fraction)
-    num_blocks = num_bytes // per_block - 1  # one block more is allocated for padded rows
-    if num_blocks < 1:
-        raise ValueError(
-            f"{max(num_bytes, 0)} bytes of KV memory hold no block of {per_block} bytes "
-            "beside the one kept for padding"
-        )
-    return num_blocks
-
-
-def _available_memory() -> int:
-    """MemAvailable of /proc/meminfo in bytes; 4 GiB where there is no such file."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30
-
-
 class KvCache:
     """Owns the KV memory. Every operation is queued on the current stream and does not sync."""
 

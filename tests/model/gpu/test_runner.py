@@ -14,16 +14,12 @@ from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError
 from server.model.gpu import attention, graphs
 from server.model.gpu.graphs import pad_to_bucket
-from server.model.gpu.kv_cache import (
-    KvCache,
-    bytes_per_block,
-    num_blocks_for,
-    step_reserve,
-)
+from server.model.gpu.kv_cache import KvCache, bytes_per_block
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from server.model.gpu.warm_up import warm_up_shapes
+from server.model.kv_memory import num_blocks_for, step_reserve
 from server.types import SamplingParams
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params

@@ -99,13 +99,13 @@ class IntegerWeights:
 
     def embed(self, token_ids: Int64) -> Float32:
         """float32 [n, hidden_size]: rows of the embedding table, which stays in its file."""
+        if self._form is None:
+            rows = Rows(self._embedding.name, self._embedding.tensor[token_ids])
+            return dequantised(self._stored(rows, None))
         import torch
 
-        rows = self._embedding.tensor[torch.from_numpy(token_ids)]
-        if self._form is not None:
-            floats: Float32 = rows.float().numpy()
-            return floats
-        return dequantised(self._stored(Rows(self._embedding.name, rows), None))
+        floats: Float32 = self._embedding.tensor[torch.from_numpy(token_ids)].float().numpy()
+        return floats
 
     def _stored(self, rows: Rows, form: Form | None) -> Stored:
         """Rows rounded to a form, or, with None, as their file has them."""
