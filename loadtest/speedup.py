@@ -515,8 +515,7 @@ def _model_folder(model: str) -> str:
     if Path(model).is_dir():
         return str(Path(model).resolve())
     done = subprocess.run(
-        [sys.executable, "-m", "server.commands.cli", "models", "fetch", model,
-         "--form", "float32"],
+        [sys.executable, "-m", "server.commands.cli", "models", "fetch", model, "--form=float32"],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:

@@ -315,9 +315,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
                 f"{folder.config.architectures[0]} needs full_head: device: transformers' own "
                 "forward computes it, with its embedding and its head in place"
             )
-        head = folder.weights.get(HEAD).to(dtype)
+        head = folder.floats.get(HEAD).to(dtype)
         tied = bool(getattr(folder.config, "tie_word_embeddings", False))
-        embedding = head if tied else folder.weights.get(EMBEDDING).to(dtype)
+        embedding = head if tied else folder.floats.get(EMBEDDING).to(dtype)
     elsewhere = [n for n, t in ((HEAD, head), (EMBEDDING, embedding)) if t is not None]
     made = build_module(folder, dtype, device, skip=elsewhere)
     if by_transformers:

@@ -238,6 +238,16 @@ class ModelFolder:
         return tables
 
     @property
+    def floats(self) -> WeightReader:
+        """The weights as torch tensors. Raises UnsupportedModelError for a GGUF as it is."""
+        if isinstance(self.weights, GgufWeights):
+            raise UnsupportedModelError(
+                f"{self.path} holds a GGUF as it is, for CPUs; `tailor models fetch --form "
+                "float32` makes a copy in floats"
+            )
+        return self.weights
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model says it is in; float32 when it does not say."""
         import torch
@@ -440,7 +450,7 @@ def build_module(
         if name in skip or (tied and name == names.head):
             continue
         owner_name, _, leaf = name.rpartition(".")
-        tensor = folder.weights.get(name).to(device=device, dtype=dtype)
+        tensor = folder.floats.get(name).to(device=device, dtype=dtype)
         if tuple(tensor.shape) != tuple(parameter.shape):
             raise ModelError(f"{name} is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
         # A view of the mapped file would change under us when the file does: own the memory.
@@ -451,7 +461,7 @@ def build_module(
     for name in sorted(set(module.state_dict()) - {n for n, _ in module.named_parameters()}):
         owner_name, _, leaf = name.rpartition(".")
         if leaf in module.get_submodule(owner_name)._buffers:  # a constant that is saved
-            setattr(module.get_submodule(owner_name), leaf, folder.weights.get(name).to(dtype))
+            setattr(module.get_submodule(owner_name), leaf, folder.floats.get(name).to(dtype))
     if tied and names.head not in skip:
         head: Any = module.get_submodule(names.head.rpartition(".")[0])
         head.weight = module.get_parameter(names.embedding)
