@@ -74,13 +74,13 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_256_bit_registers_give_the_same_bits(tmp_path: Path) -> None:
+def test_256_bit_registers_give_the_same_bits(other_cpu_s_code: Path) -> None:
     """The layout for CPUs without AVX-512, compiled for one, in a process of its own."""
     env = {
         **os.environ,
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+sse4.2,+bmi,+bmi2,+f16c",
-        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(other_cpu_s_code),
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     code = "from tests.model.cpu.test_kernels import _digest; print(_digest())"

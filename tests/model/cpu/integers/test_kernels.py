@@ -103,7 +103,7 @@ def check_all(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", sorted(PATHS))
-def test_every_instruction_set_gives_the_same_bits(kernel: str, tmp_path: Path) -> None:
+def test_every_instruction_set_gives_the_same_bits(kernel: str, other_cpu_s_code: Path) -> None:
     cpu, features, needed = PATHS[kernel]
     host = llvm.get_host_cpu_features()
     lacking = [name for name in needed if not host.get(name, False)]
@@ -113,7 +113,7 @@ def test_every_instruction_set_gives_the_same_bits(kernel: str, tmp_path: Path) 
         **os.environ,
         "NUMBA_CPU_NAME": cpu,
         "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(other_cpu_s_code),
         "PYTHONPATH": str(Path(__file__).parents[4]),
     }
     code = (

@@ -50,7 +50,7 @@ def greedy() -> str:
 
 
 @pytest.mark.slow
-def test_avx2_gives_the_text_of_the_widest_kernel(tmp_path: Path) -> None:
+def test_avx2_gives_the_text_of_the_widest_kernel(other_cpu_s_code: Path) -> None:
     cpu, features, needed = PATHS["avx2"]
     host = llvm.get_host_cpu_features()
     if not all(host.get(name, False) for name in (*needed, "fma", "f16c")):
@@ -59,7 +59,7 @@ def test_avx2_gives_the_text_of_the_widest_kernel(tmp_path: Path) -> None:
         **os.environ,
         "NUMBA_CPU_NAME": cpu,
         "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(other_cpu_s_code),
         "PYTHONPATH": str(Path(__file__).parents[4]),
     }
     code = (
