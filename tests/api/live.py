@@ -11,12 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
-from server import token_bytes
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
@@ -27,11 +25,13 @@ from server.api.tasks import TaskAdmin
 from server.config import DEFAULT_TASK, ServerConfig, SpeculationConfig, TaskConfig
 from server.metrics.series import Metrics
 from server.tracing import TraceSink
+from tests.api.real_engine import TABLE, TOKENIZER
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
 
-TOKENIZER = byte_level_tokenizer()
-TABLE = token_bytes.build(TOKENIZER, 400)
+if TYPE_CHECKING:
+    import openai
+
 BYTE_IDS = {TABLE.bytes_of(i): i for i in range(TABLE.vocab_size) if len(TABLE.bytes_of(i)) == 1}
 DRAFTERS = ("off", "suffix")
 PLAIN_TASK = TaskConfig(name=DEFAULT_TASK, speculation=SpeculationConfig(drafter="suffix"))
@@ -188,6 +188,8 @@ class LiveServer:
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
         """The real client, without retries."""
+        import openai  # takes as long as all of the server: not in programs of tests
+
         return openai.OpenAI(api_key=api_key, base_url=self.url + "/v1", max_retries=0)
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:

@@ -27,7 +27,7 @@ import pytest
 from server import logs
 from server.config import LimitsConfig, ServerConfig
 from tests.api.live import LiveServer, wait_until
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.real_engine import CONTEXT, spec
 from tests.api.unharmed import exchange, unharmed_by
 
 pytestmark = pytest.mark.attack

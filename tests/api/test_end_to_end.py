@@ -11,71 +11,19 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from drafters import make_drafter
-from server.api.engines.slot import EngineSpec
-from server.engine.batch import Batch
-from server.engine.engine import Engine
-from server.engine.host import start_process, start_thread
-from server.engine.settings import EngineSettings
-from server.engine.stops import StopTable
-from tests.api.live import TABLE, LiveServer, encode, wait_until
+from server.engine.host import start_process
+from tests.api.live import LiveServer, encode, wait_until
+from tests.api.real_engine import CONTEXT, TABLE, spec
 from tests.api.test_completions import events
 from tests.api.test_lifecycle import send_request
-from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
-
-CONTEXT = 256
-
-
-def make_engine(
-    *,
-    step_s: float = 0.0,
-    max_waiting_requests: int = 1024,
-    drafts: bool = True,
-    max_num_seqs: int = 16,
-    fail: Callable[[Batch], None] | None = None,
-) -> Engine:
-    """An Engine whose texts repeat themselves, so that drafts are often right.
-
-    drafts: False leaves numba out, which takes seconds to start in a new process. fail: the
-    FakeRunner's.
-    """
-    info = fake_info(
-        vocab_size=TABLE.vocab_size,
-        num_blocks=256,
-        block_size=8,
-        max_model_len=CONTEXT,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        eos_token_ids=(0,),
-    )
-    model = FakeModel(TABLE.vocab_size, context=1, boost=9.0)
-    runner = FakeRunner(model, info, step_s=step_s, fail=fail)
-    return Engine(
-        runner,
-        {"suffix": make_drafter("suffix")} if drafts else {},
-        EngineSettings(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=128,
-            chunked_prefill_rows=64,
-            max_waiting_requests=max_waiting_requests,
-        ),
-        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
-    )
-
-
-def spec(start: Any = start_thread, i: int = 0, **options: Any) -> EngineSpec:
-    name = f"engine-{i}"
-    factory = partial(make_engine, **options)
-    return EngineSpec(name, "tiny", "cpu", partial(start, factory, name=name, device="cpu"))
 
 
 @pytest.fixture(scope="module")

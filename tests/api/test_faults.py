@@ -23,7 +23,7 @@ from server.config import TaskConfig, TaskLimits
 from server.engine.batch import Batch
 from server.engine.host import start_process
 from tests.api.live import BYTE_IDS, LiveServer, wait_until
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.real_engine import CONTEXT, spec
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +151,7 @@ from server.config import LimitsConfig, ServerConfig
 from server.engine.host import start_process
 from server.metrics.series import Metrics
 from tests.api.live import served
-from tests.api.test_end_to_end import spec
+from tests.api.real_engine import spec
 
 async def main():
     metrics = Metrics()

@@ -13,18 +13,12 @@ import httpx
 
 from server.api.engines.pulse import Pulse
 from server.api.engines.supervisor import RestartPolicy
-from server.engine.batch import Batch
 from server.engine.host import start_process
 from tests.api.live import LiveServer, wait_until
-from tests.api.test_end_to_end import spec
+from tests.api.real_engine import hang, spec
 
 POLICY = RestartPolicy(stuck_after_s=2.5)
 OFF: dict[str, Any] = {"speculation": {"drafter": "off"}, "ignore_eos": True, "max_tokens": 8}
-
-
-def _hang(batch: Batch) -> None:
-    """The step never ends, while other threads of the engine go on."""
-    time.sleep(3600)
 
 
 @contextmanager
@@ -77,7 +71,7 @@ def test_while_one_engine_is_stopped_the_other_serves() -> None:
 
 
 def test_a_step_that_never_ends_is_told_although_its_process_speaks() -> None:
-    engine = spec(start_process, drafts=False, fail=_hang)
+    engine = spec(start_process, drafts=False, fail=hang)
     with LiveServer([engine], restart=POLICY) as live:
         assert _health(live) == (200, "ok", {"engine-0": "ready"})
         try:

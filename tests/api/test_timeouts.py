@@ -23,7 +23,7 @@ from server.config import (
 )
 from server.types import Delta, Request
 from tests.api.live import LiveServer, encode, wait_until
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.real_engine import CONTEXT, spec
 from tests.api.test_lifecycle import send_request
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 

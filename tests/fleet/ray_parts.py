@@ -12,7 +12,7 @@ from server.config.cluster import ClusterConfig
 from server.engine.host import start_thread
 from server.fleet.parts import Front
 from tests.api.live import PLAIN_TASK, served
-from tests.api.test_end_to_end import CONTEXT, make_engine
+from tests.api.real_engine import CONTEXT, make_engine
 
 TASKS = tuple(f"task-{i}" for i in range(24))
 

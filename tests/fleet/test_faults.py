@@ -19,7 +19,7 @@ from server.fleet.far_engine import RetryPolicy
 from server.metrics.series import Metrics
 from server.types import Delta, Request, SamplingParams
 from tests.api.live import LiveServer, as_bytes, wait_until
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.real_engine import CONTEXT, spec
 from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 from tests.fleet.local_replicas import LocalReplicas, fleet_spec
 

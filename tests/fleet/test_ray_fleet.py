@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.api.live import LiveServer, wait_until
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.fleet_process import FleetProcess
 from tests.fleet.ray_parts import FakeParts
 

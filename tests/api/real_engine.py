@@ -1,0 +1,79 @@
+"""The real Engine on a FakeRunner, for tests of the API: in a thread, or in a process of its own.
+
+A process that is started imports this module: it leaves the API and its clients out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drafters import make_drafter
+from server import token_bytes
+from server.engine.batch import Batch
+from server.engine.engine import Engine
+from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
+from server.engine.stops import StopTable
+from tests.api.tiny_tokenizers import byte_level_tokenizer
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+
+if TYPE_CHECKING:
+    from server.api.engines.slot import EngineSpec
+
+TOKENIZER = byte_level_tokenizer()
+TABLE = token_bytes.build(TOKENIZER, 400)
+CONTEXT = 256
+
+
+def make_engine(
+    *,
+    step_s: float = 0.0,
+    max_waiting_requests: int = 1024,
+    drafts: bool = True,
+    max_num_seqs: int = 16,
+    fail: Callable[[Batch], None] | None = None,
+) -> Engine:
+    """An Engine whose texts repeat themselves, so that drafts are often right.
+
+    drafts: False leaves numba out, which takes seconds to start in a new process. fail: the
+    FakeRunner's.
+    """
+    info = fake_info(
+        vocab_size=TABLE.vocab_size,
+        num_blocks=256,
+        block_size=8,
+        max_model_len=CONTEXT,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        eos_token_ids=(0,),
+    )
+    model = FakeModel(TABLE.vocab_size, context=1, boost=9.0)
+    runner = FakeRunner(model, info, step_s=step_s, fail=fail)
+    return Engine(
+        runner,
+        {"suffix": make_drafter("suffix")} if drafts else {},
+        EngineSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=128,
+            chunked_prefill_rows=64,
+            max_waiting_requests=max_waiting_requests,
+        ),
+        stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+    )
+
+
+def hang(batch: Batch) -> None:
+    """A FakeRunner's failure: the step never ends, while other threads of the engine go on."""
+    time.sleep(3600)
+
+
+def spec(start: Any = start_thread, i: int = 0, **options: Any) -> EngineSpec:
+    """An engine for LiveServer; options: make_engine's."""
+    from server.api.engines.slot import EngineSpec
+
+    name = f"engine-{i}"
+    factory = partial(make_engine, **options)
+    return EngineSpec(name, "tiny", "cpu", partial(start, factory, name=name, device="cpu"))
