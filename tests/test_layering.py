@@ -81,6 +81,13 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.routing": {"server.fleet.costs"},
     "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
+    "server.fleet.budgets": {"server.api.keys"},
+    "server.fleet.changes": {
+        "server.api.adapters",
+        "server.api.tasks",
+        "server.config",
+        "server.errors",
+    },
     "server.fleet.replica": {
         *EVERYONE,
         "server.api.engines",

@@ -5,7 +5,7 @@ For the composition root (server/wiring/server.py):
     metrics = Metrics()
     client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics,
                           restart=RestartPolicy(...), max_queued_requests=..., ...)
-    app = create_app(config, tasks=tasks, models=models, client=client, metrics=metrics,
+    app = create_app(config, tasks=tasks, models=models, client=client,
                      drafters=DRAFTER_NAMES)
 
 - `config` is a ServerConfig (limits, keys, metrics and cors are read), `tasks` the TaskConfigs by
@@ -38,7 +38,7 @@ from server.api.dashboard_history import History
 from server.api.engines.client import EngineClient
 from server.api.generation_routes import GenerationRoutes
 from server.api.intake import Intake
-from server.api.keys import ApiKey
+from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.middleware import OPEN_PATHS, Gate, error_response
 from server.api.model_routes import ModelRoutes
 from server.api.openapi import document
@@ -67,16 +67,18 @@ def create_app(
     tasks: Mapping[str, TaskConfig],
     models: Mapping[str, ServedModel],
     client: EngineClient,
-    metrics: Metrics,
     drafters: Sequence[str] = ("off",),
     task_admin: TaskAdmin | None = None,
     traces: TraceSink | None = None,
+    key_use: Callable[[ApiKey], KeyUse] = OwnUse,
 ) -> FastAPI:
     """The application. It owns nothing but its tokenizing threads; see the top of this file.
 
     task_admin: who changes tasks for the admin routes; None: they only look. It holds the
-    adapters, too, if there are any.
+    adapters, too, if there are any. key_use: keeps the account of an API key.
     """
+    metrics = client.metrics
+    keys = Keyring([ApiKey.from_config(key) for key in config.keys], key_use)
     adapters = None if task_admin is None else task_admin.adapters
     intake = Intake(
         tasks=tasks,
@@ -97,7 +99,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=_life(intake, page.history if config.dashboard.enabled else None),
-        middleware=_middleware(config, metrics, paths, traces),
+        middleware=_middleware(config, metrics, paths, traces, keys),
     )
     app.add_exception_handler(TailorError, _tailor_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -112,6 +114,7 @@ def create_app(
     task_routes.add_to(app)
     AdapterRoutes(context, client, adapters).add_to(app)
     app.state.reload_tasks = task_routes.reload
+    app.state.follow_tasks = task_routes.follow
     if config.dashboard.enabled:
         page.add_to(app)
     for route in [r for r in app.routes if isinstance(r, APIRoute) and r.methods == {"GET"}]:
@@ -141,7 +144,11 @@ def _life(
 
 
 def _middleware(
-    config: ServerConfig, metrics: Metrics, paths: Mapping[str, str], traces: TraceSink | None
+    config: ServerConfig,
+    metrics: Metrics,
+    paths: Mapping[str, str],
+    traces: TraceSink | None,
+    keys: Keyring,
 ) -> list[Middleware]:
     """CORS where it is asked for, and the gate. paths: those that metrics may name."""
     open_paths, admin_paths = OPEN_PATHS, ADAPTER_PATHS
@@ -164,7 +171,7 @@ def _middleware(
         )
     gate = Middleware(
         Gate,
-        keys=[ApiKey.from_config(key) for key in config.keys],
+        keys=keys,
         open_paths=open_paths,
         quiet_paths=frozenset({DATA_PATH, HISTORY_PATH}),
         admin_paths=admin_paths,

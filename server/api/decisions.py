@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from server.api.decision_body import (
@@ -52,7 +52,7 @@ MAX_WAVE_QUESTIONS = 64
 MAX_WAVE_LABELS = 512
 """Questions and labels that are in the engine at once: a label costs a row of logits there."""
 
-SubmitFunction = Callable[[Sequence[Request]], Submission]
+SubmitFunction = Callable[[Sequence[Request]], Awaitable[Submission]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _prompt_ids(model: ServedModel, text: str, tail: str) -> list[int]:
 class DecisionRun:
     """One order in the engines: the first question, then the others in batches.
 
-    submit: EngineClient.submit. `abort` may be called at any time; `answer` then ends.
+    submit: RouteContext.submit of a request. `abort` may be called at any time; `answer` then ends.
     """
 
     def __init__(self, order: DecisionOrder, submit: SubmitFunction) -> None:
@@ -198,7 +198,10 @@ class DecisionRun:
         for wave in _waves(self._order.requests):
             if self._aborted:
                 break
-            self._submission = self._submit(wave)
+            self._submission = await self._submit(wave)
+            if self._aborted:
+                self._submission.abort()
+                break
             self._accounts += self._submission.accounts
             found: dict[int, tuple[float, ...]] = {}
             async for arrived in self._submission:

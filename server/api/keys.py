@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from starlette.types import Scope
 
@@ -84,7 +85,7 @@ class Bucket:
     rate holds, and no request is refused for ever.
     """
 
-    def __init__(self, per_minute: int, now_s: float) -> None:
+    def __init__(self, per_minute: float, now_s: float) -> None:
         self._rate = per_minute / 60.0
         self._most = float(per_minute)
         self._level = self._most
@@ -92,26 +93,95 @@ class Bucket:
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until `amount` can be taken; 0.0 is now."""
+        return max(0.0, (min(amount, self._most) - self.level(now_s)) / self._rate)
+
+    def level(self, now_s: float) -> float:
+        """What can be taken; negative where it owes."""
         self._level = min(self._most, self._level + (now_s - self._at_s) * self._rate)
         self._at_s = now_s
-        return max(0.0, (min(amount, self._most) - self._level) / self._rate)
+        return self._level
 
     def take(self, amount: float) -> None:
         """Take it. A negative amount gives back what was taken and not used."""
         self._level = min(self._most, self._level - amount)
 
 
-class _Use:
-    """What one key has open and has used."""
+class KeyUse(Protocol):
+    """What one key has open and has used, whoever keeps the account: OwnUse, or a fleet."""
 
-    def __init__(self, key: ApiKey, now_s: float) -> None:
-        self.num_open = 0
-        self.requests = (
-            None if key.requests_per_minute is None else Bucket(key.requests_per_minute, now_s)
+    async def enter(self) -> None:
+        """Take a seat and one request. Raises RateLimitedError, and then took neither."""
+
+    def leave(self) -> None:
+        """Give the seat back."""
+
+    async def reserve(self, amount: int) -> None:
+        """Take so many tokens. Raises RateLimitedError, and then took none."""
+
+    def give_back(self, amount: int) -> None:
+        """So many of the reserved tokens were not used."""
+
+
+class OwnUse:
+    """The account of a key that comes to this process alone. A KeyUse that never waits."""
+
+    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key = key
+        self._clock = clock
+        self._num_open = 0
+        self._requests, self._tokens = (
+            None if per_minute is None else Bucket(per_minute, clock())
+            for per_minute in (key.requests_per_minute, key.tokens_per_minute)
         )
-        self.tokens = (
-            None if key.tokens_per_minute is None else Bucket(key.tokens_per_minute, now_s)
-        )
+
+    async def enter(self) -> None:
+        most = self._key.max_concurrent_requests
+        if most is not None and self._num_open >= most:
+            raise too_many_open(most)
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(1, self._clock())
+            if wait_s > 0:
+                raise too_many_requests(self._key, wait_s)
+            self._requests.take(1)
+        self._num_open += 1
+
+    def leave(self) -> None:
+        self._num_open -= 1
+
+    async def reserve(self, amount: int) -> None:
+        if self._tokens is None:
+            return
+        wait_s = self._tokens.wait_s(amount, self._clock())
+        if wait_s > 0:
+            raise too_many_tokens(wait_s)
+        self._tokens.take(amount)
+
+    def give_back(self, amount: int) -> None:
+        if self._tokens is not None:
+            self._tokens.take(-amount)
+
+
+def too_many_open(most: int) -> RateLimitedError:
+    """The key has as many requests open as it may."""
+    return RateLimitedError(
+        f"The key may have {most} requests open at once. Try again later.", retry_after_s=1.0
+    )
+
+
+def too_many_requests(key: ApiKey, wait_s: float) -> RateLimitedError:
+    """The key has sent as many requests as it may."""
+    return RateLimitedError(
+        f"The key may send {key.requests_per_minute} requests a minute. Try again later.",
+        retry_after_s=math.ceil(wait_s),
+    )
+
+
+def too_many_tokens(wait_s: float) -> RateLimitedError:
+    """The key has used as many tokens as it may."""
+    return RateLimitedError(
+        "The key's tokens per minute are used up. Try again later.",
+        retry_after_s=math.ceil(wait_s),
+    )
 
 
 class Visit:
@@ -128,8 +198,7 @@ class Visit:
         self.task = ""
         self.model = ""
         self.submissions: list[Submission] = []
-        self._use: _Use | None = None
-        self._clock = clock
+        self._use: KeyUse | None = None
         self._reserved = 0
 
     @property
@@ -149,7 +218,7 @@ class Visit:
                 param="model",
             )
 
-    def submit(
+    async def submit(
         self,
         client: EngineClient,
         requests: Sequence[Request],
@@ -172,18 +241,10 @@ class Visit:
             for request in requests
         ]
         amount = sum(len(r.prompt_ids) + r.num_choices * r.sampling.max_tokens for r in requests)
-        bucket = None if self._use is None else self._use.tokens
-        if bucket is not None:
-            wait_s = bucket.wait_s(amount, self._clock())
-            if wait_s > 0:
-                raise RateLimitedError(
-                    "The key's tokens per minute are used up. Try again later.",
-                    retry_after_s=math.ceil(wait_s),
-                )
-        submission = client.submit(requests, total_timeout_s=total_timeout_s)
-        if bucket is not None:
-            bucket.take(amount)
+        if self._use is not None:
+            await self._use.reserve(amount)
             self._reserved += amount
+        submission = client.submit(requests, total_timeout_s=total_timeout_s)
         self.submissions.append(submission)
         return submission
 
@@ -192,27 +253,27 @@ class Visit:
         use = self._use
         if use is None:
             return
-        use.num_open -= 1
-        if use.tokens is not None and self._reserved:
-            used = sum(
-                account.num_prompt_tokens + account.num_completion_tokens
-                for submission in self.submissions
-                for account in submission.accounts
-            )
-            use.tokens.take(min(0, used - self._reserved))
+        use.leave()
+        used = sum(
+            account.num_prompt_tokens + account.num_completion_tokens
+            for submission in self.submissions
+            for account in submission.accounts
+        )
+        if used < self._reserved:
+            use.give_back(self._reserved - used)
 
 
 class Keyring:
-    """All keys of the server, and what each has used. Raises ConfigError for equal secrets."""
+    """All keys of the server, and what each has used. Raises ConfigError for equal secrets.
 
-    def __init__(
-        self, keys: Iterable[ApiKey], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    use: makes the account of a key.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey], use: Callable[[ApiKey], KeyUse] = OwnUse) -> None:
         self._keys = tuple(keys)
         if len({key.digest for key in self._keys}) != len(self._keys):
             raise ConfigError("keys: two keys have the same secret")
-        self._clock = clock
-        self._uses = {key.key_id: _Use(key, clock()) for key in self._keys}
+        self._uses = {key.key_id: use(key) for key in self._keys}
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -239,29 +300,14 @@ class Keyring:
             )
         return found
 
-    def enter(self, visit: Visit, key: ApiKey) -> None:
+    async def enter(self, visit: Visit, key: ApiKey) -> None:
         """The visit is this key's, and takes one of its seats until `leave`.
 
         Raises RateLimitedError above the key's limits.
         """
         visit.key = key
         use = self._uses[key.key_id]
-        most = key.max_concurrent_requests
-        if most is not None and use.num_open >= most:
-            raise RateLimitedError(
-                f"The key may have {most} requests open at once. Try again later.",
-                retry_after_s=1.0,
-            )
-        if use.requests is not None:
-            wait_s = use.requests.wait_s(1, self._clock())
-            if wait_s > 0:
-                raise RateLimitedError(
-                    f"The key may send {key.requests_per_minute} requests a minute. "
-                    "Try again later.",
-                    retry_after_s=math.ceil(wait_s),
-                )
-            use.requests.take(1)
-        use.num_open += 1
+        await use.enter()
         visit._use = use
 
 

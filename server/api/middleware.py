@@ -12,12 +12,12 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.keys import ApiKey, Keyring, Visit, check_admin
+from server.api.keys import Keyring, Visit, check_admin
 from server.api.responses import encode_ascii, error_answer
 from server.api.spans import request_fields, request_span
 from server.errors import ServerError, TailorError
@@ -58,7 +58,7 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        keys: Sequence[ApiKey],
+        keys: Keyring,
         open_paths: frozenset[str] = OPEN_PATHS,
         quiet_paths: frozenset[str] = frozenset(),
         admin_paths: frozenset[str] = frozenset(),
@@ -67,7 +67,7 @@ class Gate:
         traces: TraceSink | None = None,
     ) -> None:
         self.app = app
-        self._keys = Keyring(keys)
+        self._keys = keys
         self._open = open_paths
         self._quiet = quiet_paths
         self._admin = admin_paths
@@ -105,7 +105,7 @@ class Gate:
                 if key is not None and scope["path"] in self._quiet:
                     visit.key = key
                 elif key is not None:
-                    self._keys.enter(visit, key)
+                    await self._keys.enter(visit, key)
             await self.app(scope, receive, send_on)
         except ClientDisconnect:
             status = CLIENT_GONE

@@ -61,12 +61,12 @@ class RouteContext:
         visit_of(request).check(task.name, model.key, model.key if name is None else name)
         return task, model
 
-    def submit(self, request: HttpRequest, requests: Sequence[Request]) -> Submission:
+    async def submit(self, request: HttpRequest, requests: Sequence[Request]) -> Submission:
         """Hand the Requests of one order to the engines, for this caller and with its task's
         time-outs. Every route that generates goes through here."""
         task = self.intake.tasks.get(requests[0].task)
         own = TaskLimits() if task is None else task.limits
-        return visit_of(request).submit(
+        return await visit_of(request).submit(
             self.client,
             requests,
             queue_timeout_s=_tighter(self.limits.queue_timeout_s, own.queue_timeout_s),
@@ -85,7 +85,7 @@ class RouteContext:
         """Submit what was ordered and answer: streamed by `events` or at once by `whole`, which
         get `shape`, the route's own view of the order. late_error: as of EventStream."""
         if order.needs_engine:
-            submission = self.submit(request, order.requests)
+            submission = await self.submit(request, order.requests)
         else:
             submission = Submission.answered(order.requests, self.metrics)
         submission.names = order.names

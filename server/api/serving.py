@@ -1,7 +1,7 @@
 """`serve`: runs the application and its engines until it is told to stop.
 
     client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics, ...)
-    app = create_app(config, tasks=tasks, models=models, client=client, metrics=metrics, ...)
+    app = create_app(config, tasks=tasks, models=models, client=client, ...)
     status = await serve(app, client, host=..., port=..., drain_s=config.limits.drain_s)
 
 - All of it inside one coroutine, run by `run_loop(main())`, which is asyncio.run on uvloop where

@@ -332,10 +332,14 @@ class TaskRoutes:
             raise InvalidRequestError(f"The vocabulary profile: {error.message}") from None
         return {**told, "profile": summary}
 
-    async def _serve(self, tasks: Mapping[str, TaskConfig]) -> None:
-        """New requests get these tasks, and the engines make drafters anew for them."""
+    def follow(self, tasks: Mapping[str, TaskConfig]) -> None:
+        """New requests get these tasks."""
         self._intake.replace_tasks(tasks)
         self._note_sizes()
+
+    async def _serve(self, tasks: Mapping[str, TaskConfig]) -> None:
+        """`follow`, and the engines make drafters anew for them."""
+        self.follow(tasks)
         await self._tell_engines("drafters_reload", None)
 
     def _note_sizes(self) -> None:

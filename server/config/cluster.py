@@ -36,6 +36,13 @@ class IngressConfig(Section):
         description="direct: each listens itself, those of a machine on one port together; proxy: "
         "behind Ray Serve's own HTTP proxies, one a node, as a RayService expects",
     )
+    own_ports: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="with http: direct, ingress i listens on this port + i, too: where Prometheus "
+        "asks each for its own figures",
+    )
 
 
 class ReplicasConfig(Section):

@@ -25,13 +25,15 @@ from ray.serve.handle import DeploymentHandle
 
 from server import logs
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
+from server.fleet.budgets import Budgets, Claim, Grant
+from server.fleet.changes import ChangeLog, Changes
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
-from server.fleet.ingress import IngressApp, shared_port
+from server.fleet.ingress import IngressApp, Others, shared_port
 from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
-from server.fleet.serve_replicas import ServeReplicas
+from server.fleet.serve_replicas import ServeDesk, ServeReplicas
 
 log = logging.getLogger("tailor.fleet")
 
@@ -41,10 +43,12 @@ _ROUTER = "server.fleet.task_router:TaskRouter"
 
 
 class DeskDeployment:
-    """desk.Desk; one replica."""
+    """desk.Desk, budgets.Budgets and changes.ChangeLog; one replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ingresses: int) -> None:
         self._desk = Desk()
+        self._budgets = Budgets(num_ingresses)
+        self._changes = ChangeLog()
 
     async def tell(self, standing: Standing) -> None:
         """A replica is there, and how."""
@@ -62,6 +66,26 @@ class DeskDeployment:
         """For the ingresses."""
         standings = self._desk.standings(model)
         return FleetState(self._desk.info(model), {s.name: s.stats for s in standings})
+
+    async def take(self, claim: Claim) -> Grant:
+        """For the ingresses: of a key's budget."""
+        return self._budgets.take(claim)
+
+    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
+        """For the ingresses: what was changed."""
+        return await self._changes.follow(ingress_id, changes)
+
+    async def begin_change(self, ingress_id: str) -> Changes | None:
+        """For the ingresses: whether it may change something now."""
+        return self._changes.begin(ingress_id)
+
+    async def end_change(self, ingress_id: str) -> None:
+        """For the ingresses: it has changed what it wanted."""
+        self._changes.end(ingress_id)
+
+    async def is_followed(self, number: int) -> bool:
+        """For the ingresses: whether all have followed a change."""
+        return self._changes.is_followed(number)
 
 
 class EngineDeployment:
@@ -159,14 +183,17 @@ class IngressDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         parts: FleetParts,
-        max_runs: int,
+        cluster: ClusterConfig,
         desk: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
         listen = parts.server.listen
-        self._ingress = await _ingress(parts, max_runs, desk, engines)
-        listener = shared_port(listen.host, listen.port)
-        self._serving = asyncio.create_task(self._ingress.run(listener))
+        self._ingress = await _ingress(parts, cluster, desk, engines)
+        ports = [listen.port]
+        if cluster.ingress.own_ports is not None:
+            ports.append(cluster.ingress.own_ports + serve.get_replica_context().rank.rank)
+        listeners = [shared_port(listen.host, port) for port in ports]
+        self._serving = asyncio.create_task(self._ingress.run(*listeners))
         with contextlib.suppress(TimeoutError):  # a model that sleeps has no engine yet
             async with asyncio.timeout(_READY_S):
                 await self._ingress.client.wait_ready()
@@ -189,11 +216,11 @@ class ProxiedIngressDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         parts: FleetParts,
-        max_runs: int,
+        cluster: ClusterConfig,
         desk: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
-        self._ingress = await _ingress(parts, max_runs, desk, engines)
+        self._ingress = await _ingress(parts, cluster, desk, engines)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress
@@ -201,12 +228,15 @@ class ProxiedIngressDeployment:
 
 async def _ingress(
     parts: FleetParts,
-    max_runs: int,
+    cluster: ClusterConfig,
     desk: DeploymentHandle,
     engines: Mapping[str, DeploymentHandle],
 ) -> IngressApp:
     """engines: the handles of the engine deployments, by model."""
     logs.configure(parts.server.log.format, parts.server.log.level)
+    others = Others(
+        serve.get_replica_context().replica_id.unique_id, cluster.ingress.replicas, ServeDesk(desk)
+    )
     front: Front = await asyncio.to_thread(parts.front)
     loop = asyncio.get_running_loop()
 
@@ -215,11 +245,11 @@ async def _ingress(
             ServeReplicas(model, engines[model], desk),
             name=f"{model}/fleet",
             loop=loop,
-            retry=RetryPolicy(max_runs=max_runs),
+            retry=RetryPolicy(max_runs=cluster.routing.max_runs),
             on_state=on_state,
         )
 
-    return IngressApp(parts.server, front, start)
+    return IngressApp(parts.server, front, start, others)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
@@ -229,7 +259,7 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         name="desk",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
-    ).bind()
+    ).bind(cluster.ingress.replicas)
     engines = {
         model.name: _engines(cluster, parts, model.name, desk) for model in parts.server.models
     }
@@ -243,7 +273,7 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         health_check_period_s=2.0,
     )
-    return ingress.bind(parts, cluster.routing.max_runs, desk, engines)
+    return ingress.bind(parts, cluster, desk, engines)
 
 
 def _engines(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from server.api.app import create_app
 from server.api.engines.client import EngineClient
 from server.api.engines.slot import EngineSpec
+from server.api.keys import OwnUse
 from server.api.serving import serve
 from server.config import ServerConfig
 from server.errors import ConfigError
+from server.fleet.budgets import Claim, FleetUses, Grant
+from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
 from server.fleet.parts import Front
 from server.metrics.series import Metrics
@@ -24,16 +30,46 @@ StartFleet = Callable[[str, Callable[[FleetState], None]], FleetHandle]
 """(model, who is told how its replicas are) -> its fleet. Called in a thread."""
 
 
+class IngressDesk(ChangeDesk, Protocol):
+    """What ingresses ask of the desk."""
+
+    async def take(self, claim: Claim) -> Grant: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The other ingresses, through the desk. ingress_id: this one's. num_ingresses: of all."""
+
+    ingress_id: str
+    num_ingresses: int
+    desk: IngressDesk
+
+
 class IngressApp:
     """The application, to be run by `run` on a socket of its own, or as an ASGI application, whose
     engines are there between the lifespan's start and its end.
 
-    start: starts the fleet of a model. The metrics of each replica are told under its engine's
+    start: starts the fleet of a model. others: with whom keys' limits and changes of tasks are
+    shared; None is nobody. The metrics of each replica are told under its engine's
     name, `model/rank`, so that dashboards and alerts of a single server hold for a fleet.
     """
 
-    def __init__(self, config: ServerConfig, front: Front, start: StartFleet) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        front: Front,
+        start: StartFleet,
+        others: Others | None = None,
+    ) -> None:
         self._config = config
+        self._uses: FleetUses | None = None
+        self._shared: SharedTasks | None = None
+        if others is not None:
+            self._uses = FleetUses(
+                others.ingress_id, num_ingresses=others.num_ingresses, take=others.desk.take
+            )
+            if front.task_admin is not None:
+                self._shared = SharedTasks(front.task_admin, others.desk, others.ingress_id)
         self._stop = asyncio.Event()
         self._metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
@@ -60,10 +96,10 @@ class IngressApp:
             tasks=front.tasks,
             models=front.models,
             client=self.client,
-            metrics=self._metrics,
             drafters=front.drafters,
-            task_admin=front.task_admin,
+            task_admin=self._shared or front.task_admin,
             traces=self._traces,
+            key_use=OwnUse if self._uses is None else self._uses.of,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,30 +108,43 @@ class IngressApp:
             await self._app(scope, receive, send)
             return
         await self.client.start()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            await self.client.stop()
-            if self._traces is not None:
-                self._traces.close()
+        async with self._beside():
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                await self.client.stop()
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, *listeners: socket.socket) -> None:
         """Serve, with a single server's bounds on connections, until `stop`, and then drain."""
-        try:
+        async with self._beside():
             await serve(
                 self._app,
                 self.client,
                 limits=self._config.limits,
-                sockets=[listener],
+                sockets=listeners,
                 stop=self._stop,
             )
-        finally:
-            if self._traces is not None:
-                self._traces.close()
 
     def stop(self) -> None:
         """End `run`: /ready turns 503, what is open goes on for limits.drain_s seconds."""
         self._stop.set()
+
+    @contextlib.asynccontextmanager
+    async def _beside(self) -> AsyncIterator[None]:
+        """What runs while it serves: what it has in common with the other ingresses."""
+        tasks = []
+        if self._uses is not None:
+            tasks.append(asyncio.create_task(self._uses.run()))
+        if self._shared is not None:
+            tasks.append(asyncio.create_task(self._shared.run(self._app.state.follow_tasks)))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._traces is not None:
+                self._traces.close()
 
     def _note(self, model: str, state: FleetState) -> None:
         """Tell each replica's figures in /metrics, and which are gone."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from server.api.engines.slot import EngineSpec
     from server.api.engines.supervisor import RestartPolicy
     from server.api.served_model import ServedModel
-    from server.api.tasks import TaskAdmin
+    from server.fleet.changes import FollowedAdmin
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Front:
     tasks: Mapping[str, TaskConfig]
     models: Mapping[str, ServedModel]
     drafters: tuple[str, ...]
-    task_admin: TaskAdmin | None
+    task_admin: FollowedAdmin | None
 
 
 class FleetParts(Protocol):

@@ -1,4 +1,5 @@
-"""ServeReplicas: the replicas of one model through a Ray Serve handle (far_engine.Replicas)."""
+"""What an ingress reaches through Ray Serve handles: the replicas of a model (far_engine.Replicas),
+and the desk (ingress.IngressDesk)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from server.fleet.budgets import Claim, Grant
+from server.fleet.changes import Changes
 from server.fleet.desk import Standing
 from server.fleet.far_engine import FleetState, ReplicaLostError
 from server.fleet.routing import Job
@@ -70,3 +73,34 @@ class ServeReplicas:
             with contextlib.suppress(Exception):
                 response.cancel()
             raise ReplicaLostError(f"{standing.name} does not answer") from None
+
+
+class ServeDesk:
+    """desk: the handle of its deployment."""
+
+    def __init__(self, desk: DeploymentHandle) -> None:
+        self._desk = desk.options(_by_reference=False)
+
+    async def take(self, claim: Claim) -> Grant:
+        """Budgets.take."""
+        grant: Grant = await self._desk.take.remote(claim)
+        return grant
+
+    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
+        """ChangeLog.follow."""
+        latest: Changes = await self._desk.follow.remote(ingress_id, changes)
+        return latest
+
+    async def begin(self, ingress_id: str) -> Changes | None:
+        """ChangeLog.begin."""
+        before: Changes | None = await self._desk.begin_change.remote(ingress_id)
+        return before
+
+    async def end(self, ingress_id: str) -> None:
+        """ChangeLog.end."""
+        await self._desk.end_change.remote(ingress_id)
+
+    async def is_followed(self, number: int) -> bool:
+        """ChangeLog.is_followed."""
+        followed: bool = await self._desk.is_followed.remote(number)
+        return followed

@@ -294,7 +294,6 @@ def run_server(
             tasks=plan.tasks,
             models=plan.models,
             client=client,
-            metrics=metrics,
             drafters=DRAFTER_NAMES,
             task_admin=plan.task_set,
             traces=traces,

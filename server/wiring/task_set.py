@@ -184,6 +184,13 @@ class TaskSet:
             await asyncio.to_thread(self._delete, task)
             return await asyncio.to_thread(self._check_again, task)
 
+    async def refresh(self, task: str) -> Mapping[str, TaskConfig]:
+        """Look again at what was uploaded for a task: another process has changed it."""
+        async with self._lock:
+            if task not in self._files:
+                return self._tasks
+            return await asyncio.to_thread(self._check_again, task)
+
     # -- in threads -------------------------------------------------------------------------
 
     def _model_of(self, task: TaskConfig) -> tuple[Path, str]:

@@ -130,7 +130,6 @@ class LiveServer:
             tasks=self.tasks,
             models=self.models,
             client=self.client,
-            metrics=self.metrics,
             drafters=self.drafters,
             task_admin=self.task_admin,
             traces=self.traces,

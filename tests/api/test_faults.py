@@ -156,8 +156,7 @@ from tests.api.real_engine import spec
 async def main():
     metrics = Metrics()
     client = EngineClient([spec(start_process, step_s=0.01, drafts=False)], metrics=metrics)
-    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client,
-                     metrics=metrics)
+    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client)
     return await serve(app, client, port=0, limits=LimitsConfig(drain_s=float(sys.argv[1])),
                        on_ready=lambda port: print(port, flush=True))
 

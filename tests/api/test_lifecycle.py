@@ -422,8 +422,7 @@ async def main():
     engine = ScriptedEngine(saying([5, 6, 7]), step_s=0.02)
     metrics = Metrics()
     client = EngineClient([EngineSpec("e", "tiny", "cpu", engine.factory)], metrics=metrics)
-    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client,
-                     metrics=metrics)
+    app = create_app(ServerConfig(), tasks={}, models={"tiny": served()}, client=client)
     return await serve(app, client, port=0, limits=LimitsConfig(drain_s=60),
                        on_ready=lambda port: print(port, flush=True))
 

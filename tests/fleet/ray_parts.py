@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from server.api.engines.slot import EngineSpec
-from server.config import DEFAULT_TASK, ListenConfig, ServerConfig
+from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig
 from server.engine.host import start_thread
 from server.fleet.parts import Front
-from tests.api.live import PLAIN_TASK, served
+from server.wiring.task_set import TaskSet
+from tests.api.live import PLAIN_TASK, TABLE, served
 from tests.api.real_engine import CONTEXT, make_engine
 
 TASKS = tuple(f"task-{i}" for i in range(24))
@@ -27,20 +30,37 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class FakeParts:
-    """parts.FleetParts over FakeRunners whose steps take step_s seconds."""
+    """parts.FleetParts over FakeRunners whose steps take step_s seconds.
+
+    more_tasks: a file of further tasks' names, a line each, which a reload reads again.
+    """
 
     server: ServerConfig = field(default_factory=ServerConfig)
     step_s: float = 0.0
     drafts: bool = False
+    more_tasks: Path | None = None
 
     def front(self) -> Front:
+        tasks = self.tasks()
+        drafters = ("off", "suffix") if self.drafts else ("off",)
+        model = served("tiny", CONTEXT)
+        admin = TaskSet(
+            tasks,
+            load=self.tasks,
+            models={"tiny": (Path(), TABLE.fingerprint.hex())},
+            uploads=None if self.more_tasks is None else self.more_tasks.parent / "uploads",
+        )
+        return Front(tasks, {"tiny": model}, drafters, admin)
+
+    def tasks(self) -> Mapping[str, TaskConfig]:
+        """As they are in the files now."""
         task = PLAIN_TASK
         if not self.drafts:
             off = task.speculation.model_copy(update={"drafter": "off"})
             task = task.model_copy(update={"speculation": off})
-        tasks = {name: task.model_copy(update={"name": name}) for name in (DEFAULT_TASK, *TASKS)}
-        drafters = ("off", "suffix") if self.drafts else ("off",)
-        return Front(tasks, {"tiny": served("tiny", CONTEXT)}, drafters, None)
+        more = () if self.more_tasks is None else self.more_tasks.read_text().split()
+        names = (DEFAULT_TASK, *TASKS, *more)
+        return {name: task.model_copy(update={"name": name}) for name in names}
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         name = f"{model}/{rank}"
@@ -61,13 +81,23 @@ def fake_server(**sections: object) -> ServerConfig:
 
 
 def fake_cluster(
-    replicas: int = 2, ingresses: int = 1, *, http: str = "direct", policy: str = "tasks"
+    replicas: int = 2,
+    ingresses: int = 1,
+    *,
+    http: str = "direct",
+    policy: str = "tasks",
+    own_ports: int | None = None,
 ) -> ClusterConfig:
     """A cluster.yaml of small replicas."""
     return ClusterConfig.model_validate(
         {
             "server": "server.yaml",
-            "ingress": {"replicas": ingresses, "num_cpus": 0.1, "http": http},
+            "ingress": {
+                "replicas": ingresses,
+                "num_cpus": 0.1,
+                "http": http,
+                "own_ports": own_ports,
+            },
             "replicas": {"min": replicas, "num_cpus": 0.1, "health_check_s": 1.0},
             "routing": {"policy": policy},
         }

@@ -10,10 +10,16 @@ import argparse
 import os
 import signal
 import sys
+from pathlib import Path
 
 from server.config import ListenConfig, ServerConfig
 from server.fleet.local import APPLICATION, Fleet
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
+
+KEYS = (
+    {"id": "all", "key": "sk-all", "admin": True},
+    {"id": "few", "key": "sk-few", "requests_per_minute": 20},
+)
 
 
 def main() -> None:
@@ -24,14 +30,22 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
+    parser.add_argument("--own-ports", type=int)
+    parser.add_argument("--more-tasks", type=Path)
+    parser.add_argument("--keys", action="store_true", help="those of KEYS are needed")
     options = parser.parse_args()
-    server: ServerConfig = fake_server().model_copy(
+    server: ServerConfig = fake_server(keys=KEYS if options.keys else ()).model_copy(
         update={"listen": ListenConfig(port=options.port)}
     )
     cluster = fake_cluster(
-        options.replicas, options.ingresses, http=options.http, policy=options.policy
+        options.replicas,
+        options.ingresses,
+        http=options.http,
+        policy=options.policy,
+        own_ports=options.own_ports,
     )
-    with Fleet(cluster, FakeParts(server, options.step_s)) as fleet:
+    parts = FakeParts(server, options.step_s, more_tasks=options.more_tasks)
+    with Fleet(cluster, parts) as fleet:
         _say("READY")
         for line in sys.stdin:
             if line.strip() == "kill":

@@ -1,4 +1,4 @@
-"""A fleet on Ray Serve itself: two engine replicas, one ingress, all on this machine."""
+"""A fleet on Ray Serve itself: two engine replicas, two ingresses, all on this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,17 +16,35 @@ import pytest
 from tests.api.live import LiveServer, wait_until
 from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.fleet_process import FleetProcess
-from tests.fleet.ray_parts import FakeParts
+from tests.fleet.ray_parts import FakeParts, free_port
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
 
 STEP_S = 0.01
 
 
+OWN_PORTS = free_port()
+ALL = {"authorization": "Bearer sk-all"}
+
+
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[FleetProcess]:
-    with FleetProcess("--replicas", "2", "--step-s", str(STEP_S)) as running:
+def more_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with the names of further tasks."""
+    file = tmp_path_factory.mktemp("fleet") / "more"
+    file.write_text("")
+    return file
+
+
+@pytest.fixture(scope="module")
+def fleet(more_tasks: Path) -> Iterator[FleetProcess]:
+    options = ["--replicas", "2", "--ingresses", "2", "--step-s", str(STEP_S), "--keys"]
+    options += ["--own-ports", str(OWN_PORTS), "--more-tasks", str(more_tasks)]
+    with FleetProcess(*options) as running:
         yield running
+
+
+def _get(url: str) -> httpx.Response:
+    return httpx.get(url, headers=ALL, timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +66,7 @@ def _body(i: int, **fields: Any) -> dict[str, Any]:
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(url + "/v1/completions", json=body, timeout=60)
+    response = httpx.post(url + "/v1/completions", json=body, headers=ALL, timeout=60)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -67,7 +86,7 @@ def test_answers_are_those_of_a_single_server(fleet: FleetProcess, single: LiveS
 
 
 def test_the_openai_client_streams_through_it(fleet: FleetProcess, single: LiveServer) -> None:
-    client = openai.OpenAI(api_key="none", base_url=fleet.url + "/v1", max_retries=0, timeout=60)
+    client = openai.OpenAI(api_key="sk-all", base_url=fleet.url + "/v1", max_retries=0, timeout=60)
     body = _body(3, max_tokens=60)
     extra = {"ignore_eos": True}
     body.pop("ignore_eos")
@@ -81,22 +100,24 @@ def test_the_openai_client_streams_through_it(fleet: FleetProcess, single: LiveS
 
 
 def test_the_state_of_every_replica_is_told(fleet: FleetProcess) -> None:
-    metrics = httpx.get(fleet.url + "/metrics", timeout=30).text
+    metrics = _get(fleet.url + "/metrics").text
     for name in ("tiny/0", "tiny/1"):
         assert f'tailor_num_requests_running{{engine="{name}",model="tiny"}}' in metrics
-    health = httpx.get(fleet.url + "/health", timeout=30).json()
+    health = _get(fleet.url + "/health").json()
     assert health["status"] == "ok"
     assert [engine["name"] for engine in health["engines"]] == ["tiny/fleet"]
-    assert httpx.get(fleet.url + "/v1/models", timeout=30).status_code == 200
+    assert _get(fleet.url + "/v1/models").status_code == 200
 
 
 def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
     body = _body(1, max_tokens=200, stream=True)
-    with httpx.stream("POST", fleet.url + "/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream(
+        "POST", fleet.url + "/v1/completions", json=body, headers=ALL, timeout=60
+    ) as response:
         next(response.iter_raw())
 
     def running() -> float:
-        lines = httpx.get(fleet.url + "/metrics", timeout=30).text.splitlines()
+        lines = _get(fleet.url + "/metrics").text.splitlines()
         names = [line for line in lines if line.startswith("tailor_num_requests_running{")]
         return sum(float(line.rpartition(" ")[2]) for line in names if 'engine="tiny/' in line)
 
@@ -107,9 +128,52 @@ def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
 
 def test_a_bad_request_is_refused_as_by_one_server(fleet: FleetProcess) -> None:
     for body in ({"model": "nobody"}, {"model": "tiny", "prompt": "a", "max_tokens": -1}):
-        response = httpx.post(fleet.url + "/v1/completions", json=body, timeout=30)
+        response = httpx.post(fleet.url + "/v1/completions", json=body, headers=ALL, timeout=30)
         assert response.status_code in (400, 404)
         assert response.json()["error"]["param"]
+
+
+def _served(port: int) -> float:
+    """Completions that the ingress on its own port has answered."""
+    lines = _get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    answers = [x for x in lines if x.startswith("tailor_http_responses_total{")]
+    return sum(float(x.rpartition(" ")[2]) for x in answers if "/v1/completions" in x)
+
+
+def test_both_ingresses_serve_and_hold_a_key_to_its_limit_together(fleet: FleetProcess) -> None:
+    few = {"authorization": "Bearer sk-few"}
+    body = _body(1, max_tokens=1)
+    ports = [fleet.port, OWN_PORTS, OWN_PORTS + 1]
+    before = [_served(port) for port in ports[1:]]
+
+    def ask(i: int) -> int:
+        url = f"http://127.0.0.1:{ports[i % 3]}/v1/completions"
+        return httpx.post(url, json=body, headers=few, timeout=30).status_code
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(6) as threads:
+        told = list(threads.map(ask, range(45)))
+    earned = (time.monotonic() - began_s) * 20 / 60
+    assert set(told) == {200, 429}
+    assert 20 <= told.count(200) <= 21 + earned
+    after = [_served(port) for port in ports[1:]]
+    assert all(now > then for now, then in zip(after, before, strict=True))
+
+
+def test_a_reload_at_one_ingress_is_known_to_both(fleet: FleetProcess, more_tasks: Path) -> None:
+    more_tasks.write_text("invoices receipts")
+    url = f"http://127.0.0.1:{OWN_PORTS}/v1/tasks/reload"
+    answer = httpx.post(url, headers=ALL, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["added"] == ["invoices", "receipts"]
+    for port in (OWN_PORTS, OWN_PORTS + 1):
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json=_body(1, max_tokens=2, model="invoices"),
+            headers=ALL,
+            timeout=30,
+        )
+        assert answer.status_code == 200, answer.text
 
 
 def test_a_replica_killed_mid_stream_costs_no_answer(
@@ -120,7 +184,9 @@ def test_a_replica_killed_mid_stream_costs_no_answer(
 
     def stream(body: dict[str, Any]) -> str:
         text = ""
-        with httpx.stream("POST", fleet.url + "/v1/completions", json=body, timeout=90) as answer:
+        with httpx.stream(
+            "POST", fleet.url + "/v1/completions", json=body, headers=ALL, timeout=90
+        ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]

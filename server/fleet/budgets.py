@@ -1,0 +1,417 @@
+"""One budget a key for all ingresses: what `server.api.keys.OwnUse` is to a single server.
+
+The desk holds each key's buckets and seats (Budgets). An ingress takes what a request needs before
+it lets the request in, and a little more where the limit is large, so that most requests of such a
+key ask nobody. So no more than the limit is ever let in; what an ingress has taken and not used
+goes back within TELL_S.
+
+Without the desk, an ingress lets in its share of what was left when it last heard, and of the rate.
+A new desk is told by each ingress what it has let in, and gives nothing out before all had the time
+to tell it. So a desk that dies gives no key a full bucket again.
+
+Pure: no Ray. Everything belongs to one event loop on each side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from server.api.keys import ApiKey, Bucket, too_many_open, too_many_requests, too_many_tokens
+
+TELL_S = 1.0
+"""How often an ingress tells what it has open and gives back what it has left."""
+YOUNG_S = 2.0
+"""A desk gives nothing out for so long after its start: until every ingress has told it."""
+_GONE_S = 5.0  # seats of an ingress that tells nothing for so long are free
+_AHEAD = 0.01  # of a minute's worth that is taken beyond what is needed
+_ANSWER_S = 0.5  # the desk's time for an answer
+_SEAT_AGAIN_S = 0.1  # a seat that another ingress has just given back may be on its way
+_PAUSE_S = 0.02  # between two tellings, which are of all that was given back meanwhile
+_AWAY_S = 1.0  # a desk that did not answer is left alone for so long
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an ingress asks of a key's budget.
+
+    requests, tokens: wanted; what is negative is given back. seat: whether num_open, the key's open
+    requests at this ingress, holds one that is not let in yet. turn: of this ingress's claims for
+    the key, ascending. desk_id: of the desk that answered it last, which alone takes things back.
+    spent: what it let in without asking. owed: of all that it let in, what its share of the rate
+    has not earned again, a minute's worth at most; for a desk that does not know it.
+    """
+
+    ingress_id: str
+    key: ApiKey
+    turn: int
+    desk_id: str = ""
+    requests: float = 0.0
+    tokens: float = 0.0
+    seat: bool = False
+    num_open: int = 0
+    spent: tuple[float, float] = (0.0, 0.0)
+    owed: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The answer: what the ingress may use now, at least what it wanted; or nothing.
+
+    left: of requests and tokens, for all. wait_s: when to ask again, 0.0 where it was granted.
+    has_seat: False where no seat is free. is_young: the desk gives nothing out yet. desk_id:
+    another one after each start.
+    """
+
+    desk_id: str
+    requests: float = 0.0
+    tokens: float = 0.0
+    left: tuple[float, float] = (0.0, 0.0)
+    wait_s: float = 0.0
+    has_seat: bool = True
+    is_young: bool = False
+
+
+class _Ledger:
+    """What all ingresses have of one key."""
+
+    def __init__(self, key: ApiKey, now_s: float) -> None:
+        self.seats = key.max_concurrent_requests
+        self.buckets = tuple(
+            None if per_minute is None else Bucket(per_minute, now_s)
+            for per_minute in (key.requests_per_minute, key.tokens_per_minute)
+        )
+        self.mosts = (key.requests_per_minute or 0, key.tokens_per_minute or 0)
+        self.open: dict[str, tuple[int, int, float]] = {}  # turn, requests, when, by ingress
+
+    def note(self, claim: Claim, now_s: float) -> None:
+        """What the ingress has open and has let in without asking."""
+        before = self.open.get(claim.ingress_id)
+        passed = claim.owed if before is None else claim.spent
+        for bucket, amount in zip(self.buckets, passed, strict=True):
+            if bucket is not None and amount:
+                bucket.take(amount)
+        if before is None or claim.turn > before[0]:
+            self.open[claim.ingress_id] = (claim.turn, claim.num_open, now_s)
+
+    def left(self, now_s: float) -> tuple[float, float]:
+        """Requests and tokens that can be taken."""
+        requests, tokens = (
+            0.0 if bucket is None else max(0.0, bucket.level(now_s)) for bucket in self.buckets
+        )
+        return requests, tokens
+
+    def has_seat(self, claim: Claim, now_s: float) -> bool:
+        """Whether the request that claim.num_open counts in may stay."""
+        if self.seats is None or not claim.seat:
+            return True
+        others = sum(
+            num_open
+            for ingress_id, (_, num_open, told_s) in self.open.items()
+            if ingress_id != claim.ingress_id and now_s - told_s < _GONE_S
+        )
+        return others + claim.num_open <= self.seats
+
+
+class Budgets:
+    """The desk's side. num_ingresses: how many there are. clock: seconds."""
+
+    def __init__(self, num_ingresses: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.desk_id = secrets.token_hex(8)
+        self._num_ingresses = num_ingresses
+        self._clock = clock
+        self._started_s = clock()
+        self._ledgers: dict[str, _Ledger] = {}
+
+    def take(self, claim: Claim) -> Grant:
+        """Answer a claim. All of it is granted or nothing."""
+        now_s = self._clock()
+        key = claim.key
+        ledger = self._ledgers.get(key.key_id)
+        if ledger is None:
+            ledger = self._ledgers[key.key_id] = _Ledger(key, now_s)
+        ledger.note(claim, now_s)
+        amounts = (claim.requests, claim.tokens)
+        for bucket, amount in zip(ledger.buckets, amounts, strict=True):
+            if bucket is not None and amount < 0.0 and claim.desk_id == self.desk_id:
+                bucket.take(amount)
+        if now_s - self._started_s < YOUNG_S:
+            return Grant(self.desk_id, is_young=True)
+        if not ledger.has_seat(claim, now_s):
+            turn, num_open, told_s = ledger.open[claim.ingress_id]
+            ledger.open[claim.ingress_id] = (turn, max(0, num_open - 1), told_s)
+            return Grant(self.desk_id, has_seat=False)
+        waits = [
+            bucket.wait_s(amount, now_s)
+            for bucket, amount in zip(ledger.buckets, amounts, strict=True)
+            if bucket is not None and amount > 0.0
+        ]
+        if max(waits, default=0.0) > 0.0:
+            return Grant(self.desk_id, left=ledger.left(now_s), wait_s=max(waits))
+        requests, tokens = [
+            self._give(bucket, amount, most, now_s)
+            for bucket, amount, most in zip(ledger.buckets, amounts, ledger.mosts, strict=True)
+        ]
+        return Grant(self.desk_id, requests, tokens, ledger.left(now_s))
+
+    def _give(self, bucket: Bucket | None, amount: float, most: int, now_s: float) -> float:
+        """Take it from the bucket, and ahead for the next requests where there is enough."""
+        if bucket is None or amount <= 0.0:
+            return 0.0
+        left = bucket.level(now_s) - amount
+        ahead = int(max(0.0, min(_AHEAD * most, left / (4 * self._num_ingresses))))
+        bucket.take(amount + ahead)
+        return amount + ahead
+
+
+Ask = Callable[[Claim], Awaitable[Grant]]
+"""Budgets.take of the desk, wherever it is. May raise anything when the desk is away."""
+
+
+class _Part:
+    """One limit of a key at one ingress. held: taken and not used. spent: let in without asking."""
+
+    def __init__(self, per_minute: int | None, num_ingresses: int, now_s: float) -> None:
+        self.is_limited = per_minute is not None
+        self.held = 0.0
+        self.spent = 0.0
+        self._num_ingresses = num_ingresses
+        self._most = float(per_minute or 1)
+        self._share = self._most / num_ingresses
+        self._used = Bucket(self._share, now_s)
+        self._own: Bucket | None = None  # while the desk is away
+        self._left, self._heard_s = 0.0, -1e9
+
+    def hear(self, left: float, now_s: float) -> None:
+        """The desk is there, and so much is left."""
+        self._left, self._heard_s, self._own = left, now_s, None
+
+    def owed(self, now_s: float) -> float:
+        """See Claim."""
+        return self._share - self._used.level(now_s) if self.is_limited else 0.0
+
+    def use(self, amount: float, now_s: float) -> None:
+        """A request was let in. Negative: it was not used after all."""
+        least = self._share - self._most
+        self._used.take(amount)
+        self._used.take(min(0.0, self._used.level(now_s) - least))
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Let in without the desk; 0.0, or the seconds to wait."""
+        if not self.is_limited or amount <= 0.0:
+            return 0.0
+        if self._own is None:
+            self._own = Bucket(self._share, now_s)
+            is_fresh = now_s - self._heard_s < 2.0 * TELL_S
+            self._own.take(self._share - (self._left / self._num_ingresses if is_fresh else 0.0))
+        wait_s = self._own.wait_s(amount, now_s)
+        if wait_s == 0.0:
+            self._own.take(amount)
+            self.use(amount, now_s)
+            self.spent += amount
+        return wait_s
+
+
+class FleetUse:
+    """A server.api.keys.KeyUse whose account the desk keeps. See FleetUses."""
+
+    def __init__(self, key: ApiKey, uses: FleetUses) -> None:
+        now_s = uses.clock()
+        self.key = key
+        self._told_key = replace(key, digest=b"")  # nothing of a secret leaves the process
+        self._uses = uses
+        self._open = 0
+        self._turn = 0
+        self._told_open = 0
+        self._desk_id = ""
+        self._requests = _Part(key.requests_per_minute, uses.num_ingresses, now_s)
+        self._tokens = _Part(key.tokens_per_minute, uses.num_ingresses, now_s)
+        self.is_limited = (
+            self._requests.is_limited
+            or self._tokens.is_limited
+            or key.max_concurrent_requests is not None
+        )
+
+    async def enter(self) -> None:
+        self._open += 1
+        try:
+            if self._requests.is_limited or self.key.max_concurrent_requests is not None:
+                await self._enter()
+        except BaseException:
+            self._open -= 1
+            raise
+
+    def leave(self) -> None:
+        self._open -= 1
+        if self.key.max_concurrent_requests is not None:
+            self._uses.wake()
+
+    async def reserve(self, amount: int) -> None:
+        if not self._tokens.is_limited:
+            return
+        wait_s = await self._take(self._tokens, amount)
+        if wait_s > 0.0:
+            raise too_many_tokens(wait_s)
+
+    def give_back(self, amount: int) -> None:
+        if self._tokens.is_limited:
+            self._tokens.use(-amount, self._uses.clock())
+            self._tokens.held += amount
+            self._uses.wake()
+
+    async def tell(self) -> None:
+        """Tell the desk what is open, and give back what is left of what was taken."""
+        now_s = self._uses.clock()
+        parts = (self._requests, self._tokens)
+        left = [part.held for part in parts]
+        owes = any(part.spent or part.owed(now_s) > 0.0 for part in parts)
+        if not (owes or any(left) or self._open or self._told_open):
+            return
+        for part in parts:
+            part.held = 0.0
+        if await self._claim(-left[0], -left[1]) is None:  # it is away: ours still
+            for part, amount in zip(parts, left, strict=True):
+                part.held += amount
+
+    # -- parts -----------------------------------------------------------------------------
+
+    async def _enter(self) -> None:
+        most = self.key.max_concurrent_requests
+        if most is None:
+            wait_s = await self._take(self._requests, 1.0)
+            if wait_s > 0.0:
+                raise too_many_requests(self.key, wait_s)
+            return
+        wanted = 1.0 if self._requests.is_limited else 0.0
+        grant = await self._claim(wanted, 0.0, seat=True)
+        if grant is not None and not grant.has_seat:
+            await asyncio.sleep(_SEAT_AGAIN_S)
+            grant = await self._claim(wanted, 0.0, seat=True)
+        wait_s = 0.0 if grant is None else grant.wait_s
+        if grant is None or grant.is_young:
+            if self._open > max(1, most // self._uses.num_ingresses):
+                raise too_many_open(most)
+            wait_s = self._requests.wait_s(wanted, self._uses.clock())
+        elif not grant.has_seat:
+            raise too_many_open(most)
+        elif wait_s == 0.0 and wanted:
+            self._requests.held += grant.requests - wanted
+            self._requests.use(wanted, self._uses.clock())
+        if wait_s > 0.0:
+            raise too_many_requests(self.key, wait_s)
+
+    async def _take(self, part: _Part, amount: float) -> float:
+        """Take of one limit; returns 0.0 where it was granted, or the seconds to wait."""
+        if part.held >= amount:
+            part.held -= amount
+            part.use(amount, self._uses.clock())
+            return 0.0
+        is_requests = part is self._requests
+        grant = await self._claim(amount if is_requests else 0.0, 0.0 if is_requests else amount)
+        if grant is None or grant.is_young:
+            return part.wait_s(amount, self._uses.clock())
+        if grant.wait_s > 0.0:
+            return grant.wait_s
+        part.held += (grant.requests if is_requests else grant.tokens) - amount
+        part.use(amount, self._uses.clock())
+        return 0.0
+
+    async def _claim(self, requests: float, tokens: float, *, seat: bool = False) -> Grant | None:
+        """Ask the desk; None while it is away."""
+        now_s = self._uses.clock()
+        self._turn += 1
+        parts = (self._requests, self._tokens)
+        spent = (parts[0].spent, parts[1].spent)
+        for part in parts:
+            part.spent = 0.0
+        claim = Claim(
+            self._uses.ingress_id,
+            self._told_key,
+            self._turn,
+            self._desk_id,
+            requests,
+            tokens,
+            seat,
+            self._open,
+            spent,
+            (parts[0].owed(now_s), parts[1].owed(now_s)),
+        )
+        grant = await self._uses.ask(claim)
+        if grant is None:
+            for part, amount in zip(parts, spent, strict=True):
+                part.spent += amount
+            return None
+        if grant.desk_id != self._desk_id:
+            # What was taken of another desk is not in this one's books: it is owed.
+            if self._desk_id:
+                for part in parts:
+                    part.held = 0.0
+            self._desk_id = grant.desk_id
+        if not grant.is_young and grant.has_seat:
+            for part, left in zip(parts, grant.left, strict=True):
+                part.hear(left, self._uses.clock())
+        self._told_open = self._open
+        return grant
+
+
+class FleetUses:
+    """The accounts of all keys at one ingress.
+
+        uses = FleetUses("ingress-1", num_ingresses=4, take=desk.take)
+        keyring = Keyring(keys, uses.of)
+        await uses.run()      # until cancelled
+
+    take: asks the desk.
+    """
+
+    def __init__(
+        self,
+        ingress_id: str,
+        *,
+        num_ingresses: int,
+        take: Ask,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ingress_id = ingress_id
+        self.num_ingresses = num_ingresses
+        self.clock = clock
+        self._take = take
+        self._uses: list[FleetUse] = []
+        self._wake = asyncio.Event()
+        self._away_until_s = 0.0
+
+    def of(self, key: ApiKey) -> FleetUse:
+        """The account of a key."""
+        use = FleetUse(key, self)
+        if use.is_limited:
+            self._uses.append(use)
+        return use
+
+    def wake(self) -> None:
+        """Something is to be told soon."""
+        self._wake.set()
+
+    async def ask(self, claim: Claim) -> Grant | None:
+        """The desk's answer; None while it is away."""
+        if self.clock() < self._away_until_s:
+            return None
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._take(claim)
+        except Exception:
+            self._away_until_s = self.clock() + _AWAY_S
+            return None
+
+    async def run(self) -> None:
+        """Tell the desk, each TELL_S and when something was given back."""
+        while True:
+            self._wake.clear()
+            await asyncio.gather(*(use.tell() for use in self._uses))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TELL_S):
+                    await self._wake.wait()
+            await asyncio.sleep(_PAUSE_S)

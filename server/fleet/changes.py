@@ -1,0 +1,250 @@
+"""Changes of tasks reach every ingress: what one was told by an admin route, the others follow.
+
+Task files and uploaded corpora lie where every ingress can read them. So a change is made once, on
+those files, by the ingress that was asked; the others are told which files to look at again, by a
+number that only grows. The admin route answers when every ingress has followed.
+
+One ingress changes something at a time. The desk keeps no more than that turn and the latest
+Changes, which every ingress holds too: a new desk takes the latest that it is told. Pure: no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from server.api.adapters import AdapterAdmin
+from server.api.tasks import CorpusFigures, TaskAdmin
+from server.config import TaskConfig
+from server.errors import ConfigError, TailorError, UnavailableError
+
+log = logging.getLogger("tailor.fleet")
+
+FOLLOW_S = 1.0
+"""How long the desk lets an ingress wait for a change before it answers that there was none."""
+_GONE_S = 5.0  # an ingress that has not asked for so long is not waited for, and has no turn
+_AGAIN_S = 0.05
+_FOLLOWED_S = 10.0
+_TURN_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How often something was changed since the files were first read.
+
+    number: ascending, of all changes. reloads: of all task files. corpora: uploads and deletions,
+    by task.
+    """
+
+    number: int = 0
+    reloads: int = 0
+    corpora: Mapping[str, int] = field(default_factory=dict)
+
+    def reloaded(self) -> Changes:
+        """After one more reload."""
+        return replace(self, number=self.number + 1, reloads=self.reloads + 1)
+
+    def with_corpus(self, task: str) -> Changes:
+        """After one more change of a task's corpus."""
+        corpora = {**self.corpora, task: self.corpora.get(task, 0) + 1}
+        return replace(self, number=self.number + 1, corpora=corpora)
+
+
+class ChangeLog:
+    """The desk's side. Belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._latest = Changes()
+        self._told: dict[str, tuple[int, float]] = {}  # number that an ingress has, when it asked
+        self._turn: str | None = None
+        self._news = asyncio.Event()
+
+    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
+        """The latest Changes, as soon as they are newer than the ingress's own, or after FOLLOW_S.
+
+        Those that are newer than the desk's become its own.
+        """
+        self._told[ingress_id] = (changes.number, self._clock())
+        if changes.number > self._latest.number:
+            self._latest = changes
+            self._news.set()
+            self._news = asyncio.Event()
+        if changes.number == self._latest.number:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FOLLOW_S):
+                    await self._news.wait()
+        return self._latest
+
+    def begin(self, ingress_id: str) -> Changes | None:
+        """The ingress's turn to change something: the Changes that it must have followed before.
+        None while it is another one's turn."""
+        if self._turn is not None and self._turn != ingress_id and self._is_there(self._turn):
+            return None
+        self._turn = ingress_id
+        return self._latest
+
+    def end(self, ingress_id: str) -> None:
+        """Its turn is over."""
+        if self._turn == ingress_id:
+            self._turn = None
+
+    def is_followed(self, number: int) -> bool:
+        """Whether every ingress that is there has this number's Changes."""
+        return number <= self._latest.number and all(
+            has >= number for name, (has, _) in self._told.items() if self._is_there(name)
+        )
+
+    def _is_there(self, ingress_id: str) -> bool:
+        return self._clock() - self._told.get(ingress_id, (0, -1e9))[1] < _GONE_S + FOLLOW_S
+
+
+class ChangeDesk(Protocol):
+    """ChangeLog, wherever it is. Each may raise anything when the desk is away."""
+
+    async def follow(self, ingress_id: str, changes: Changes) -> Changes: ...
+
+    async def begin(self, ingress_id: str) -> Changes | None: ...
+
+    async def end(self, ingress_id: str) -> None: ...
+
+    async def is_followed(self, number: int) -> bool: ...
+
+
+class FollowedAdmin(TaskAdmin, Protocol):
+    """A TaskAdmin whose files other processes change, too (server.wiring.task_set.TaskSet)."""
+
+    async def refresh(self, task: str) -> Mapping[str, TaskConfig]: ...
+
+
+class SharedTasks:
+    """The ingress's side: a TaskAdmin whose changes the other ingresses follow.
+
+        shared = SharedTasks(task_set, desk, "ingress-1")
+        app = create_app(..., task_admin=shared)
+        await shared.run(app.state.follow_tasks)       # until cancelled
+
+    Raises UnavailableError where the desk is away: then nothing was changed.
+    """
+
+    def __init__(self, own: FollowedAdmin, desk: ChangeDesk, ingress_id: str) -> None:
+        self._own = own
+        self._desk = desk
+        self._id = ingress_id
+        self._changes = Changes()
+        self._mine = asyncio.Lock()
+        self._following = asyncio.Lock()
+        self._on_tasks: Callable[[Mapping[str, TaskConfig]], None] | None = None
+
+    # -- TaskAdmin ---------------------------------------------------------------------------
+
+    @property
+    def tasks(self) -> Mapping[str, TaskConfig]:
+        return self._own.tasks
+
+    @property
+    def adapters(self) -> AdapterAdmin | None:
+        return self._own.adapters
+
+    def corpus_size(self, task: str) -> CorpusFigures | None:
+        return self._own.corpus_size(task)
+
+    def profile_summary(self, task: str) -> dict[str, Any] | None:
+        return self._own.profile_summary(task)
+
+    async def reload(self) -> Mapping[str, TaskConfig]:
+        async with self._turn():
+            tasks = await self._own.reload()
+            await self._publish(self._changes.reloaded())
+        return tasks
+
+    async def upload(
+        self, task: str, examples: Sequence[Mapping[str, Any]], *, append: bool
+    ) -> Mapping[str, TaskConfig]:
+        async with self._turn():
+            tasks = await self._own.upload(task, examples, append=append)
+            await self._publish(self._changes.with_corpus(task))
+        return tasks
+
+    async def delete(self, task: str) -> Mapping[str, TaskConfig]:
+        async with self._turn():
+            tasks = await self._own.delete(task)
+            await self._publish(self._changes.with_corpus(task))
+        return tasks
+
+    # -- the fleet ---------------------------------------------------------------------------
+
+    async def run(self, on_tasks: Callable[[Mapping[str, TaskConfig]], None]) -> None:
+        """Follow what others change. on_tasks: told the tasks then."""
+        self._on_tasks = on_tasks
+        while True:
+            try:
+                latest = await self._desk.follow(self._id, self._changes)
+                await self._follow(latest)
+            except Exception as error:
+                log.warning("changes of tasks cannot be followed: %s", type(error).__name__)
+                await asyncio.sleep(FOLLOW_S)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        async with self._mine:
+            until_s = time.monotonic() + _TURN_S
+            try:
+                while (before := await self._desk.begin(self._id)) is None:
+                    if time.monotonic() > until_s:
+                        raise UnavailableError(
+                            "Another ingress changes the tasks. Try again later.", retry_after_s=5.0
+                        )
+                    await asyncio.sleep(_AGAIN_S)
+            except TailorError:
+                raise
+            except Exception:
+                raise UnavailableError(
+                    "The fleet's desk does not answer. Try again later.", retry_after_s=5.0
+                ) from None
+            try:
+                await self._follow(before)
+                yield
+            finally:
+                with contextlib.suppress(Exception):
+                    await self._desk.end(self._id)
+
+    async def _follow(self, latest: Changes) -> None:
+        """Look again at the files that others have changed."""
+        async with self._following:
+            before = self._changes
+            if latest.number <= before.number:
+                return
+            try:
+                if latest.reloads != before.reloads:
+                    await self._own.reload()
+                for task, times in latest.corpora.items():
+                    if times != before.corpora.get(task, 0):
+                        await self._own.refresh(task)
+            except ConfigError as error:
+                log.error("the tasks cannot be read as another ingress did: %s", error.message)
+            self._changes = latest
+            if self._on_tasks is not None:
+                self._on_tasks(self._own.tasks)
+
+    async def _publish(self, changes: Changes) -> None:
+        """Tell the others, and wait until they have followed."""
+        self._changes = changes
+        end_s = time.monotonic() + _FOLLOWED_S
+        try:
+            async with asyncio.timeout(_FOLLOWED_S):
+                telling = asyncio.create_task(self._desk.follow(self._id, changes))
+                await asyncio.sleep(0)
+                while not await self._desk.is_followed(changes.number):
+                    await asyncio.sleep(_AGAIN_S)
+                telling.cancel()
+        except Exception:
+            log.warning(
+                "not every ingress has followed change %d within %.0f s",
+                changes.number, _FOLLOWED_S - max(0.0, end_s - time.monotonic()),
+            )  # fmt: skip

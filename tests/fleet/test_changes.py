@@ -1,0 +1,184 @@
+"""A change of tasks at one ingress reaches the others, one at a time, and outlives the desk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from server.config import TaskConfig
+from server.errors import ConfigError, UnavailableError
+from server.fleet.changes import ChangeLog, Changes, SharedTasks
+
+
+class Files:
+    """What all ingresses can read: the tasks' names, and how many examples each corpus has."""
+
+    def __init__(self) -> None:
+        self.names = ["a", "b"]
+        self.corpora: dict[str, int] = {}
+        self.num_changing = 0
+        self.is_broken = False
+
+
+class Admin:
+    """A TaskAdmin over Files that has read them once."""
+
+    adapters = None
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.names = list(files.names)
+        self.corpora = dict(files.corpora)
+
+    @property
+    def tasks(self) -> Mapping[str, TaskConfig]:
+        return {name: TaskConfig(name=name) for name in self.names}
+
+    def corpus_size(self, task: str) -> None:
+        return None
+
+    def profile_summary(self, task: str) -> None:
+        return None
+
+    async def reload(self) -> Mapping[str, TaskConfig]:
+        if self._files.is_broken:
+            raise ConfigError("broken")
+        self.names = list(self._files.names)
+        return self.tasks
+
+    async def upload(
+        self, task: str, examples: Sequence[Mapping[str, Any]], *, append: bool
+    ) -> Mapping[str, TaskConfig]:
+        self._files.num_changing += 1
+        assert self._files.num_changing == 1
+        before = self._files.corpora.get(task, 0) if append else 0
+        await asyncio.sleep(0.01)
+        self._files.corpora[task] = self.corpora[task] = before + len(examples)
+        self._files.num_changing -= 1
+        return self.tasks
+
+    async def delete(self, task: str) -> Mapping[str, TaskConfig]:
+        self._files.corpora.pop(task, None)
+        self.corpora.pop(task, None)
+        return self.tasks
+
+    async def refresh(self, task: str) -> Mapping[str, TaskConfig]:
+        self.corpora = {**self.corpora, task: self._files.corpora.get(task, 0)}
+        return self.tasks
+
+
+class Desk:
+    """A ChangeLog that can be lost."""
+
+    def __init__(self) -> None:
+        self.log: ChangeLog | None = ChangeLog()
+
+    def _there(self) -> ChangeLog:
+        if self.log is None:
+            raise ConnectionError
+        return self.log
+
+    async def follow(self, ingress_id: str, changes: Changes) -> Changes:
+        return await self._there().follow(ingress_id, changes)
+
+    async def begin(self, ingress_id: str) -> Changes | None:
+        return self._there().begin(ingress_id)
+
+    async def end(self, ingress_id: str) -> None:
+        self._there().end(ingress_id)
+
+    async def is_followed(self, number: int) -> bool:
+        return self._there().is_followed(number)
+
+
+class Ingress:
+    def __init__(self, name: str, files: Files, desk: Desk) -> None:
+        self.admin = Admin(files)
+        self.shared = SharedTasks(self.admin, desk, name)
+        self.told: list[set[str]] = []
+        self.running = asyncio.create_task(self.shared.run(lambda t: self.told.append(set(t))))
+
+
+@contextlib.asynccontextmanager
+async def _fleet(num: int = 3) -> AsyncIterator[tuple[Files, Desk, list[Ingress]]]:
+    files, desk = Files(), Desk()
+    ingresses = [Ingress(f"i{i}", files, desk) for i in range(num)]
+    await asyncio.sleep(0.01)  # each has told the desk that it is there
+    yield files, desk, ingresses
+    for ingress in ingresses:
+        ingress.running.cancel()
+    await asyncio.gather(*(i.running for i in ingresses), return_exceptions=True)
+
+
+def test_a_reload_is_everywhere_when_it_is_answered() -> None:
+    async def run() -> None:
+        async with _fleet() as (files, _, ingresses):
+            files.names.append("c")
+            assert set(await ingresses[1].shared.reload()) == {"a", "b", "c"}
+            assert all(i.admin.names == ["a", "b", "c"] for i in ingresses)
+            assert ingresses[0].told == [{"a", "b", "c"}] == ingresses[2].told
+            files.is_broken = True
+            with pytest.raises(ConfigError):
+                await ingresses[2].shared.reload()
+            assert len(ingresses[0].told) == 1
+
+    asyncio.run(run())
+
+
+def test_changes_at_every_ingress_happen_one_at_a_time() -> None:
+    async def run() -> None:
+        async with _fleet() as (files, _, ingresses):
+            example: dict[str, Any] = {}
+            await asyncio.gather(
+                *(ingresses[i % 3].shared.upload("a", [example], append=True) for i in range(12)),
+                ingresses[0].shared.upload("b", [example] * 2, append=False),
+            )
+            assert files.corpora == {"a": 12, "b": 2}
+            await ingresses[0].shared.delete("b")
+            assert all(i.admin.corpora.get("a") == 12 for i in ingresses)
+            assert not any(i.admin.corpora.get("b") for i in ingresses)
+
+    asyncio.run(run())
+
+
+def test_without_the_desk_nothing_is_changed_and_a_new_one_knows_all() -> None:
+    async def run() -> None:
+        async with _fleet() as (files, desk, ingresses):
+            await ingresses[0].shared.upload("a", [{}], append=True)
+            desk.log = None
+            with pytest.raises(UnavailableError):
+                await ingresses[1].shared.upload("a", [{}], append=True)
+            assert files.corpora == {"a": 1}
+            desk.log = ChangeLog()
+            late = Ingress("late", files, desk)
+            await ingresses[1].shared.upload("a", [{}], append=True)
+            for ingress in (*ingresses, late):
+                async with asyncio.timeout(10):
+                    while ingress.admin.corpora.get("a") != 2:
+                        await asyncio.sleep(0.01)
+            late.running.cancel()
+            await asyncio.gather(late.running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() -> None:
+    now_s = 0.0
+
+    async def run() -> None:
+        nonlocal now_s
+        log = ChangeLog(lambda: now_s)
+        for name in ("a", "b"):
+            await log.follow(name, Changes(number=1))
+        assert log.begin("a") is not None and log.begin("b") is None
+        assert not log.is_followed(2)
+        now_s = 30.0
+        assert log.begin("b") == Changes(number=1)
+        await log.follow("b", Changes(number=2))
+        assert log.is_followed(2) and not log.is_followed(3)
+
+    asyncio.run(run())
