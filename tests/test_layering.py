@@ -81,6 +81,8 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.routing": {"server.fleet.costs"},
     "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
+    "server.fleet.simulation": {"server.fleet.costs", "server.fleet.routing"},
+    "server.fleet.arrivals": {"server.errors", "server.fleet.simulation"},
     "server.fleet.budgets": {"server.api.keys"},
     "server.fleet.changes": {
         "server.api.adapters",

@@ -217,6 +217,12 @@ COMMANDS = (
         "tailor fleet check cluster.yaml",
     ),
     Command(
+        "fleet simulate",
+        "fleet:simulate",
+        "how many replicas a load needs: a fleet played through with measured step costs",
+        "tailor fleet simulate cluster.yaml --log server.log --first-token-ms 500",
+    ),
+    Command(
         "completion",
         "cli:completion",
         "print what makes a shell complete tailor's commands and options",
