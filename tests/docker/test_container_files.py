@@ -58,7 +58,8 @@ def test_the_cuda_image_leaves_triton_to_torch() -> None:
         assert "constraints-triton" not in file.read_text()
     # What follows torch must not bring another build of it.
     cuda = (REPOSITORY / "docker" / "Dockerfile").read_text()
-    assert cuda.index("torch==") < cuda.index("'.[gpu]'")
+    assert cuda.index("torch==") < cuda.index('".${EXTRAS}"')
+    assert "ARG EXTRAS=[gpu]\n" in cuda
 
 
 def test_a_machine_without_a_gpu_gets_the_cpu_s_torch() -> None:

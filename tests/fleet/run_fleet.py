@@ -14,6 +14,8 @@ from pathlib import Path
 
 from server.config import ListenConfig, ServerConfig
 from server.fleet.local import APPLICATION, Fleet
+from tests.api.live import LiveServer
+from tests.api.test_end_to_end import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
 
 KEYS = (
@@ -30,6 +32,8 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
+    parser.add_argument("--drafts", action="store_true", help="the engines draft")
+    parser.add_argument("--single", action="store_true", help="one server, no fleet, for a measure")
     parser.add_argument("--own-ports", type=int)
     parser.add_argument("--more-tasks", type=Path)
     parser.add_argument("--keys", action="store_true", help="those of KEYS are needed")
@@ -44,7 +48,10 @@ def main() -> None:
         policy=options.policy,
         own_ports=options.own_ports,
     )
-    parts = FakeParts(server, options.step_s, more_tasks=options.more_tasks)
+    parts = FakeParts(server, options.step_s, options.drafts, options.more_tasks)
+    if options.single:
+        _single(parts)
+        return
     with Fleet(cluster, parts) as fleet:
         _say("READY")
         for line in sys.stdin:
@@ -55,6 +62,17 @@ def main() -> None:
             else:
                 break
     _say("ENDED")
+
+
+def _single(parts: FakeParts) -> None:
+    """One server with the fleet's engine, on a port that READY tells, until its input ends."""
+    front = parts.front()
+    engine = spec(step_s=parts.step_s, drafts=parts.drafts)
+    with LiveServer(
+        [engine], max_model_len=CONTEXT, tasks=front.tasks, drafters=front.drafters
+    ) as live:
+        _say(f"READY {live.port}")
+        sys.stdin.read()
 
 
 def _say(line: str) -> None:
