@@ -30,7 +30,10 @@ def arrivals_of(lines: Iterable[str], model: str, *, load: float = 1.0) -> list[
         )
     found.sort()
     first_s = found[0][0]
-    return [Arrival((at_s - first_s) / load, *rest) for at_s, *rest in found]
+    return [
+        Arrival((at_s - first_s) / load, task, num_prompt, num_output)
+        for at_s, task, num_prompt, num_output in found
+    ]
 
 
 def _arrival_of(line: str, model: str) -> tuple[float, str, int, int] | None:

@@ -7,7 +7,7 @@
 Each replica makes steps as the engine does: those that run get their tokens, prompts fill the rows
 that are left, and the step takes what the cost table says. The router is the fleet's own
 (routing.TaskRouting). Not played: prefix caches beyond what the router knows, preemption, failures.
-Pure: no clock but the simulated one, and of the real one what the router's choices cost.
+Pure: no clock but the simulated one, and of the CPU's what the router's choices cost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RoutingNumbers:
 class Outcome:
     """What came of a trace. Seconds by request, in order of arrival; busy_s by replica.
 
-    route_s: real seconds that the router took, by request. num_away: requests that ran away from
+    route_s: CPU seconds that the router took, by request. num_away: requests that ran away from
     their task's homes. state_bytes: what the router remembers at the end.
     """
 
@@ -209,10 +209,10 @@ class Simulation:
     ) -> _Replica:
         """A request arrives and goes to the replica that the router chooses."""
         job = Job(arrival.task, arrival.num_prompt_tokens, max(1, arrival.num_output_tokens))
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         name = routing.choose(job, views)[0]
         routing.routed(job, name, self._costs)
-        outcome.route_s.append(time.perf_counter() - began_s)
+        outcome.route_s.append(time.thread_time() - began_s)
         is_home = name in routing.ranking(job.task, routing.num_homes(job.task))
         outcome.num_away += not is_home
         slower = 1.0 if is_home else 1.0 + self._numbers.cold_cost
