@@ -15,7 +15,7 @@ from pathlib import Path
 from server.config import ListenConfig, ServerConfig
 from server.fleet.local import APPLICATION, Fleet
 from tests.api.live import LiveServer
-from tests.api.test_end_to_end import CONTEXT, spec
+from tests.api.real_engine import CONTEXT, spec
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
 
 KEYS = (

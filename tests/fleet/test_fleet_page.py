@@ -72,6 +72,23 @@ def test_a_problem_names_file_line_and_key(
     assert problem in capsys.readouterr().err
 
 
+def test_ray_serve_s_own_commands_find_the_fleet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve build server.fleet.app:fleet` and `serve run server.fleet.app:build config=...`."""
+    serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+    from server.fleet import app
+
+    for name in re.findall(r"`serve (?:run|build) server\.fleet\.app:(\w+)", PAGE):
+        monkeypatch.setenv("TAILOR_CLUSTER", str(folder / "cluster.yaml"))
+        found = getattr(app, name)
+        if name == "build":
+            found = found({"config": str(folder / "cluster.yaml")})
+        assert isinstance(found, serve.Application), name
+    with pytest.raises(AttributeError):
+        _ = app.nothing
+
+
 @pytest.mark.slow
 def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
