@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from server.engine.budget import DraftBudget
-from tests.engine.open_loop import Served, cpu_table, jobs_of, percentile, poisson, serve
+from tests.engine.open_loop import Job, Served, cpu_table, jobs_of, percentile, poisson, serve
 
 SEEDS = (7, 8, 9)
 NUM_JOBS = 60
+
+
+@functools.cache
+def _without_drafts(load: float, seed: int) -> tuple[list[Job], list[float], Served]:
+    """A seed's jobs, the gaps between them at `load` of what goes, and how they are served."""
+    jobs = jobs_of(NUM_JOBS, seed, prompt=(20, 60), output=(16, 48))
+    gaps_s = poisson(NUM_JOBS, load * NUM_JOBS / _whole_s(seed), seed)
+    return jobs, gaps_s, serve(jobs, gaps_s, drafts=False)
+
+
+@functools.cache
+def _whole_s(seed: int) -> float:
+    """Seconds that a seed's jobs take when all are there at once."""
+    jobs = jobs_of(NUM_JOBS, seed, prompt=(20, 60), output=(16, 48))
+    return serve(jobs, None, drafts=False).end_s
 
 
 def _pooled(load: float, chance: float) -> tuple[Served, Served]:
     """The jobs of all seeds without drafts and with them, at `load` of what goes without."""
     runs: list[tuple[Served, Served]] = []
     for seed in SEEDS:
-        jobs = jobs_of(NUM_JOBS, seed, prompt=(20, 60), output=(16, 48))
-        capacity = NUM_JOBS / serve(jobs, None, drafts=False).end_s
-        gaps_s = poisson(NUM_JOBS, load * capacity, seed)
-        off = serve(jobs, gaps_s, drafts=False)
+        jobs, gaps_s, off = _without_drafts(load, seed)
         runs.append((off, serve(jobs, gaps_s, drafts=True, chance=chance)))
     assert sum(on.num_draft_rows for _, on in runs) > 300, "nothing was drafted"
     off, on = (
