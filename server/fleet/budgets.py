@@ -29,8 +29,9 @@ YOUNG_S = 2.0
 """A desk gives nothing out for so long after its start: until every ingress has told it."""
 _GONE_S = 5.0  # seats of an ingress that tells nothing for so long are free
 _AHEAD = 0.01  # of a minute's worth that is taken beyond what is needed
-_ANSWER_S = 0.5  # the desk's time for an answer
-_SEAT_AGAIN_S = 0.1  # a seat that another ingress has just given back may be on its way
+_ANSWER_S = 1.0  # the desk's time for an answer
+_SEAT_AGAIN_S = 0.04  # a seat that another ingress has just given back may be on its way
+_SEAT_TRIES = 3
 _PAUSE_S = 0.02  # between two tellings, which are of all that was given back meanwhile
 _AWAY_S = 1.0  # a desk that did not answer is left alone for so long
 
@@ -288,7 +289,9 @@ class FleetUse:
             return
         wanted = 1.0 if self._requests.is_limited else 0.0
         grant = await self._claim(wanted, 0.0, seat=True)
-        if grant is not None and not grant.has_seat:
+        for _ in range(_SEAT_TRIES):
+            if grant is None or grant.has_seat:
+                break
             await asyncio.sleep(_SEAT_AGAIN_S)
             grant = await self._claim(wanted, 0.0, seat=True)
         wait_s = 0.0 if grant is None else grant.wait_s
