@@ -190,103 +190,128 @@ def plan(
     return alone, together
 
 
-async def check(
-    peer: Peer,
-    examples: Sequence[Example],
-    settings: Sequence[str],
-    drafters: Sequence[str],
-    *,
-    together_only: bool,
-    num_at_once: int,
-    max_tokens: int,
-    logprobs: bool,
-    console: Console,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is compared. num_at_once: of the jobs that run beside others. logprobs: compared too."""
+
+    examples: Sequence[Example]
+    settings: Sequence[str]
+    drafters: Sequence[str]
+    together_only: bool
+    num_at_once: int
+    max_tokens: int
+    logprobs: bool
+
+
+class Comparison:
+    """One run of all jobs: the references, what differs from them, and counts."""
+
+    def __init__(self, peer: Peer, asked: Asked, console: Console) -> None:
+        self._peer = peer
+        self._asked = asked
+        self._console = console
+        self._salt = f"{time.time_ns():x}"
+        self.reference: dict[tuple[int, str], Answer] = {}
+        self.differences: list[dict[str, Any]] = []
+        self.totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
+        self.accepted = dict.fromkeys(asked.drafters, 0)
+
+    async def run(self, client: httpx.AsyncClient, job: Job) -> None:
+        """Ask, count, and compare. Raises PeerFailed when the server refuses."""
+        is_reference = job.alone and job.drafter == "off"
+        response = await client.post(
+            f"{self._peer.url}/v1/completions", json=self._body(job, is_reference)
+        )
+        if response.status_code != 200:
+            raise PeerFailed(f"HTTP {response.status_code}: {response.text[:300]}")
+        answer = read_answer(response.json())
+        self.totals["tokens"] += answer.num_tokens
+        self.totals["drafted"] += answer.num_drafted
+        self.totals["accepted"] += answer.num_accepted
+        if job.drafter != "off":
+            self.accepted[job.drafter] += answer.num_accepted
+            self.totals["steps_on"] += answer.num_steps
+            self.totals["tokens_on"] += answer.num_tokens
+        if is_reference:
+            self.reference[job.case] = answer
+        elif (found := difference(self.reference[job.case], answer)) is not None:
+            example = self._asked.examples[job.prompt_id]
+            self.differences.append(
+                {
+                    "task": example.task,
+                    "example": example.example_id,
+                    "setting": job.setting,
+                    "drafter": job.drafter,
+                    "alone": job.alone,
+                    "difference": found,
+                }
+            )
+            self._console.print(f"DIFFERENT: {self.differences[-1]}", markup=False)
+
+    def _body(self, job: Job, is_reference: bool) -> dict[str, Any]:
+        prediction = None
+        if job.drafter == PREDICTION:
+            prediction = edited(self.reference[job.case].choices[0][1], job.prompt_id)
+        body = job_body(
+            job,
+            self._asked.examples[job.prompt_id].prompt,
+            self._peer.model,
+            max_tokens=self._asked.max_tokens,
+            logprobs=self._asked.logprobs,
+            salt=f"{self._salt}-{job.prompt_id}-{job.setting}" if is_reference else None,
+            prediction=prediction,
+        )
+        return body | self._peer.extra
+
+    def figures(self, num_compared: int) -> dict[str, Any]:
+        """Counts and every difference as JSON values."""
+        asked, totals = self._asked, self.totals
+        return {
+            "num_prompts": len(asked.examples),
+            "settings": list(asked.settings),
+            "drafters": list(asked.drafters),
+            "accepted_by_drafter": self.accepted,
+            "num_at_once": asked.num_at_once,
+            "max_tokens": asked.max_tokens,
+            "logprobs_compared": asked.logprobs,
+            "num_compared": num_compared,
+            "num_different": len(self.differences),
+            "differences": self.differences[:50],
+            "num_tokens": totals["tokens"],
+            "num_drafted": totals["drafted"],
+            "num_accepted": totals["accepted"],
+            "mean_tokens_per_step_on": (
+                totals["tokens_on"] / totals["steps_on"] if totals["steps_on"] else None
+            ),
+        }
+
+
+async def check(peer: Peer, asked: Asked, console: Console) -> dict[str, Any]:
     """Run all jobs; the figures and every difference as JSON values."""
-    alone, together = plan(len(examples), settings, drafters, together_only=together_only)
-    reference: dict[tuple[int, str], Answer] = {}
-    differences: list[dict[str, Any]] = []
-    totals = {"tokens": 0, "drafted": 0, "accepted": 0, "steps_on": 0, "tokens_on": 0}
-    accepted = dict.fromkeys(drafters, 0)
-    salt = f"{time.time_ns():x}"
+    alone, together = plan(
+        len(asked.examples), asked.settings, asked.drafters, together_only=asked.together_only
+    )
+    done = Comparison(peer, asked, console)
     async with httpx.AsyncClient(timeout=900.0, auth=ServerKeys([peer])) as client:
         with Progress(console=console) as progress:
             bar = progress.add_task("alone", total=len(alone) + len(together))
 
             async def run(job: Job) -> None:
-                is_reference = job.alone and job.drafter == "off"
-                body = job_body(
-                    job, examples[job.prompt_id].prompt, peer.model,
-                    max_tokens=max_tokens, logprobs=logprobs,
-                    salt=f"{salt}-{job.prompt_id}-{job.setting}" if is_reference else None,
-                    prediction=(
-                        edited(reference[job.case].choices[0][1], job.prompt_id)
-                        if job.drafter == PREDICTION
-                        else None
-                    ),
-                )  # fmt: skip
-                body.update(peer.extra)
-                response = await client.post(f"{peer.url}/v1/completions", json=body)
-                if response.status_code != 200:
-                    raise PeerFailed(f"HTTP {response.status_code}: {response.text[:300]}")
-                answer = read_answer(response.json())
-                totals["tokens"] += answer.num_tokens
-                totals["drafted"] += answer.num_drafted
-                totals["accepted"] += answer.num_accepted
-                if job.drafter != "off":
-                    accepted[job.drafter] += answer.num_accepted
-                    totals["steps_on"] += answer.num_steps
-                    totals["tokens_on"] += answer.num_tokens
-                if is_reference:
-                    reference[job.case] = answer
-                else:
-                    found = difference(reference[job.case], answer)
-                    if found is not None:
-                        example = examples[job.prompt_id]
-                        differences.append(
-                            {
-                                "task": example.task,
-                                "example": example.example_id,
-                                "setting": job.setting,
-                                "drafter": job.drafter,
-                                "alone": job.alone,
-                                "difference": found,
-                            }
-                        )
-                        console.print(f"DIFFERENT: {differences[-1]}", markup=False)
-                progress.update(
-                    bar, advance=1, description=f"{'alone' if job.alone else 'together'} "
-                    f"({len(differences)} differ)",
-                )  # fmt: skip
+                await done.run(client, job)
+                where = "alone" if job.alone else "together"
+                told = f"{where} ({len(done.differences)} differ)"
+                progress.update(bar, advance=1, description=told)
 
             for job in alone:
                 await run(job)
-            gate = asyncio.Semaphore(num_at_once)
+            gate = asyncio.Semaphore(asked.num_at_once)
 
             async def gated(job: Job) -> None:
                 async with gate:
                     await run(job)
 
             await asyncio.gather(*(gated(job) for job in together))
-    num_compared = len(alone) + len(together) - len(reference)
-    return {
-        "num_prompts": len(examples),
-        "settings": list(settings),
-        "drafters": list(drafters),
-        "accepted_by_drafter": accepted,
-        "num_at_once": num_at_once,
-        "max_tokens": max_tokens,
-        "logprobs_compared": logprobs,
-        "num_compared": num_compared,
-        "num_different": len(differences),
-        "differences": differences[:50],
-        "num_tokens": totals["tokens"],
-        "num_drafted": totals["drafted"],
-        "num_accepted": totals["accepted"],
-        "mean_tokens_per_step_on": (
-            totals["tokens_on"] / totals["steps_on"] if totals["steps_on"] else None
-        ),
-    }
+    return done.figures(len(alone) + len(together) - len(done.reference))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -341,11 +366,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         async def run() -> dict[str, Any]:
             await bring_up(peers, options.log_dir)
             return await check(
-                peers[0], examples, settings, options.drafter.split(","),
-                together_only=options.together,
-                num_at_once=options.at_once, max_tokens=options.tokens,
-                logprobs=not options.no_logprobs, console=console,
-            )  # fmt: skip
+                peers[0],
+                Asked(
+                    examples,
+                    settings,
+                    options.drafter.split(","),
+                    together_only=options.together,
+                    num_at_once=options.at_once,
+                    max_tokens=options.tokens,
+                    logprobs=not options.no_logprobs,
+                ),
+                console,
+            )
 
         figures = asyncio.run(run())
         servers = describe_servers(peers)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -97,11 +97,20 @@ async def poll(client: httpx.AsyncClient, url: str, path: str, every_s: float) -
     return number
 
 
+class Amounts(NamedTuple):
+    """Streams at once, tokens of each, and how often so many streams are asked in a turn."""
+
+    num_streams: int
+    num_tokens: int
+    num_waves: int
+
+
 async def one_turn(
     client: httpx.AsyncClient, meter: CpuMeter, peer: Peer, case: str, salt: str,
-    *, num_streams: int, num_tokens: int, num_waves: int, extra: dict[str, Any],
+    amounts: Amounts, extra: dict[str, Any],
 ) -> Turn:  # fmt: skip
     """The same streams for every case: `num_waves` times `num_streams` at once."""
+    num_streams, num_tokens, num_waves = amounts
     before, began = meter.read()[peer.name], time.perf_counter()
     polls = [
         asyncio.create_task(poll(client, peer.url, path, every_s))
@@ -169,8 +178,7 @@ async def measure(
                     progress.update(bar, description=case)
                     turns[case] = await one_turn(
                         client, meter, peers[CASES[case]], case, f"{stamp}-{case}-{round_id}",
-                        num_streams=options.streams, num_tokens=options.tokens,
-                        num_waves=options.waves, extra=extra,
+                        Amounts(options.streams, options.tokens, options.waves), extra,
                     )  # fmt: skip
                     progress.update(bar, advance=1)
                     await asyncio.sleep(options.pause)

@@ -16,7 +16,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,8 @@ def ratio_interval(ours: ReplayResult, other: ReplayResult, seed: int) -> tuple[
     return float(low), float(high)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0],
@@ -104,6 +104,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--from-json", type=Path, help="print the tables of an earlier run's cells, replay nothing"
     )
+    return parser
+
+
+def measure_cell(
+    made: Mapping[str, Callable[[], Any]], test: Sequence[Recording], budget: int
+) -> dict[str, Any]:
+    """All columns of one data set and budget as JSON values: `auto` against the best other one."""
+    results: dict[str, ReplayResult] = {}
+    for column, make in made.items():
+        results[column] = replay(make(), test, budget=budget)
+    prefill = replay(
+        made["auto"](),
+        test,
+        budget=budget,
+        in_prefill=True,
+    )
+    others = {c: r for c, r in results.items() if c != "auto"}
+    best = max(others, key=lambda c: others[c].tokens_per_step)
+    low, high = ratio_interval(results["auto"], results[best], seed=0)
+    return {
+        "tokens_per_step": {c: round(r.tokens_per_step, 3) for c, r in results.items()},
+        "auto_prefill": round(prefill.tokens_per_step, 3),
+        "best_other": best,
+        "ratio": round(results["auto"].tokens_per_step / results[best].tokens_per_step, 3),
+        "ratio_95": [round(low, 3), round(high, 3)],
+        "propose_us": results["auto"].summary()["propose_us"],
+        "extend_us": results["auto"].summary()["extend_us_per_token"],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.from_json is not None:
         lines = arguments.from_json.read_text().splitlines()
@@ -138,28 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = columns(corpus, eos, bigrams)
         for budget in arguments.budgets:
             cell: dict[str, Any] = {"data": name, "budget": budget, "examples": len(test)}
-            results: dict[str, ReplayResult] = {}
-            for column, make in made.items():
-                results[column] = replay(make(), test, budget=budget)
-            prefill = replay(
-                make_drafter("auto", corpus=corpus, eos_token_ids=(eos,)),
-                test,
-                budget=budget,
-                in_prefill=True,
-            )
-            others = {c: r for c, r in results.items() if c != "auto"}
-            best = max(others, key=lambda c: others[c].tokens_per_step)
-            low, high = ratio_interval(results["auto"], results[best], seed=0)
-            cell |= {
-                "tokens_per_step": {c: round(r.tokens_per_step, 3) for c, r in results.items()},
-                "auto_prefill": round(prefill.tokens_per_step, 3),
-                "best_other": best,
-                "ratio": round(results["auto"].tokens_per_step / results[best].tokens_per_step, 3),
-                "ratio_95": [round(low, 3), round(high, 3)],
-                "propose_us": results["auto"].summary()["propose_us"],
-                "extend_us": results["auto"].summary()["extend_us_per_token"],
-                "corpus_s": round(built_s, 2),
-            }
+            cell |= measure_cell(made, test, budget) | {"corpus_s": round(built_s, 2)}
             cells.append(cell)
             print(json.dumps(cell), flush=True)
     _print_tables(cells, arguments.budgets)

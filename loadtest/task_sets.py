@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from loadtest.prompts import Example, read_examples
 
@@ -72,31 +73,39 @@ def _tailor(*arguments: str) -> None:
         raise RuntimeError(f"tailor {' '.join(arguments[:2])} ended with {done.returncode}")
 
 
+class Places(NamedTuple):
+    """Folders. data: of the sets. models: of adapters. work: corpora, recordings and tasks are
+    written there. recorded: holds NAME/train.jsonl as `tailor corpus generate` writes it, for the
+    sets whose outputs are recorded already."""
+
+    data: Path
+    models: Path
+    work: Path
+    recorded: Path | None = None
+
+
 def prepare(
     sets: Sequence[TaskSet],
+    places: Places,
     *,
-    data_dir: Path,
-    models_dir: Path,
-    work_dir: Path,
-    recorded_dir: Path | None,
     model: str,
     num_train: int,
     max_tokens: int,
     max_nodes: int,
     tell: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Build the corpora that are missing in `work_dir`/corpora and write `work_dir`/tasks.
+    """Build the corpora that are missing in work/corpora and write work/tasks.
 
-    recorded_dir: holds NAME/train.jsonl as `tailor corpus generate` writes it, for the sets whose
-    outputs are recorded already; the others are recorded now, num_train prompts each. Returns the
+    Sets whose outputs are not in `recorded` are recorded now, num_train prompts each. Returns the
     corpus of each set that has one. Raises RuntimeError when a command fails.
     """
+    work_dir, recorded_dir = places.work, places.recorded
     corpora, recordings = work_dir / "corpora", work_dir / "recordings"
     corpora.mkdir(parents=True, exist_ok=True)
     recordings.mkdir(exist_ok=True)
     found: dict[str, Path] = {}
     for task_set in sets:
-        train = data_dir / task_set.folder / "train.jsonl"
+        train = places.data / task_set.folder / "train.jsonl"
         if not train.is_file():
             continue
         corpus = corpora / f"{task_set.name}.corpus"
@@ -108,7 +117,9 @@ def prepare(
             own = recorded_dir / task_set.name / "train.jsonl"
         elif not own.is_file():
             tell(f"recording {num_train} outputs for {task_set.name}")
-            adapted = ["--adapter", str(models_dir / task_set.adapter)] if task_set.adapter else []
+            adapted = (
+                ["--adapter", str(places.models / task_set.adapter)] if task_set.adapter else []
+            )
             _tailor(
                 "corpus", "generate", "--model", model, *adapted, "--data", str(train),
                 "--limit", str(num_train), "--max-tokens", str(max_tokens), "-o", str(own),

@@ -117,24 +117,23 @@ def first_difference(want: Answer, got: Answer) -> str:
     raise ValueError("they do not differ")
 
 
-def check(
+def _answers(
     engine: Any,
     examples: Sequence[Example],
     prompts: Sequence[Sequence[int]],
     settings: Sequence[str],
-    drafters: Sequence[str],
+    cases: Sequence[Case],
     *,
     max_tokens: int,
     console: Console,
-) -> dict[str, Any]:
-    """Ask everything; figures and differences as JSON values. Profiles are named by task."""
+) -> tuple[dict[str, Answer], dict[str, Answer]]:
+    """Ask everything: (answers of the full head, answers of `exact`), by request id."""
     model = engine.info.name
 
     def reference(p: int, setting: str, request_id: str) -> Request:
         task = examples[p].task
         return request_of(request_id, task, prompts[p], p, setting, max_tokens, model)
 
-    cases = cases_of(len(prompts), settings, drafters)
     full: dict[str, Answer] = {}
     exact: dict[str, Answer] = {}
     for first in range(0, len(prompts), CHUNK):
@@ -159,6 +158,24 @@ def check(
             ]
             name = f"exact, window {window or 'adapted'}"
             exact |= answer_all(engine, requests, where + name, console)
+    return full, exact
+
+
+def check(
+    engine: Any,
+    examples: Sequence[Example],
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[str],
+    drafters: Sequence[str],
+    *,
+    max_tokens: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Ask everything; figures and differences as JSON values. Profiles are named by task."""
+    cases = cases_of(len(prompts), settings, drafters)
+    full, exact = _answers(
+        engine, examples, prompts, settings, cases, max_tokens=max_tokens, console=console
+    )
     differences: list[dict[str, Any]] = []
     by_part: dict[str, list[Answer]] = {}
     for case in cases:

@@ -60,8 +60,8 @@ def run_turn(server: ScriptedServer, case: str) -> Turn:
     async def run() -> Turn:
         async with httpx.AsyncClient() as client:
             return await overhead.one_turn(
-                client, Meter(), peer, case, "s", num_streams=3, num_tokens=5, num_waves=2,
-                extra={"speculation": {"drafter": "off"}},
+                client, Meter(), peer, case, "s", overhead.Amounts(3, 5, 2),
+                {"speculation": {"drafter": "off"}},
             )  # fmt: skip
 
     return asyncio.run(run())

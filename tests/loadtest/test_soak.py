@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from loadtest import soak
-from loadtest.soak import CUT, KEPT, Options, Reading, Tally
+from loadtest import soak, soak_traffic
+from loadtest.soak_traffic import COUNTED, CUT, KEPT, Options, Reading, Tally
 from server.api import protocol
 from server.api.chat_protocol import ChatBody
 from server.api.decision_body import DecisionBody
@@ -24,13 +24,13 @@ from tests.api.chat_models import TOKENIZER, served
 from tests.api.live import LiveServer
 from tests.api.test_chat_end_to_end import make_engine
 
-PAGE = "".join(f'{name}{{drafter="suffix",task="{KEPT}"}} 7.0\n' for name in soak.COUNTED)
+PAGE = "".join(f'{name}{{drafter="suffix",task="{KEPT}"}} 7.0\n' for name in COUNTED)
 IDLE = {"kv_cache_usage": 0.0, "running": 0.0, "waiting": 0.0, "open": 0, "restarts": 0}
 
 
 def good() -> tuple[Tally, dict[str, Any], list[str]]:
     tally = Tally()
-    tally.usage.update(dict.fromkeys(soak.COUNTED.values(), 7))
+    tally.usage.update(dict.fromkeys(COUNTED.values(), 7))
     tally.readings = [Reading(float(i), 500.0 + i % 3, 40, 12) for i in range(40)]
     return tally, {**IDLE, "page": PAGE}, []
 
@@ -80,10 +80,10 @@ def test_series_are_summed_by_label() -> None:
 def test_every_request_of_the_mix_is_valid() -> None:
     rng = random.Random(3)
     for _ in range(300):
-        body = soak.make_body(rng, 32, ("off", "suffix"))
+        body = soak_traffic.make_body(rng, 32, ("off", "suffix"))
         protocol.validate(protocol.CompletionBody, body)
-        protocol.validate(ChatBody, soak.make_chat(body, rng))
-        protocol.validate(DecisionBody, soak.make_decision(rng))
+        protocol.validate(ChatBody, soak_traffic.make_chat(body, rng))
+        protocol.validate(DecisionBody, soak_traffic.make_decision(rng))
 
 
 def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_counters_of_a_real_engine_equal_the_usage_of_what_was_kept(tmp_path: Pa
         server: Any = Here()
         # The tests' tokenizer makes long prompts longer than its context.
         with pytest.MonkeyPatch.context() as patch, Progress(console=Console(quiet=True)) as bar:
-            patch.setattr(soak, "PLAIN", "the cat. a dog. over it. the fox")
+            patch.setattr(soak_traffic, "PLAIN", "the cat. a dog. over it. the fox")
             asyncio.run(soak.load(server, options, tally, bar))
         left = asyncio.run(soak.settle(server))
         result = verdict(tally, left, [])

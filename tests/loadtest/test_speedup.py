@@ -13,26 +13,26 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest import speedup
+from loadtest import speedup_figures as figures
 from loadtest.completion import Timing
 from loadtest.peer import CpuMeter, Peer
 from loadtest.prompts import Example
-from loadtest.task_sets import SETS, examples_of, prepare
+from loadtest.task_sets import SETS, Places, examples_of, prepare
 from tests.loadtest.scripted_server import ScriptedServer
 
 EXAMPLES = [Example("alpha", f"alpha-{i}", f"alpha {i}", "") for i in range(8)]
 
 
-def measure(server: ScriptedServer, peers: list[Peer], pairs: int = 3) -> speedup.Sitting:
+def measure(server: ScriptedServer, peers: list[Peer], pairs: int = 3) -> figures.Sitting:
     tailor = Peer("tailor", "x.sh", "tailor", url=server.url)
     variants = speedup.variants_of(tailor, SETS["squad"], warm=True)
 
-    async def run() -> speedup.Sitting:
+    async def run() -> figures.Sitting:
         async with httpx.AsyncClient() as client:
             with Progress(console=Console(quiet=True)) as progress:
                 return await speedup.measure_set(
                     client, SETS["squad"], variants, peers, CpuMeter([]), EXAMPLES,
-                    num_pairs=pairs, num_prompts=2, num_peer_rounds=1, max_tokens=12,
-                    progress=progress,
+                    speedup.Amounts(pairs, 2, 1, max_tokens=12), progress,
                 )  # fmt: skip
 
     return asyncio.run(run())
@@ -45,7 +45,7 @@ def test_pairs_ask_the_same_prompts_once_and_find_the_ratio() -> None:
     ):
         peer = Peer("llamacpp-mod", other.url, "llamacpp", "m", url=other.url)
         sitting = measure(server, [peer])
-    found = speedup.figures_of(sitting, ["off", "cold", "warm"], ["llamacpp-mod"])
+    found = figures.figures_of(sitting, ["off", "cold", "warm"], ["llamacpp-mod"])
     assert found["num_requests"] == 6 and found["num_different"] == 0
     own = found["variants"]["warm"]
     assert (own["tokens"], own["steps"], own["drafted_tokens"]) == (72, 18, 54)
@@ -77,31 +77,31 @@ def test_an_answer_that_ends_at_once_is_one_token() -> None:
     ):
         peer = Peer("openvino", other.url, "transformers", "m", url=other.url)
         sitting = measure(server, [peer], pairs=1)
-    beside = speedup.figures_of(sitting, ["off", "cold", "warm"], ["openvino"])["peers"]["openvino"]
+    beside = figures.figures_of(sitting, ["off", "cold", "warm"], ["openvino"])["peers"]["openvino"]
     assert beside["tokens_per_s"] > 0 and beside["same_text"] == 0
     assert [a.timing.num_tokens for a in sitting.answers["openvino"][0]] == [1, 1]
 
 
-def sitting_of(ids: list[int]) -> speedup.Sitting:
-    sitting = speedup.Sitting()
+def sitting_of(ids: list[int]) -> figures.Sitting:
+    sitting = figures.Sitting()
     for name, own in (("off", [1, 2, 3]), ("cold", ids)):
         timing = Timing(
             start_s=0.0, end_s=1.0, chunk_s=[0.5, 1.0], chunk_tokens=[1, 2], token_ids=own,
             num_tokens=3, num_prompt_tokens=4, prompt_token_ids=[1, 2, 3, 1],
         )  # fmt: skip
-        sitting.book(name, 0, speedup.Answer(timing, 0.3))
+        sitting.book(name, 0, figures.Answer(timing, 0.3))
     return sitting
 
 
 def test_a_different_text_is_counted() -> None:
-    same = speedup.figures_of(sitting_of([1, 2, 3]), ["off", "cold"], [])
-    other = speedup.figures_of(sitting_of([1, 2, 4]), ["off", "cold"], [])
+    same = figures.figures_of(sitting_of([1, 2, 3]), ["off", "cold"], [])
+    other = figures.figures_of(sitting_of([1, 2, 4]), ["off", "cold"], [])
     assert (same["num_different"], other["num_different"]) == (0, 1)
     assert same["variants"]["off"]["cpu_s_per_token"] == pytest.approx(0.1)
 
 
 def test_the_forecast_replays_the_recorded_text_with_the_servers_costs() -> None:
-    sitting = speedup.Sitting()
+    sitting = figures.Sitting()
     for i in range(6):
         prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13 + i]
         timing = Timing(
@@ -109,12 +109,12 @@ def test_the_forecast_replays_the_recorded_text_with_the_servers_costs() -> None
             token_ids=prompt[:8], prompt_token_ids=prompt,
         )  # fmt: skip
         for name in ("off", "cold"):
-            sitting.book(name, i, speedup.Answer(timing, 0.1))
+            sitting.book(name, i, figures.Answer(timing, 0.1))
     cheap = {"rows": [1, 64], "seconds": [0.01, 0.011], "key_s": 0.0}
     dear = {"rows": [1, 64], "seconds": [0.01, 0.64], "key_s": 0.0}
-    found = speedup.forecasts_of(sitting, ["off", "cold"], cheap, None, 8)["cold"]
+    found = figures.forecasts_of(sitting, ["off", "cold"], cheap, None, 8)["cold"]
     assert found["tokens_per_step"] > 1.5 and found["speedup"] > 1.3
-    none = speedup.forecasts_of(sitting, ["off", "cold"], dear, None, 8)["cold"]
+    none = figures.forecasts_of(sitting, ["off", "cold"], dear, None, 8)["cold"]
     assert none["nodes_per_step"] < found["nodes_per_step"]
     assert none["speedup"] < found["speedup"]
 
@@ -172,8 +172,8 @@ def test_a_category_is_a_set_of_its_own_and_has_no_warm_task(tmp_path: Path) -> 
     assert [example.prompt for example in examples_of(tmp_path, rag)] == ["p1", "p3", "p5"]
     work = tmp_path / "work"
     corpora = prepare(
-        [rag], data_dir=tmp_path, models_dir=tmp_path, work_dir=work, recorded_dir=None,
-        model="none", num_train=4, max_tokens=8, max_nodes=16, tell=print,
+        [rag], Places(tmp_path, tmp_path, work), model="none", num_train=4,
+        max_tokens=8, max_nodes=16, tell=print,
     )  # fmt: skip
     assert corpora == {}
     assert [p.name for p in (work / "tasks/base").iterdir()] == ["spec_bench-rag-cold.yaml"]
