@@ -147,8 +147,8 @@ class Corpus:
         meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
 
         def part(prefix: str) -> dict[str, npt.NDArray[Any]]:
-            cut = len(prefix) + 1
-            return {n[cut:]: a for n, a in arrays.items() if n.startswith(prefix + ".")}
+            start = len(prefix) + 1
+            return {n[start:]: a for n, a in arrays.items() if n.startswith(prefix + ".")}
 
         try:
             return cls(

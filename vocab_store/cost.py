@@ -39,8 +39,8 @@ class HeadCosts:
     body_s: everything but the head. full_s: the head over all V rows, for this batch's rows.
     vocab_size: V. slice_fixed_s: what a slice product costs with no rows at all (launch, mask).
     verify_s: one product of a window with the full head, fixed part (default: full_s, a read of
-    the whole head); verify_row_s: further seconds for each waiting position. cut: chance per step
-    that a window is verified before it is full, because a sequence of the batch ends.
+    the whole head); verify_row_s: further seconds for each waiting position. early_end: chance per
+    step that a window is verified before it is full, because a sequence of the batch ends.
     """
 
     body_s: float
@@ -49,13 +49,13 @@ class HeadCosts:
     slice_fixed_s: float = 0.0
     verify_s: float | None = None
     verify_row_s: float = 0.0
-    cut: float = 0.0
+    early_end: float = 0.0
 
     def __post_init__(self) -> None:
         if self.body_s <= 0 or self.full_s <= 0 or self.vocab_size <= 0:
             raise ValueError("body_s, full_s and vocab_size must be positive")
-        if not 0.0 <= self.cut <= 1.0:
-            raise ValueError("cut must lie in 0..1")
+        if not 0.0 <= self.early_end <= 1.0:
+            raise ValueError("early_end must lie in 0..1")
 
     @property
     def window_s(self) -> float:
@@ -73,7 +73,7 @@ def full_cost_s(costs: HeadCosts) -> float:
     return costs.body_s + costs.full_s
 
 
-def expected_kept(miss: float, window: int) -> float:
+def expected_yield(miss: float, window: int) -> float:
     """Tokens a window of N steps yields, the corrected one included; in [1, N]."""
     if not 0.0 <= miss <= 1.0 or window < 1:
         raise ValueError("miss must lie in 0..1 and window be at least 1")
@@ -85,19 +85,19 @@ def expected_kept(miss: float, window: int) -> float:
     return -math.expm1(window * math.log1p(-miss)) / miss
 
 
-def _miss_or_cut(costs: HeadCosts, miss: _Chance) -> _Chance:
-    """Chance per step that a window brings no further token: a miss, or an end that cuts it.
+def _miss_or_end(costs: HeadCosts, miss: _Chance) -> _Chance:
+    """Chance per step that a window brings no further token: a miss, or an end before it is full.
 
-    Not miss + cut - miss * cut, which rounding can carry out of 0..1.
+    Not miss + end - miss * end, which rounding can carry out of 0..1.
     """
-    return 1.0 - (1.0 - miss) * (1.0 - costs.cut)
+    return 1.0 - (1.0 - miss) * (1.0 - costs.early_end)
 
 
 def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> float:
     """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
     step_s = costs.body_s + slice_head_s(costs, num_ids)
-    run = expected_kept(costs.cut, window)  # steps until the window is full or cut
-    kept = expected_kept(_miss_or_cut(costs, miss), window)
+    run = expected_yield(costs.early_end, window)  # steps until the window is full or ends early
+    kept = expected_yield(_miss_or_end(costs, miss), window)
     return (run * (step_s + costs.verify_row_s) + costs.window_s) / kept
 
 
@@ -109,7 +109,7 @@ def asymptotic_window(costs: HeadCosts, num_ids: float, miss: float) -> float:
     return math.sqrt(2.0 * costs.window_s / (miss * step_s))
 
 
-def _kept(miss: Float64, window: int) -> Float64:
+def _yields(miss: Float64, window: int) -> Float64:
     with np.errstate(divide="ignore", invalid="ignore"):
         kept = -np.expm1(window * np.log1p(-miss)) / miss
     return np.where(miss == 0.0, float(window), np.where(miss == 1.0, 1.0, kept))
@@ -125,10 +125,10 @@ def _best_windows(
     step = step_s + costs.full_s * num_ids / costs.vocab_size
     best = np.full(miss.shape, np.inf)
     windows = np.ones(miss.shape, np.int64)
-    stop = _miss_or_cut(costs, miss)
+    stop = _miss_or_end(costs, miss)
     for window in range(1, max_window + 1):
-        run = expected_kept(costs.cut, window)
-        cost = (run * step + costs.window_s) / _kept(stop, window)
+        run = expected_yield(costs.early_end, window)
+        cost = (run * step + costs.window_s) / _yields(stop, window)
         better = cost < best
         best[better] = cost[better]
         windows[better] = window

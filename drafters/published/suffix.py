@@ -74,7 +74,8 @@ class SuffixSession(IndexedSession[SuffixDrafter]):
         self._index.append(prompt_ids)
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
-        """See DraftSession.propose. Survival is the estimated chance, cut at min_survival."""
+        """See DraftSession.propose. Survival is the estimated chance; no node
+        below min_survival is in the tree."""
         drafter = self._owner()
         index = self._index
         if budget <= 0 or max_depth <= 0 or index.size == 0:

@@ -109,7 +109,7 @@ def _rank(nodes: Int32, node: int) -> int:
 
 
 @compiled
-def cut_subtree(
+def frequent_subtree(
     nodes: Int32, top: int, num_draft: int, max_depth: int, out: Int32, heap: HeapFields
 ) -> int:
     """The `num_draft` most frequent nodes below `top`: by (frequency, shallow, early).
@@ -180,7 +180,7 @@ class NGramTrie:
     def subtree(self, node: int, num_draft: int, max_depth: int) -> Int32:
         """int32 [3, kept]: nodes below `node`, their parents (index here, -1) and depths."""
         out = np.empty((3, num_draft), np.int32)
-        return out[:, : cut_subtree(self.nodes, node, num_draft, max_depth, out, self._heap)]
+        return out[:, : frequent_subtree(self.nodes, node, num_draft, max_depth, out, self._heap)]
 
 
 class TrieDrafter:

@@ -136,7 +136,7 @@ class WindowControl:
 
     def observe_ends(self, any_ended: bool) -> None:
         """One more step of sequences in `exact`, whichever head they draw from. any_ended: whether
-        one of them has left since the step before, which cuts the others' windows short."""
+        one of them has left since the step before, which ends the others' windows early."""
         self._ends += _END_RATE * (any_ended - self._ends)
 
     def observe_verify(self, seconds: float, num_rows: int, num_windows: int) -> None:
@@ -178,7 +178,7 @@ class WindowControl:
             slice_fixed_s=fixed_s * per_token,
             verify_s=self._full_s,
             verify_row_s=self._row_s * self._num_windows,
-            cut=self._ends * per_token,
+            early_end=self._ends * per_token,
         )
 
     def fill(self, profile: VocabProfile) -> Fill | None:

@@ -15,7 +15,7 @@ from vocab_store.cost import (
     best_fill,
     best_window,
     exact_cost_s,
-    expected_kept,
+    expected_yield,
     full_cost_s,
 )
 
@@ -23,7 +23,7 @@ seconds = st.floats(1e-4, 1.0)
 GEMMA = HeadCosts(body_s=0.018, full_s=0.020, vocab_size=262_144)
 
 
-def kept_by_enumeration(miss: float, window: int) -> float:
+def by_enumeration(miss: float, window: int) -> float:
     """Sum over where the first miss falls."""
     total = window * (1 - miss) ** window
     for j in range(window):
@@ -32,8 +32,8 @@ def kept_by_enumeration(miss: float, window: int) -> float:
 
 
 @given(st.floats(0, 1), st.integers(1, 40))
-def test_expected_kept_is_the_sum_over_first_misses(miss: float, window: int) -> None:
-    assert expected_kept(miss, window) == pytest.approx(kept_by_enumeration(miss, window), rel=1e-9)
+def test_expected_yield_is_the_sum_over_first_misses(miss: float, window: int) -> None:
+    assert expected_yield(miss, window) == pytest.approx(by_enumeration(miss, window), rel=1e-9)
 
 
 def test_exact_cost_is_what_a_simulation_of_windows_spends() -> None:
@@ -51,11 +51,11 @@ def test_exact_cost_is_what_a_simulation_of_windows_spends() -> None:
 
 def test_windows_that_others_cut_short_cost_what_a_simulation_spends() -> None:
     rng = np.random.default_rng(6)
-    cut, miss, window, num_ids = 0.2, 0.03, 24, 100
-    costs = HeadCosts(0.018, 0.020, 1000, verify_s=0.025, verify_row_s=0.0005, cut=cut)
+    early_end, miss, window, num_ids = 0.2, 0.03, 24, 100
+    costs = HeadCosts(0.018, 0.020, 1000, verify_s=0.025, verify_row_s=0.0005, early_end=early_end)
     spent = tokens = 0.0
     for _ in range(40_000):
-        run = min(window, int(rng.geometric(cut)))
+        run = min(window, int(rng.geometric(early_end)))
         spent += run * (0.018 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
         first = np.flatnonzero(rng.random(run) < miss)
         tokens += (int(first[0]) + 1) if first.size else run
@@ -78,9 +78,9 @@ def test_best_window_is_the_cheapest_of_all(
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 64))
-def test_every_pair_of_chances_has_a_cost(miss: float, cut: float, window: int) -> None:
+def test_every_pair_of_chances_has_a_cost(miss: float, early_end: float, window: int) -> None:
     """No rounding carries the two out of 0..1 together: an engine would stop over it."""
-    costs = HeadCosts(0.018, 0.020, 1000, cut=cut)
+    costs = HeadCosts(0.018, 0.020, 1000, early_end=early_end)
     cost = exact_cost_s(costs, 100, miss, window)
     assert full_cost_s(costs) * 0.4 < cost < math.inf
     assert best_window(costs, 100, miss, window)[1] <= cost * (1 + 1e-12)
@@ -89,7 +89,7 @@ def test_every_pair_of_chances_has_a_cost(miss: float, cut: float, window: int) 
 def max_window_cost(costs: HeadCosts, num_ids: int, miss: float, window: int) -> float:
     """The cost from its definition alone."""
     step = costs.body_s + costs.full_s * num_ids / costs.vocab_size
-    return (window * step + costs.full_s) / kept_by_enumeration(miss, window)
+    return (window * step + costs.full_s) / by_enumeration(miss, window)
 
 
 @given(st.floats(1e-4, 0.004), st.floats(0.2, 5.0))
@@ -136,7 +136,7 @@ def test_best_fill_is_the_cheapest_prefix(
         left = min(1.0, max(0.0, miss - sum(gains[:count])))
         for window in range(1, max_window + 1):
             step = body_s + full_s * (20 + 3.5 + count) / 200
-            prices.append((window * step + full_s) / kept_by_enumeration(left, window))
+            prices.append((window * step + full_s) / by_enumeration(left, window))
     assert fill.cost_s == pytest.approx(min(prices), rel=1e-7)
     assert fill.num_ids == 20 + fill.num_fill
     assert fill.full_s == pytest.approx(body_s + full_s)
@@ -158,6 +158,6 @@ def test_wrong_figures_are_refused() -> None:
     with pytest.raises(ValueError, match="miss"):
         best_window(GEMMA, 10, 1.5)
     with pytest.raises(ValueError, match="window"):
-        expected_kept(0.1, 0)
+        expected_yield(0.1, 0)
     with pytest.raises(ValueError, match="max_window"):
         best_window(GEMMA, 10, 0.1, 0)

@@ -157,10 +157,10 @@ class ModelTensors:
         parts = [self._rows(layer, module, kind) for module in s.names.qkv]
         if len(parts) == 1:
             sizes = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
-            cut = np.cumsum([0, *sizes]) * s.head_dim
+            ends = np.cumsum([0, *sizes]) * s.head_dim
             (fused,) = parts
             parts = [
-                Rows(fused.name, fused.tensor[int(cut[i]) : int(cut[i + 1])]) for i in range(3)
+                Rows(fused.name, fused.tensor[int(ends[i]) : int(ends[i + 1])]) for i in range(3)
             ]
         if not s.interleaved:
             return parts
