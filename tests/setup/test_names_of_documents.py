@@ -1,0 +1,70 @@
+"""What the design, the architecture and the guides name is in the code, under that name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("DESIGN.md", "architecture.md", "adding-a-drafter.md", "adding-a-model.md")
+CLASS = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)*(?:\.\w+)?")
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """Name of every class and alias of the code -> what is defined or annotated inside it."""
+    found: dict[str, set[str]] = {}
+    for part in ("server", "drafters", "vocab_store", "tests/fakes"):
+        for path in (ROOT / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    members = found.setdefault(node.name, set())
+                    for inner in ast.walk(node):
+                        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                            members.add(inner.name)
+                        elif isinstance(inner, ast.Name | ast.Attribute):
+                            members.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+    return found
+
+
+def named(text: str) -> set[str]:
+    """The classes that a page names in code spans."""
+    spans = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    return {span for span in spans if CLASS.fullmatch(span)}
+
+
+def words(design: str) -> set[str]:
+    """The words of section 2 of the design."""
+    table = design.split("## 2. Words", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| ([A-Z][^|]*) \|", table, flags=re.MULTILINE)
+    return {word for row in rows for word in row.split(", ")} - {"Word"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_classes_that_a_page_names_exist(page: str) -> None:
+    missing = []
+    for name in sorted(named((ROOT / "docs" / page).read_text(encoding="utf-8"))):
+        owner, _, member = name.partition(".")
+        if owner not in classes() or (member and member not in classes()[owner]):
+            missing.append(name)
+    assert not missing, f"docs/{page} names what the code does not have: {missing}"
+
+
+def test_words_of_the_design_are_names_of_the_code() -> None:
+    found = words((ROOT / "docs/DESIGN.md").read_text(encoding="utf-8"))
+    assert {"Request", "Batch", "Runner", "DraftSession", "VocabSlice"} <= found
+    # A task is its file (TaskConfig); a row is a place in a Batch's arrays; a Block is its number.
+    assert not found - set(classes()) - {"Task", "Row", "Block"}
+
+
+def test_modules_that_a_page_names_alone_exist() -> None:
+    parts = ("server", "drafters", "vocab_store", "tests", "loadtest", "configs")
+    known = {path.name for part in parts for path in (ROOT / part).rglob("*.py")}
+    for page in PAGES:
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        missing = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text)) - known
+        assert not missing, f"docs/{page}: {missing}"
