@@ -56,6 +56,16 @@ HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
 
 
+def _check_sizes(config: Any, max_model_len: int, block_size: int) -> None:
+    if max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {max_model_len} is above the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    if block_size & (block_size - 1) or block_size < 1:
+        raise ValueError(f"block_size must be a power of two, not {block_size}")
+
+
 class TorchRunner:
     """server.engine.batch.SlicingRunner on torch.
 
@@ -98,14 +108,7 @@ class TorchRunner:
         verify_on_cpu: bool = False,
         side: SideStream | None = None,
     ) -> None:
-        config = module.config
-        if max_model_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len {max_model_len} is above the model's "
-                f"{config.max_position_embeddings} positions"
-            )
-        if block_size & (block_size - 1) or block_size < 1:
-            raise ValueError(f"block_size must be a power of two, not {block_size}")
+        _check_sizes(module.config, max_model_len, block_size)
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._attention = attention or ("triton" if self._on_gpu else "torch")
@@ -123,56 +126,6 @@ class TorchRunner:
             embedding = self._host_head.tensor
         if embedding is not None and embedding.dtype != dtype:
             raise ValueError(f"the embedding is {embedding.dtype}, the head {dtype}")
-        self._sampler = Sampler(use_triton=self._on_gpu)
-        self._cpu_sampler = Sampler()
-        self._slices = TorchSlices(self._head, device, self._side)
-        self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
-        num_heads = config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        self._cache = KvCache(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-        )
-        self._max_blocks = -(-max_model_len // block_size)
-        self._body = BodyRun(
-            module,
-            self._cache,
-            paged.TileShape.of(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                max_model_len=max_model_len,
-                num_bytes=partial_bytes,
-                dtype=dtype,
-            ),
-            attention=self._attention,
-            embedding=embedding,
-            tables_shape=(max_num_seqs, self._max_blocks),
-            # Every row may draw, and the choices of a prompt draw from one row.
-            max_draws=max_num_batched_tokens + max_num_seqs,
-            graph_rows=min(MAX_GRAPH_ROWS, max_num_batched_tokens) if cuda_graphs else 0,
-        )
-        self._planner = HeadPlanner(self._slices, self._head.vocab_size, head_bytes)
-        self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
-        self._num_previous = 0
-        row_bytes = 4 * (12 + paged.TILE_FIELDS) * max_num_batched_tokens
-        table_bytes = 4 * max_num_seqs * self._max_blocks
-        if embedding is not None:
-            row_bytes += self.head_row_bytes * max_num_batched_tokens
-        self._upload = Upload(device, row_bytes + table_bytes + (1 << 16))
-        self._stream: torch.cuda.Stream | None = None
-        if self._on_gpu:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._in_flight: deque[Step] = deque()
-        self._last: Step | None = None  # the step launched last, for `token_from`
-        self._closed = False
         self.info = ModelInfo(
             name=name,
             vocab_size=self._head.vocab_size,
@@ -186,6 +139,70 @@ class TorchRunner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+        self._max_blocks = -(-max_model_len // block_size)
+        self._sampler, self._cpu_sampler = Sampler(use_triton=self._on_gpu), Sampler()
+        self._slices = TorchSlices(self._head, device, self._side)
+        self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
+        self._body = self._make_body(module, dtype, embedding, partial_bytes, cuda_graphs)
+        self._planner = HeadPlanner(self._slices, self._head.vocab_size, head_bytes)
+        self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
+        self._num_previous = 0
+        self._upload = self._make_upload(embedding is not None)
+        self._stream: torch.cuda.Stream | None = None
+        if self._on_gpu:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._in_flight: deque[Step] = deque()
+        self._last: Step | None = None  # the step launched last, for `token_from`
+        self._closed = False
+
+    def _make_body(
+        self,
+        module: PreTrainedModel,
+        dtype: torch.dtype,
+        embedding: torch.Tensor | None,
+        partial_bytes: int,
+        cuda_graphs: bool,
+    ) -> BodyRun:
+        """The body over a KV cache of its own, for the sizes of `info`."""
+        config, info = module.config, self.info
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        self._cache = KvCache(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            dtype=dtype,
+            device=self._device,
+        )
+        return BodyRun(
+            module,
+            self._cache,
+            paged.TileShape.of(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                max_model_len=info.max_model_len,
+                num_bytes=partial_bytes,
+                dtype=dtype,
+            ),
+            attention=self._attention,
+            embedding=embedding,
+            tables_shape=(info.max_num_seqs, self._max_blocks),
+            # Every row may draw, and the choices of a prompt draw from one row.
+            max_draws=info.max_num_batched_tokens + info.max_num_seqs,
+            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if cuda_graphs else 0,
+        )
+
+    def _make_upload(self, with_embedding: bool) -> Upload:
+        """Room for a step's arrays, and for its rows of the embedding where they travel along."""
+        row_bytes = 4 * (12 + paged.TILE_FIELDS) + self.head_row_bytes * with_embedding
+        table_bytes = 4 * self.info.max_num_seqs * self._max_blocks
+        num_bytes = row_bytes * self.info.max_num_batched_tokens + table_bytes + (1 << 16)
+        return Upload(self._device, num_bytes)
 
     def _make_head(
         self,
