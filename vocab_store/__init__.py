@@ -3,7 +3,7 @@
 Stdlib and numpy; `tokenizers`, `safetensors` and `fontTools` are imported inside the functions
 that need them. Never torch, and nothing of the server.
 
-    slice           VocabSlice and SliceCacheIndex: which ids a head is cut to, in which rows
+    slice           VocabSlice and SliceCacheIndex: which ids a head computes, and in which rows
     profile         Algorithm 1 of VocabTailor: the static task set T, its report and its file
     enrichment      Enrichment: a task's own tokens as tuples of base ids (TASC-ft)
     enrich          Algorithm 1 of TASC-ft: which output n-grams become tokens

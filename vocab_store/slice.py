@@ -1,4 +1,4 @@
-"""VocabSlice: the sorted ids an LM head is cut to (in which rows they lie: slice_cache.py).
+"""VocabSlice: the sorted ids that an LM head computes (in which rows they lie: slice_cache.py).
 
 VocabTailor (arXiv 2508.15229, section 3): the head on the device holds T, a static set per task,
 and I_i, the ids of request i's prompt. Here the set is frozen at admission as a function of the
@@ -156,7 +156,7 @@ class RequiredIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabSlice:
-    """Ids an LM head is cut to: a frozen, ascending, unique set within a vocabulary.
+    """The ids that an LM head computes: a frozen, ascending, unique set within a vocabulary.
 
     ids: int32 [n], read-only. A slice's *position* (or column) of an id is its index in `ids`, so
     that the lowest position among ties is the lowest id, as in the full head.

@@ -1,4 +1,4 @@
-"""Deltas: what is handed out of the engine, made of what a sequence has that is not released."""
+"""Deltas: the tokens of a sequence that may be sent and were not, as the engine hands them out."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Engine: the step loop. `step` is the whole of it, on one screen; the rest are its verbs.
+"""Engine: the step loop. `step` is the loop's body; the other methods are the verbs that it uses.
 
     schedule -> propose -> build -> launch -> (the device works) -> wait -> accept
 
 The engine owns its sequences, blocks and queues, runs on one thread, and knows neither torch nor
-HTTP: a Runner turns Batches into ids, Drafters propose, `submit` and `abort` come in, Deltas go
-out. A request that fails fails alone; what a failed step leaves behind is recomputed.
+HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit` and `abort`, and
+`step` returns Deltas. A request that fails fails alone; the others of its step are computed again.
 
 Its parts hand data back and never call it: admission.py (who may be served), planner.py (who
 drafts), emission.py (from drawn ids to tokens), exact.py (windows of `exact`), deltas.py (what is

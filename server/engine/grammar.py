@@ -1,4 +1,4 @@
-"""Grammars in the step loop: compiled off it, followed by a state per choice, masks per row.
+"""Grammars in the step loop: one state a choice follows what it says, and gives each row its mask.
 
     grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
     template = grammars.compile(spec, scope)  # a Future; equal specs of a scope share one
@@ -7,8 +7,8 @@
 
 What a choice may say next depends on the tokens it has consumed and on nothing else, so the masks,
 and with them the text, are the same with and without drafts. `constrain` walks a draft tree with
-the state, drops what the grammar forbids before the draft budget is spent, and hangs in what the
-grammar forces: tokens that are certain, and so drafts that cost a row and are never wrong.
+the state, drops what the grammar forbids before the draft budget is spent, and adds what the
+grammar forces: tokens that are certain, so that such a draft is always accepted.
 
 llguidance (Moskal and others, github.com/guidance-ai/llguidance) parses with an Earley parser over
 a lexer of derivatives and walks the vocabulary as a trie. Forced bytes are tokenized the way the

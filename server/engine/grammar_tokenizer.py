@@ -1,9 +1,9 @@
-"""A tokenizer as grammars see it: what a text spells is letters, whatever it spells.
+"""A tokenizer for grammars: it never reads the name of a control token in a text as that token.
 
-A tokenizer.json cuts "<|im_end|>" inside any text out as the control token of that name, and
-llguidance asks it how a forced text is cut. A schema's constant, a choice or a tool's enum that
-holds such a name would then end the answer, or be refused. So llguidance gets the tokenizer with
-those names replaced by ones that nobody can write: their ids and everything else stay.
+A tokenizer.json turns "<|im_end|>" inside any text into the control token of that name, and
+llguidance asks it how a forced text is tokenized. A schema's constant, a choice or a tool's enum
+that holds such a name would then end the answer, or be refused. So llguidance gets the tokenizer
+with those names replaced by ones that nobody can write: their ids and everything else stay.
 A Lark grammar may still ask for a control token, by its name without quotes or as <[id]>.
 """
 

@@ -1,9 +1,10 @@
-"""Recovery: after a failed step, who is to blame.
+"""Recovery: it finds out which request made a step fail.
 
-A runner that raises says nothing about the request that made it raise. So everyone of the failed
-step loses their blocks and recomputes, one alone at a time (`suspect`); who fails alone fails for
-good. A step that did not fit the device's memory is nobody's fault while steps can be made smaller.
-Records only: the engine preempts and fails.
+A runner that raises says nothing about the request that made it raise. So every
+sequence of the failed step gives its blocks back and is computed again, one alone at a time
+(`suspect`). A sequence that fails alone fails for good. A step that did not fit the device's memory
+is no sequence's fault while steps can be made smaller. This module records; the engine preempts
+sequences and ends them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A converted model's marker (tailor.json) lists the sha256 of each of its files as written.
 `check_kept` compares them: once per machine, and again after any change of a file's size or times.
-Weights with a hole in them still load and still answer, and nobody would know why the answers are
-bad.
+Weights that were written in part still load, and the model answers badly without any error.
 
 Importing this module imports neither torch nor transformers.
 """

@@ -221,6 +221,7 @@ def sharing(slabs: Sequence[Slab], head: FullHead) -> list[Slab]:
 
 
 def kept_draws(batch: Batch) -> Array:
+    """int64: the draws whose row's hidden state is to be kept (`Batch.draw_keep`)."""
     if batch.draw_keep is None:
         return np.empty(0, np.int64)
     return np.flatnonzero(batch.draw_keep >= 0)
