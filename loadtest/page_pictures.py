@@ -3,10 +3,11 @@
     tailor serve &
     python -m loadtest.page_pictures --url http://127.0.0.1:8000 --out docs
 
-Sends a few rounds of prompts that several tasks share, runs the playground, and writes
-`dashboard.png`, `playground.png` (a desktop's width) and `playground-phone.png` (a phone's, with
-the page's own example). Needs Chromium
-(Debian: apt-get install chromium) and the extra `page`. Ends in one JSON line with the sizes.
+Sends a few rounds of prompts that several tasks share, runs the playground with and without drafts,
+and writes `dashboard.png`, `playground.png` (a desktop's width) and `playground-phone.png` (a
+phone's, with the page's own example), and each of them with `-dark` in its name in the dark theme.
+Needs Chromium (Debian: apt-get install chromium) and the extra `page`. Ends in one JSON line with
+the sizes.
 """
 
 from __future__ import annotations
@@ -68,11 +69,21 @@ JSON:"""
 """What the desktop's playground is asked, of the task `extraction`."""
 
 
+NAMES = ("dashboard", "playground", "playground-phone")
+
+
 async def _run(page: Any) -> None:
-    """Press the playground's button and wait for the end of the answer."""
+    """Press the playground's button for both answers and wait for their end."""
     await page.wait_for_selector("#model option", state="attached")
-    await page.click("#run")
+    await page.click("#compare")
     await page.wait_for_selector("#play-state:has-text('tokens per step')", timeout=60_000)
+
+
+async def _shoot(page: Any, of: Any, out: Path, name: str) -> None:
+    """The picture of a page or a part of it, light and dark."""
+    for scheme, suffix in (("light", ""), ("dark", "-dark")):
+        await page.emulate_media(color_scheme=scheme)
+        await of.screenshot(path=out / f"{name}{suffix}.png")
 
 
 async def _traffic(url: str, headers: dict[str, str], rounds: int) -> None:
@@ -122,23 +133,23 @@ async def _pictures(
             desktop = await open_page(browser, 1100, 1000)
             traffic = asyncio.create_task(_traffic(url, headers, rounds))
             await desktop.wait_for_timeout(seconds * 1000)  # a few polls: curves, not points
-            await desktop.screenshot(path=out / "dashboard.png")
+            await _shoot(desktop, desktop, out, NAMES[0])
             await traffic
-            await desktop.set_viewport_size({"width": 760, "height": 1000})
+            await desktop.set_viewport_size({"width": 1000, "height": 1000})
             await desktop.select_option("#model", "extraction")
             await desktop.fill("#prompt", EXAMPLE)
             await _run(desktop)
-            await desktop.locator("#try").screenshot(path=out / "playground.png")
+            await _shoot(desktop, desktop.locator("#try"), out, NAMES[1])
             phone = await open_page(browser, 390, 1100)
             await _run(phone)
             await phone.evaluate("document.getElementById('play-state').scrollIntoView()")
-            await phone.screenshot(path=out / "playground-phone.png")
+            await _shoot(phone, phone, out, NAMES[2])
         finally:
             await browser.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when both pictures were written."""
+    """Returns the exit status: 0 when the pictures were written."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.page_pictures",
         description="Pictures of the built-in page, with traffic on the server.",
@@ -167,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a browser's or a server's: told in one line
         print(f"page_pictures: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    names = ("dashboard.png", "playground.png", "playground-phone.png")
+    names = [f"{name}{suffix}.png" for name in NAMES for suffix in ("", "-dark")]
     print(json.dumps({name: (args.out / name).stat().st_size for name in names}))
     return 0
 

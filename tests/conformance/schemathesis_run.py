@@ -202,7 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = base_url.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/openapi.json", timeout=30) as response:
         own = json.load(response)
-    with urllib.request.urlopen(f"{base_url}/models", timeout=30) as response:
+    listing = urllib.request.Request(
+        f"{base_url}/models", headers={"Authorization": f"Bearer {admin_key or 'none'}"}
+    )
+    with urllib.request.urlopen(listing, timeout=30) as response:
         models = [model["id"] for model in json.load(response)["data"]]
     if options.model is not None:
         models = [options.model]

@@ -466,7 +466,8 @@ def test_the_pictures_of_the_readme_can_be_made(tmp_path: Path) -> None:
         done = run(live.url)
     assert done.returncode == 0, done.stderr
     sizes = json.loads(done.stdout)
-    assert set(sizes) == {"dashboard.png", "playground.png", "playground-phone.png"}
+    pictures = ("dashboard", "playground", "playground-phone")
+    assert set(sizes) == {f"{name}{theme}.png" for name in pictures for theme in ("", "-dark")}
     for name, size in sizes.items():
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and size > 5_000
     gone = run(live.url)

@@ -117,6 +117,7 @@ async function answerForm(both) {
   compare.disabled = true;
   byId("answers").classList.toggle("both", both);
   byId("plain-box").hidden = !both;
+  byId("drafted-title").hidden = !both;
   say("Running");
   const drafted = new Answer(answer, byId("legend"), byId("steps"));
   const undrafted = both ? new Answer(plain, null, null) : null;
