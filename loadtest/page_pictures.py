@@ -130,6 +130,7 @@ async def _pictures(
             executable_path=browser_path, args=["--no-sandbox"]
         )
         try:
+            await _traffic(url, headers, 1)  # of a server that is used, figures come first
             desktop = await open_page(browser, 1100, 1000)
             traffic = asyncio.create_task(_traffic(url, headers, rounds))
             await desktop.wait_for_timeout(seconds * 1000)  # a few polls: curves, not points
