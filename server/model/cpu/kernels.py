@@ -21,7 +21,7 @@ sampling (sampler.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -44,10 +44,12 @@ from server.model.cpu.vector_ir import (
     lane_sum,
     load,
     load_bf16,
+    prefetch,
     splat,
     store,
 )
 from server.model.cpu.vector_ir import exp as exp_vector
+from server.model.cpu.vector_ir import product as emit_product
 
 
 def has_avx512() -> bool:
@@ -71,37 +73,45 @@ PANEL = LANES * VECTORS_PER_PANEL
 # --- kernels as intrinsics: addresses are intp, sizes are elements --------------------------
 
 
-def _make_product(num_rows: int, bf16: bool, vectors: int = VECTORS_PER_PANEL) -> Any:
-    """c[m, 0:width] = sum_k x[m, k] * panel[k, 0:width], m < num_rows, width = 16 * vectors.
+class PanelTask(NamedTuple):
+    """c[m, :] = x[m, :] @ panel for some rows: addresses, and strides of rows in elements.
 
-    (x address, x row stride, panel address, K, c address, c row stride).
+    fetched, step: `step` bytes on from address `fetched` for every k, one line is asked of memory.
     """
 
-    @intrinsic
-    def product(typingctx: Any, x: Any, ldx: Any, panel: Any, k: Any, c: Any, ldc: Any) -> Any:
-        sig = types.void(*([types.intp] * 6))
+    x: int
+    ldx: int
+    panel: int
+    k: int
+    c: int
+    ldc: int
+    fetched: int
+    step: int
 
+
+def _make_product(num_rows: int, bf16: bool, vectors: int = VECTORS_PER_PANEL) -> Any:
+    """c[m, 0:width] = sum_k x[m, k] * panel[k, 0:width], m < num_rows, width = 16 * vectors, of a
+    PanelTask."""
+
+    @intrinsic
+    def product(typingctx: Any, task: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            x, ldx, panel, k, c, ldc = args
-            xf, cf = floats(b, x), floats(b, c)
+            x, ldx, panel, k, c, ldc, fetched, step = (
+                b.extract_value(args[0], i) for i in range(8)
+            )
             pf = b.inttoptr(panel, (I16 if bf16 else F32).as_pointer())
-            rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
-            loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
-            base = b.mul(loop.index, i64(PANEL))
             read = load_bf16 if bf16 else load
-            w = [read(b, pf, b.add(base, i64(v * LANES))) for v in range(vectors)]
-            new = []
-            for m in range(num_rows):
-                xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
-                new += [fma(b, xv, w[v], loop.carried[m * vectors + v]) for v in range(vectors)]
-            acc = loop.close(new)
-            for m in range(num_rows):
-                for v in range(vectors):
-                    at = b.add(b.mul(ldc, i64(m)), i64(v * LANES))
-                    store(b, acc[m * vectors + v], cf, at)
+
+            def weights(index: Any) -> list[Any]:
+                if vectors == VECTORS_PER_PANEL:
+                    prefetch(b, b.add(fetched, b.mul(index, step)))
+                base = b.mul(index, i64(PANEL))
+                return [read(b, pf, b.add(base, i64(v * LANES))) for v in range(vectors)]
+
+            emit_product(b, (num_rows, vectors), (x, ldx, k), weights, (c, ldc))
             return context.get_dummy_value()
 
-        return sig, codegen
+        return types.void(task), codegen
 
     return product
 
@@ -115,6 +125,10 @@ _bhalf1, _bhalf2, _bhalf4 = (_make_product(m, True, _HALF) for m in (1, 2, 4))
 
 HALVES = VECTORS_PER_PANEL // _HALF
 """Parts that a panel can be split into by columns when panels do not share out evenly."""
+
+_LINE = 64
+_MOST_FETCHED = 512 << 10
+"""Bytes of a panel that is fetched while another is multiplied: both must fit into an L2 cache."""
 
 
 @intrinsic
@@ -302,61 +316,97 @@ inline: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @inline
-def panel_product(x, ldx, num_rows, panel, k, c, ldc, bf16):
-    """All rows against one panel, 6, 4, 2 and 1 rows at a time: the same bits each way."""
-    m = 0
+def _pass(num, task, bf16):
+    """num rows against a panel: 6, 4, 2 or 1."""
     if bf16:
-        while num_rows - m >= 6:
-            _bproduct6(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 6
-        if num_rows - m >= 4:
-            _bproduct4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 4
-        if num_rows - m >= 2:
-            _bproduct2(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 2
-        if num_rows - m >= 1:
-            _bproduct1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 1
+        if num == 6:
+            _bproduct6(task)
+        elif num == 4:
+            _bproduct4(task)
+        elif num == 2:
+            _bproduct2(task)
+        else:
+            _bproduct1(task)
     else:
-        while num_rows - m >= 6:
-            _product6(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 6
-        if num_rows - m >= 4:
-            _product4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 4
-        if num_rows - m >= 2:
-            _product2(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 2
-        if num_rows - m >= 1:
-            _product1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 1
+        if num == 6:
+            _product6(task)
+        elif num == 4:
+            _product4(task)
+        elif num == 2:
+            _product2(task)
+        else:
+            _product1(task)
 
 
 @inline
-def half_panel_product(x, ldx, num_rows, panel, k, c, ldc, bf16):
-    """All rows against 1 / HALVES of a panel's columns, `panel` and `c` at the first of them."""
-    m = 0
+def _half_pass(num, task, bf16):
+    """num rows against a part of a panel: 4, 2 or 1."""
     if bf16:
-        while num_rows - m >= 4:
-            _bhalf4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 4
-        if num_rows - m >= 2:
-            _bhalf2(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 2
-        if num_rows - m >= 1:
-            _bhalf1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 1
+        if num == 4:
+            _bhalf4(task)
+        elif num == 2:
+            _bhalf2(task)
+        else:
+            _bhalf1(task)
     else:
-        while num_rows - m >= 4:
-            _half4(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 4
-        if num_rows - m >= 2:
-            _half2(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 2
-        if num_rows - m >= 1:
-            _half1(x + m * ldx * 4, ldx, panel, k, c + m * ldc * 4, ldc)
-            m += 1
+        if num == 4:
+            _half4(task)
+        elif num == 2:
+            _half2(task)
+        else:
+            _half1(task)
+
+
+@inline
+def _rows_of_pass(left, most):
+    """Rows of the next pass when so many are left."""
+    if left >= most:
+        return most
+    return 4 if left >= 4 else 2 if left >= 2 else 1
+
+
+@inline
+def _rows_from(task, m, fetched, step):
+    """The task of the rows from m on."""
+    return PanelTask(
+        task.x + m * task.ldx * 4, task.ldx, task.panel, task.k, task.c + m * task.ldc * 4,
+        task.ldc, fetched, step,
+    )  # fmt: skip
+
+
+@inline
+def panel_product(task, num_rows, bf16):
+    """All rows against one panel, 6, 4, 2 and 1 rows at a time: the same bits each way.
+
+    task.fetched: the panel that is multiplied next, 0: none. While the first rows are multiplied
+    this panel may still come from memory; while others are, memory fetches lines of the next, one
+    a k, so that loads of this panel need not wait.
+    """
+    k, following = task.k, task.fetched
+    lines = PANEL * (2 if bf16 else 4) // _LINE  # of one k
+    # Two passes of float32 multiply for less time than memory needs for their own panel.
+    if num_rows <= (1 if bf16 else 2) * MAX_ROWS or lines * _LINE * k > _MOST_FETCHED:
+        following = 0
+    first = 0 if num_rows <= 2 * MAX_ROWS else 1
+    m = number = 0
+    while m < num_rows:
+        num = _rows_of_pass(num_rows - m, MAX_ROWS)
+        fetched, step = task.panel, 0
+        if following != 0 and first <= number < first + lines:
+            fetched, step = following + (number - first) * _LINE * k, _LINE
+        _pass(num, _rows_from(task, m, fetched, step), bf16)
+        m += num
+        number += 1
+
+
+@inline
+def half_panel_product(task, num_rows, bf16):
+    """All rows against 1 / HALVES of a panel's columns, panel and c at the first of them."""
+    m = 0
+    while m < num_rows:
+        num = _rows_of_pass(num_rows - m, 4)
+        _half_pass(num, _rows_from(task, m, task.panel, 0), bf16)
+        m += num
 
 
 @inline

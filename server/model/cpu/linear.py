@@ -30,6 +30,7 @@ from server.model.cpu.kernels import (
     HALVES,
     MAX_ROWS,
     PANEL,
+    PanelTask,
     gelu_gate,
     half_panel_product,
     panel_product,
@@ -107,25 +108,30 @@ def _product_share(task, work):
     num_whole = num_panels
     if num_spans == 1:
         num_whole -= num_panels % work.threads
-    num_items = (num_whole + (num_panels - num_whole) * HALVES) * num_spans
-    item = take(work)
+    whole_items = num_whole * num_spans
+    num_items = whole_items + (num_panels - num_whole) * HALVES * num_spans
+    item = work.thread
     while item < num_items:
-        if item < num_whole * num_spans:
+        then = take(work) + work.threads
+        if item < whole_items:
             p = item // num_spans
             first = item % num_spans * span
-            panel_product(
-                x + first * k * 4, k, min(span, num_rows - first), panels + p * size, k,
-                out + (first * ldo + p * PANEL) * 4, ldo, bf16,
+            following = panels + then // num_spans * size if then < whole_items else 0
+            own = PanelTask(
+                x + first * k * 4, k, panels + p * size, k, out + (first * ldo + p * PANEL) * 4,
+                ldo, following, 0,
             )  # fmt: skip
+            panel_product(own, min(span, num_rows - first), bf16)
         else:
             part = item - num_whole
             column = (num_whole + part // HALVES) * PANEL + part % HALVES * (PANEL // HALVES)
             p = column // PANEL
-            half_panel_product(
-                x, k, num_rows, panels + p * size + column % PANEL * item_bytes, k,
-                out + column * 4, ldo, bf16,
+            own = PanelTask(
+                x, k, panels + p * size + column % PANEL * item_bytes, k, out + column * 4, ldo,
+                0, 0,
             )  # fmt: skip
-        item = take(work)
+            half_panel_product(own, num_rows, bf16)
+        item = then
 
 
 @_serial
@@ -137,23 +143,27 @@ def _gated_share(task, gelu, work):
     num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     span = _even_span(num_rows, num_spans)
     num_items = num_panels // 2 * num_spans
-    item = take(work)
+    item = work.thread
     while item < num_items:
+        then = take(work) + work.threads
         p = item // num_spans
         first = item % num_spans * span
         num = min(span, num_rows - first)
         rows = x + first * k * 4
         at = panels + 2 * p * size
-        panel_product(rows, k, num, at, k, pairs, 2 * PANEL, bf16)
-        panel_product(rows, k, num, at + size, k, pairs + PANEL * 4, 2 * PANEL, bf16)
+        following = panels + then // num_spans * 2 * size if then < num_items else 0
+        gate = PanelTask(rows, k, at, k, pairs, 2 * PANEL, at + size, 0)
+        panel_product(gate, num, bf16)
+        up = PanelTask(rows, k, at + size, k, pairs + PANEL * 4, 2 * PANEL, following, 0)
+        panel_product(up, num, bf16)
         for m in range(num):
             target = out + ((first + m) * ldo + p * PANEL) * 4
-            gate = pairs + m * 2 * PANEL * 4
+            left = pairs + m * 2 * PANEL * 4
             if gelu:
-                gelu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
+                gelu_gate(left, left + PANEL * 4, target, PANEL // LANES)
             else:
-                silu_gate(gate, gate + PANEL * 4, target, PANEL // LANES)
-        item = take(work)
+                silu_gate(left, left + PANEL * 4, target, PANEL // LANES)
+        item = then
 
 
 def linear(x, num_rows, weights, layer, out, work):

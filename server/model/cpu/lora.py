@@ -24,18 +24,8 @@ from server.model.cpu.kernels import VECTORS_PER_PANEL, gelu_gate, silu_gate
 from server.model.cpu.linear import linear
 from server.model.cpu.records import Float32, Int64
 from server.model.cpu.team import barrier
-from server.model.cpu.vector_ir import (
-    LANES,
-    Loop,
-    const,
-    floats,
-    fma,
-    i64,
-    intrinsic,
-    load,
-    splat,
-    store,
-)
+from server.model.cpu.vector_ir import LANES, Loop, floats, i64, intrinsic, load, store
+from server.model.cpu.vector_ir import product as emit_product
 
 KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
 """The products of a layer, by the names of records.Layers."""
@@ -86,20 +76,13 @@ def _make_product(num_rows: int, vectors: int) -> Any:
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             x, ldx, w, ldw, k, c, ldc = args
-            xf, wf, cf = floats(b, x), floats(b, w), floats(b, c)
-            rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
-            loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
-            base = b.mul(loop.index, ldw)
-            read = [load(b, wf, b.add(base, i64(v * LANES))) for v in range(vectors)]
-            new = []
-            for m in range(num_rows):
-                xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
-                new += [fma(b, xv, read[v], loop.carried[m * vectors + v]) for v in range(vectors)]
-            acc = loop.close(new)
-            for m in range(num_rows):
-                for v in range(vectors):
-                    at = b.add(b.mul(ldc, i64(m)), i64(v * LANES))
-                    store(b, acc[m * vectors + v], cf, at)
+            wf = floats(b, w)
+
+            def weights(index: Any) -> list[Any]:
+                base = b.mul(index, ldw)
+                return [load(b, wf, b.add(base, i64(v * LANES))) for v in range(vectors)]
+
+            emit_product(b, (num_rows, vectors), (x, ldx, k), weights, (c, ldc))
             return context.get_dummy_value()
 
         return sig, codegen

@@ -6,6 +6,7 @@ function takes the IR builder `b` and returns an IR value. kernels.py puts them 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -106,6 +107,44 @@ class Loop:
             phi.add_incoming(value, tail)
         b.position_at_end(self.done)
         return new
+
+
+def prefetch(b: Any, address: Any) -> None:
+    """Have the cache line at an address (int64) brought into the L2 cache."""
+    pointer, name = ir.IntType(8).as_pointer(), "llvm.prefetch.p0"
+    fn = b.module.globals.get(name)
+    if fn is None:
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        fn = ir.Function(b.module, kind, name)
+    read_l2_data = [ir.Constant(I32, n) for n in (0, 2, 1)]
+    b.call(fn, [b.inttoptr(address, pointer), *read_l2_data])
+
+
+def product(
+    b: Any,
+    tile: tuple[int, int],
+    inputs: tuple[Any, Any, Any],
+    weights: Callable[[Any], list[Any]],
+    out: tuple[Any, Any],
+) -> None:
+    """out[m, :] = sum over k in order of x[m, k] * weights(k), for the rows m of a tile.
+
+    tile: (rows, vectors of outputs). inputs: (x address, its row stride, K >= 1), out: (address,
+    row stride), strides in elements. weights: emits the vectors of input k's weights, once a k.
+    """
+    (num_rows, vectors), (x, ldx, k), (c, ldc) = tile, inputs, out
+    xf, cf = floats(b, x), floats(b, c)
+    rows = [b.gep(xf, [b.mul(ldx, i64(m))]) for m in range(num_rows)]
+    loop = Loop(b, k, [const(0.0)] * (num_rows * vectors))
+    w = weights(loop.index)
+    new = []
+    for m in range(num_rows):
+        xv = splat(b, b.load(b.gep(rows[m], [loop.index])))
+        new += [fma(b, xv, w[v], loop.carried[m * vectors + v]) for v in range(vectors)]
+    acc = loop.close(new)
+    for m in range(num_rows):
+        for v in range(vectors):
+            store(b, acc[m * vectors + v], cf, b.add(b.mul(ldc, i64(m)), i64(v * LANES)))
 
 
 def exp(b: Any, x: Any) -> Any:

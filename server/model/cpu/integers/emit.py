@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from server.model.cpu.vector_ir import F32, I16, I32, I64, Loop
+from server.model.cpu.vector_ir import F32, I16, I32, I64, Loop, prefetch
 
 __all__ = [
     "F16",
@@ -52,13 +52,6 @@ def at(b: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
     value = b.load(b.inttoptr(where, kind.as_pointer()))
     value.align = align
     return value
-
-
-def prefetch(b: Any, address: Any) -> None:
-    """Have the cache line at an address brought into the L2 cache."""
-    pointer = ir.IntType(8).as_pointer()
-    numbers = [b.inttoptr(address, pointer), i32(0), i32(2), i32(1)]
-    call(b, "llvm.prefetch.p0", ir.VoidType(), numbers)
 
 
 def splat(b: Any, scalar: Any, vector: Any) -> Any:

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from server.model.cpu.arena import aligned
 from server.model.cpu.integers.forms import PANEL, Form
 from server.model.cpu.integers.kernels import kernel_address
 from server.model.cpu.integers.linear import IntegerLinear
-from server.model.cpu.integers.product import aligned, count_of
+from server.model.cpu.integers.product import count_of
 from server.model.cpu.integers.quantise import Activations
 from server.model.cpu.records import Int64
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, panels_of
 from server.model.cpu.integers.head import IntegerHead
 from server.model.cpu.integers.linear import IntegerLinear, integer_linear
-from server.model.cpu.integers.product import IntegerMatrix, aligned, pack
+from server.model.cpu.integers.product import IntegerMatrix, pack
 from server.model.cpu.integers.quantise import Activations, activations
 from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
 from server.model.cpu.records import Float32, Int64, Layers
@@ -70,7 +71,8 @@ class IntegerWeights:
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
         self._head_form = None if form == "file" else BY_NAME[_HEAD_FORM[form]]
         self._max_rows = max_rows
-        self._arenas: list[npt.NDArray[np.uint8]] = []
+        self._arena = Arena()
+        self._pieces: list[npt.NDArray[np.uint8]] = []  # the addresses of records are theirs
         self._buffers: dict[int, Activations] = {}
         self.inner_size = -(-shape.intermediate_size // BLOCK) * BLOCK
         tensors = ModelTensors(shape, weights)
@@ -90,7 +92,7 @@ class IntegerWeights:
         self.num_embeddings = int(self._embedding.tensor.shape[0])
         self.packed_head = self._pack_head(tensors.head(), shape.vocab_size, shape.hidden_size)
         self.head_bytes = self.packed_head.panels.nbytes
-        self.num_bytes = sum(a.nbytes for a in self._arenas) + self.layers.norms.nbytes
+        self.num_bytes = sum(piece.nbytes for piece in self._pieces) + self.layers.norms.nbytes
         if form == "file":
             source: Any = weights
             source.release_pages()
@@ -115,8 +117,8 @@ class IntegerWeights:
         return quantised(form, rows.tensor.float().numpy())
 
     def _pack(self, parts: Sequence[Rows], form: Form | None) -> IntegerMatrix:
-        matrix, arenas = pack([self._stored(part, form) for part in parts])
-        self._arenas += arenas
+        matrix, pieces = pack([self._stored(part, form) for part in parts], self._arena)
+        self._pieces += pieces
         return matrix
 
     def _record(self, matrices: Sequence[IntegerMatrix | None]) -> IntegerLinear:
@@ -141,8 +143,8 @@ class IntegerWeights:
             if first == 0:
                 form, inputs = part.form, part.numbers.shape[1]
                 size = form.panel_bytes(inputs)
-                panels = aligned(panels_of(num_rows) * size).reshape(-1, size)
-                self._arenas.append(panels)
+                panels = self._arena.take(panels_of(num_rows) * size).reshape(-1, size)
+                self._pieces.append(panels)
             at = first // PANEL
             pack_rows(part, panels[at : at + panels_of(last - first)])
         assert form is not None

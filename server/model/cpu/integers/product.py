@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, fetch, kernel_address
 from server.model.cpu.integers.weights import Stored, pack_rows
@@ -22,7 +23,7 @@ from server.model.cpu.kernels import float_at
 from server.model.cpu.team import take
 
 __all__ = [
-    "ROW_SPAN", "IntegerMatrix", "aligned", "count_of", "even_span", "fetch_first", "new_job",
+    "ROW_SPAN", "IntegerMatrix", "count_of", "even_span", "fetch_first", "new_job",
     "num_panels", "pack", "product_share", "set_rows",
 ]  # fmt: skip
 
@@ -48,14 +49,9 @@ class IntegerMatrix(NamedTuple):
     per_row: bool
 
 
-def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed bytes on a cache line's boundary."""
-    arena = np.zeros(num_bytes + 64, np.uint8)
-    skip = -arena.ctypes.data % 64
-    return arena[skip : skip + num_bytes]
-
-
-def pack(stored: Sequence[Stored]) -> tuple[IntegerMatrix, list[npt.NDArray[np.uint8]]]:
+def pack(
+    stored: Sequence[Stored], arena: Arena
+) -> tuple[IntegerMatrix, list[npt.NDArray[np.uint8]]]:
     """(the matrix of these rows, one part after the other; the memory that it points into).
 
     The parts have the same inputs. Raises ValueError when per-output forms stand beside others.
@@ -63,20 +59,20 @@ def pack(stored: Sequence[Stored]) -> tuple[IntegerMatrix, list[npt.NDArray[np.u
     per_row = {s.form.per_output for s in stored}
     if len(per_row) != 1:
         raise ValueError("int8 with one scale an output does not mix with forms in blocks")
-    rows, arenas, first = [], [], 0
+    rows, pieces, first = [], [], 0
     inputs = stored[0].numbers.shape[1]
     for part in stored:
         num, k = part.numbers.shape
         if k != inputs:
             raise ValueError(f"parts have {inputs} and {k} inputs")
         size = part.form.panel_bytes(k)
-        arena = aligned(panels_of(num) * size)
-        pack_rows(part, arena.reshape(-1, size))
-        arenas.append(arena)
+        piece = arena.take(panels_of(num) * size)
+        pack_rows(part, piece.reshape(-1, size))
+        pieces.append(piece)
         kernel, count = kernel_address(part.form), count_of(part.form, k)
-        rows.append((arena.ctypes.data, kernel, size, count, first, num))
+        rows.append((piece.ctypes.data, kernel, size, count, first, num))
         first += num
-    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop()), arenas
+    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop()), pieces
 
 
 def count_of(form: Form, num_inputs: int) -> int:

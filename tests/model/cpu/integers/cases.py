@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BY_NAME, FORMS
 from server.model.cpu.integers.linear import integer_linear
 from server.model.cpu.integers.product import pack
@@ -53,7 +54,7 @@ def inputs(rows: int, width: int, seed: int = 0) -> npt.NDArray[np.float32]:
 
 def multiplied(x: Any, parts: list[Stored], threads: int = 1) -> npt.NDArray[np.float32]:
     """The product as the server computes it."""
-    matrix, arenas = pack(parts)
+    matrix, arenas = pack(parts, Arena())
     out = np.full((x.shape[0], matrix.outputs), np.nan, np.float32)
     weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs))
     product(x, x.shape[0], weights, out, new_work(threads))
