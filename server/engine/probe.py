@@ -23,7 +23,7 @@ from server.engine.budget import CostTable, Prober
 from server.types import SamplingParams
 
 _log = logging.getLogger(__name__)
-_VERSION = 3  # of the measurement and of the kernels measured: rows cost less since 2
+_VERSION = 4  # of the measurement and of the kernels measured: rows cost less since 3
 
 
 def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
