@@ -35,6 +35,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from drafters import make_drafter
 from loadtest import machine
 from loadtest.options import add_result_options, emit, refuse_busy_machine
 from loadtest.peer import free_port
@@ -150,7 +151,7 @@ async def routed(server: Server, times: int) -> tuple[float, float]:
     random.Random(3).shuffle(order)
     waiting = iter(enumerate(order))
     sums = [0.0] * 4
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=_many()) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=_many()) as client:
 
         async def ask() -> None:
             for i, task in waiting:
@@ -208,6 +209,9 @@ def measure_ingress(console: Console, rounds: int) -> dict[str, Any]:
 
 def measure_routing(console: Console, times: int) -> dict[str, Any]:
     """Cached prompt tokens and accepted tokens a step, by policy."""
+    warm_up = getattr(make_drafter("suffix"), "warm_up", None)
+    if warm_up is not None:  # compiled once here, not by three replicas while requests wait
+        warm_up()
     told: dict[str, Any] = {}
     for policy in ("tasks", "serve"):
         options = ("--replicas", "3", "--step-s", "0.01", "--policy", policy, "--drafts")
