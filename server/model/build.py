@@ -1,7 +1,7 @@
 """build_runner: from a model folder and plain numbers to a Runner, on whatever device.
 
 The engine process calls this once. On a CPU, float32 and bfloat16 run on CpuRunner (fused, same
-bits at every batch); CUDA runs transformers' own modules on TorchRunner.
+bits at every batch); CUDA runs TorchRunner, which takes transformers' module over.
 """
 
 from __future__ import annotations

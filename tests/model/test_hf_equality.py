@@ -16,8 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from server.engine.batch import Runner
+from server.model.gpu.decoder import FusedDecoder
+from server.model.gpu.decoder_ops import TorchOps
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
+from server.model.shape import shape_of
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner
@@ -44,12 +47,25 @@ def torch_runner(family: str) -> Runner:
     )
 
 
+def decoder_runner(family: str) -> Runner:
+    """The CUDA path's own decoder, on its torch reference and the torch attention."""
+    runner = cast("TorchRunner", torch_runner(family))
+    module = families.build(family)
+    shape = shape_of(module.config)
+    runner._body.body = FusedDecoder(module, shape, families.MAX_LEN, TorchOps())
+    return runner
+
+
 def fused_cpu_runner(family: str) -> Runner:
     """The fused CPU path over the same weights."""
     return cpu_runner(families.build(family), num_blocks=NUM_BLOCKS)
 
 
-RUNNERS: dict[str, RunnerFactory] = {"torch": torch_runner, "cpu": fused_cpu_runner}
+RUNNERS: dict[str, RunnerFactory] = {
+    "torch": torch_runner,
+    "decoder": decoder_runner,
+    "cpu": fused_cpu_runner,
+}
 
 
 class Truth:
@@ -67,16 +83,20 @@ class Truth:
         return result
 
 
-# transformers' module runs every family once; its own battery is for those that the runner itself
-# treats differently. The CPU runner, whose every family is ours, has all of it for all.
-BATTERY = {"llama", "qwen2", "qwen3", "gemma3", "mistral"}
+# transformers' module and the GPU's decoder run every family once; the battery is for those that
+# they treat differently. The CPU runner has all of it for all.
+BATTERY = {
+    "torch": {"llama", "qwen2", "qwen3", "gemma3", "mistral"},
+    "decoder": {"llama", "gemma3"},
+    "cpu": set(families.FAMILIES),
+}
 PAIRS = [
     (runner, family)
     for family in families.FAMILIES
     for runner in RUNNERS
     if runner == "cpu" or families.runs_on_cuda(family)
 ]
-BATTERY_PAIRS = [pair for pair in PAIRS if pair[0] == "cpu" or pair[1] in BATTERY]
+BATTERY_PAIRS = [(runner, family) for runner, family in PAIRS if family in BATTERY[runner]]
 battery = pytest.mark.parametrize(
     "pair", BATTERY_PAIRS, indirect=True, ids="-".join, scope="module"
 )

@@ -1,4 +1,6 @@
-"""Paged attention for transformers' own modules: rows in, each row over exactly its own keys.
+"""Paged attention of the GPU path: rows in, each row over exactly its own keys.
+
+FusedDecoder (decoder.py) calls it; transformers' own modules reach it as follows.
 
 `register()` puts `paged_attention_forward` into transformers' AttentionInterface under NAME. A
 module whose config names it calls us in every layer with this step's queries, keys and values and

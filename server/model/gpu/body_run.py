@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
 
 from server.engine.batch import Batch, Int32
 from server.model.gpu import attention as paged
+from server.model.gpu.body import Body, StepIds
 from server.model.gpu.graphs import BodyGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.slices import gathered
@@ -50,7 +50,7 @@ class BodyRun:
 
     def __init__(
         self,
-        module: PreTrainedModel,
+        body: Body,
         cache: KvCache,
         shape: paged.TileShape,
         *,
@@ -60,15 +60,11 @@ class BodyRun:
         max_draws: int,
         graph_rows: int,
     ) -> None:
-        embed: Any = module.get_input_embeddings()
         device = cache.memory.device
-        self.body = module.base_model
+        self.body = body
         self.embedding = embedding
         self.shape = shape
         self.graphs: BodyGraphs | None = None
-        # Gemma's scale, rounded as transformers' own embedding does.
-        scale = getattr(embed, "embed_scale", None)
-        self._scale = None if scale is None else scale.to(device=device, dtype=cache.memory.dtype)
         self._attention = attention
         self._cache = cache
         self._max_seqs, self._max_blocks = tables_shape
@@ -77,9 +73,8 @@ class BodyRun:
         if attention == "triton":
             from server.model.gpu.triton_kernels import Partials
 
-            config = module.config
-            head_dim = int(cache.memory.shape[-1])
-            self._partials = Partials(shape, config.num_attention_heads, head_dim, device)
+            num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
+            self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
         per_row = 4 * (12 + paged.TILE_FIELDS + graph_rows // paged.WORD) + width
         tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
@@ -177,28 +172,14 @@ class BodyRun:
         paged_step = paged.PagedStep(self._cache, attention)
         takes_drawn = plan.graph_key is not None or bool((batch.token_from >= 0).any())
 
-        def inputs() -> dict[str, torch.Tensor]:
-            if self.embedding is not None:
-                embeds = tensors["embeds"].view(self.embedding.dtype)
-                if self._scale is not None:
-                    embeds = embeds * self._scale
-                return {"inputs_embeds": embeds[None]}
-            token_ids = tensors["token_ids"]
-            if takes_drawn:
-                source = tensors["token_from"]
-                drawn = self.previous_ids.index_select(0, source.clamp(min=0))
-                token_ids = torch.where(source >= 0, drawn, token_ids)
-            return {"input_ids": token_ids[None]}
+        embeds = None
+        if self.embedding is not None:
+            embeds = tensors["embeds"].view(self.embedding.dtype)
+        source = tensors["token_from"] if takes_drawn else None
+        ids = StepIds(tensors["token_ids"], embeds, source, self.previous_ids)
 
         def forward() -> torch.Tensor:
-            result = self.body(
-                **inputs(),
-                position_ids=tensors["positions"][None],
-                use_cache=False,
-                paged=paged_step,
-            )
-            hidden: torch.Tensor = result.last_hidden_state[0]
-            return hidden
+            return self.body(ids, step, paged_step)
 
         if plan.graph_key is None or self.graphs is None:
             return forward()

@@ -1,4 +1,4 @@
-"""TorchRunner: Batch -> ids with transformers' own modules as the body. The general path.
+"""TorchRunner: Batch -> ids on a GPU: our own decoder, or transformers' modules, as the body.
 
 It serves every supported family on "cuda", and on "cpu" as the reference of the CPU fast path. A
 step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed),
@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.batch_check import check_batch
+from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
@@ -179,7 +180,7 @@ class TorchRunner:
             device=self._device,
         )
         return BodyRun(
-            module,
+            body_of(module, self._attention, info.max_model_len, dtype),
             self._cache,
             paged.TileShape.of(
                 num_heads=num_heads,

@@ -31,6 +31,8 @@ from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).resolve().parents[3]
+INTERPRETED_FILES = (Path(__file__), Path(__file__).with_name("test_decoder.py"))
+DECODER_CASES = 12
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -203,7 +205,7 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
 @needs_triton
 def test_triton_in_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "triton", str(Path(__file__))],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "triton", *map(str, INTERPRETED_FILES)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -211,7 +213,7 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 6} passed" in done.stdout, done.stdout[-400:]
+    assert f"{len(TRITON_CASES) + 6 + DECODER_CASES} passed" in done.stdout, done.stdout[-400:]
 
 
 # Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch.

@@ -1,0 +1,94 @@
+"""The body of a step on a GPU, by one of two ways: our own decoder, or transformers' modules.
+
+What: from a step's token ids (or their embeddings) to the last hidden states, with paged attention.
+FusedDecoder (decoder.py) computes the families of families.py in a few launches a layer; ModuleBody
+runs any module whose attention goes through transformers' attention interface, some forty to eighty
+launches a layer. What not: which rows, which tiles, which graph (body_run.py), the LM head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from server.model.generic import is_generic
+from server.model.gpu import attention as paged
+from server.model.gpu.decoder import FusedDecoder, is_covered
+from server.model.shape import shape_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepIds:
+    """What goes into a step: one row per position.
+
+    token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
+    memory, in their place; None where the table is on the device. token_from: int32 [R], the draw
+    of the step before whose id the row takes, -1 = its own; None when no row does. drawn: int32,
+    ids by draw of the step before.
+    """
+
+    token_ids: torch.Tensor
+    embeds: torch.Tensor | None
+    token_from: torch.Tensor | None
+    drawn: torch.Tensor
+
+
+class Body(Protocol):
+    """Everything between token ids and the LM head."""
+
+    def __call__(
+        self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
+    ) -> torch.Tensor:
+        """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing."""
+
+
+class ModuleBody:
+    """transformers' own modules. See server.model.gpu.attention for how they reach our cache."""
+
+    def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+        embed: Any = module.get_input_embeddings()
+        self._body = module.base_model
+        # Gemma's scale, rounded as transformers' own embedding does.
+        scale = getattr(embed, "embed_scale", None)
+        self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
+
+    def __call__(
+        self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
+    ) -> torch.Tensor:
+        """See Body."""
+        given: dict[str, torch.Tensor]
+        if ids.embeds is not None:
+            embeds = ids.embeds if self._scale is None else ids.embeds * self._scale
+            given = {"inputs_embeds": embeds[None]}
+        else:
+            token_ids = ids.token_ids
+            if ids.token_from is not None:
+                drawn = ids.drawn.index_select(0, ids.token_from.clamp(min=0))
+                token_ids = torch.where(ids.token_from >= 0, drawn, token_ids)
+            given = {"input_ids": token_ids[None]}
+        result = self._body(
+            **given, position_ids=step.positions[None], use_cache=False, paged=paged_step
+        )
+        hidden: torch.Tensor = result.last_hidden_state[0]
+        return hidden
+
+
+def body_of(
+    module: PreTrainedModel, attention: paged.AttentionName, num_positions: int, dtype: torch.dtype
+) -> Body:
+    """The body that a runner uses: our own decoder with Triton's attention, for models that it
+    covers; their modules elsewhere, and as the reference beside the torch attention.
+
+    num_positions: the longest sequence. The module's weights become the decoder's.
+    """
+    device = next(p.device for p in module.parameters() if p.device.type != "meta")
+    if attention == "triton" and not is_generic(module.config):
+        shape = shape_of(module.config)
+        if is_covered(module, shape):
+            from server.model.gpu.decoder_kernels import TritonOps
+
+            return FusedDecoder(module, shape, num_positions, TritonOps())
+    return ModuleBody(module, device, dtype)

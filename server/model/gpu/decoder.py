@@ -1,0 +1,194 @@
+"""FusedDecoder: a decoder's layers in nine launches each, for the families of families.py.
+
+A decode step of a small model on a GPU is as long as its launches: transformers' modules make 39 to
+84 a layer. Here a layer is: one product for q, k and v; one kernel for their norm, their rotation
+and the write to the cache; attention (a second launch where keys are split); the product back; one
+kernel for the residual and the following norm; one product for gate and up; one for the activation;
+the product back; residual and norm again. Embedding and first norm are one launch before them.
+
+Products are torch's (cuBLAS); what lies between is DecoderOps. The differences between families
+are those of ModelShape, as on the CPU (cpu/forward.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
+from server.model.shape import ModelShape, query_scales, rope_tables
+
+if TYPE_CHECKING:
+    from server.model.gpu.attention import PagedStep, StepTensors
+    from server.model.gpu.body import StepIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Product:
+    """x -> x @ weight.T + bias. weight: [outputs, inputs]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return torch.mm(x, self.weight.t())
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One layer. norms: float32 [H] each, in the order of WeightNames.norms, None = not there.
+    head_norms: float32 [2, head_dim] or None. whole_norms: of all q, of all k. window: None = all
+    positions. rope: its table."""
+
+    qkv: _Product
+    out: _Product
+    gate_up: _Product
+    down: _Product
+    norms: tuple[torch.Tensor | None, ...]
+    head_norms: torch.Tensor | None
+    whole_norms: tuple[torch.Tensor, torch.Tensor] | None
+    window: int | None
+    rope: int
+
+
+def is_covered(module: nn.Module, shape: ModelShape) -> bool:
+    """Whether FusedDecoder computes a model: no soft-capping, convolutions or biases of an MLP."""
+    down: Any = module.get_submodule(f"model.layers.0.{shape.names.down}")
+    return not (
+        shape.attention_cap or shape.logit_cap or any(shape.convolutions) or down.bias is not None
+    )
+
+
+class FusedDecoder:
+    """server.model.gpu.body.Body over a module's weights.
+
+    module: on its device; q, k and v, and gate and up become views of one matrix each, so that no
+    weight is there twice, and the module stays usable. num_positions: the longest sequence. Final
+    states are divided by shape.logit_divisor, because the LM head knows nothing of it.
+    """
+
+    def __init__(
+        self, module: nn.Module, shape: ModelShape, num_positions: int, ops: DecoderOps
+    ) -> None:
+        self._ops = ops
+        self._shape = shape
+        self._sizes = HeadSizes(
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rotary_dim,
+            shape.interleaved, shape.qk_norm == "head_after_rope", shape.norm_eps,
+        )  # fmt: skip
+        embed: Any = module.get_submodule("model.embed_tokens")
+        self._table: torch.Tensor = embed.weight
+        self._layers = [_layer(module, shape, i) for i in range(shape.num_layers)]
+        weight = self._layers[0].out.weight
+        device = weight.device
+        # Gemma's scale is rounded to the model's dtype, as transformers' own embedding does.
+        scale = torch.tensor(shape.embedding_scale)
+        rounds = getattr(embed, "embed_scale", None) is not None
+        self._scale = float(scale.to(weight.dtype) if rounds else scale)
+        final = _norm(module, shape.names.final_norm, shape)
+        self._final = final / shape.logit_divisor
+        tables = rope_tables(module.config, shape, num_positions)
+        cos, sin = (torch.from_numpy(table).to(device) for table in tables)
+        scales = torch.from_numpy(query_scales(shape, num_positions)).to(device)
+        self._rotations = [
+            Rotation(cos[i], sin[i], scales if scales.shape[0] else None)
+            for i in range(cos.shape[0])
+        ]
+
+    def __call__(self, ids: StepIds, step: StepTensors, paged_step: PagedStep) -> torch.Tensor:
+        """See Body. The attention's `attend` is called once a layer; K and V are written here."""
+        ops, s = self._ops, self._shape
+        rows = Rows(self._table, ids.token_ids, ids.token_from, ids.drawn, self._scale)
+        if ids.embeds is not None:
+            rows = Rows(ids.embeds, None, None, ids.drawn, self._scale)
+        x, normed = ops.embed(rows, self._layers[0].norms[0], s.norm_eps)
+        for i, layer in enumerate(self._layers):
+            y = layer.out(self._attended(i, normed, step, paged_step))
+            after = Residual(layer.norms[1], s.residual_scale, layer.norms[2], s.norm_eps)
+            normed = ops.add_norm(x, y, after)
+            y = layer.down(ops.gate(layer.gate_up(normed), s.activation == "gelu_tanh"))
+            last = i + 1 == len(self._layers)
+            following = self._final if last else self._layers[i + 1].norms[0]
+            after = Residual(layer.norms[3], s.residual_scale, following, s.norm_eps)
+            normed = ops.add_norm(x, y, after)
+        return normed
+
+    def _attended(
+        self, i: int, normed: torch.Tensor, step: StepTensors, paged_step: PagedStep
+    ) -> torch.Tensor:
+        """[R, num_heads * head_dim]: attention of layer i over its keys, those of this step
+        included."""
+        layer, sizes = self._layers[i], self._sizes
+        qkv = layer.qkv(normed)
+        width = sizes.num_heads * sizes.head_dim
+        if layer.whole_norms is not None:
+            q_norm, k_norm = layer.whole_norms
+            keys_end = width + sizes.num_kv_heads * sizes.head_dim
+            self._ops.norm_heads(qkv[:, :width], q_norm, sizes.eps)
+            self._ops.norm_heads(qkv[:, width:keys_end], k_norm, sizes.eps)
+        keys, values = paged_step.cache.layer(i)
+        places = Places(step.positions, step.slots, keys, values)
+        self._ops.place(qkv, sizes, layer.head_norms, self._rotations[layer.rope], places)
+        query = qkv[:, :width].unflatten(1, (sizes.num_heads, sizes.head_dim))
+        attend = paged_step.attention.attend
+        out = attend(query, keys, values, self._shape.attention_scale, layer.window)
+        return out.flatten(1)
+
+
+def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
+    """Layer i over the module's weights."""
+    names, prefix = shape.names, f"model.layers.{i}."
+
+    def product(modules: Sequence[str]) -> _Product:
+        return _fused([module.get_submodule(prefix + name) for name in modules])
+
+    head_norms = whole_norms = None
+    if shape.qk_norm != "none":
+        q_norm, k_norm = (_norm(module, prefix + name, shape) for name in names.qk_norms)
+        if shape.qk_norm == "whole":
+            whole_norms = q_norm, k_norm
+        else:
+            head_norms = torch.stack([q_norm, k_norm])
+    return _Layer(
+        qkv=product(names.qkv),
+        out=product([names.out]),
+        gate_up=product(names.gate_up),
+        down=product([names.down]),
+        norms=tuple(
+            None if name is None else _norm(module, prefix + name, shape) for name in names.norms
+        ),
+        head_norms=head_norms,
+        whole_norms=whole_norms,
+        window=shape.windows[i] or None,
+        rope=shape.rope_ids[i],
+    )
+
+
+def _norm(module: nn.Module, name: str, shape: ModelShape) -> torch.Tensor:
+    """A norm's weight as a factor, float32."""
+    return module.get_submodule(name).weight.float() + shape.norm_offset  # type: ignore[operator,union-attr]
+
+
+def _fused(linears: Sequence[nn.Module]) -> _Product:
+    """One product with the outputs of all; their own weights become views of it."""
+    parts: dict[str, torch.Tensor | None] = {}
+    for leaf in ("weight", "bias"):
+        own = [getattr(linear, leaf, None) for linear in linears]
+        if any(part is None for part in own):
+            parts[leaf] = None
+        elif len(own) == 1:
+            parts[leaf] = own[0]
+        else:
+            parts[leaf] = whole = torch.cat(own)  # type: ignore[arg-type]
+            ends = torch.cumsum(torch.tensor([len(part) for part in own]), 0).tolist()  # type: ignore[arg-type]
+            for linear, first, end in zip(linears, [0, *ends], ends, strict=False):
+                setattr(linear, leaf, nn.Parameter(whole[first:end], requires_grad=False))
+    weight = parts["weight"]
+    assert weight is not None
+    return _Product(weight.detach(), None if parts["bias"] is None else parts["bias"].detach())

@@ -1,0 +1,268 @@
+"""Triton kernels of a decoder layer, between its products: DecoderOps, one launch each.
+
+A program has one row, or one head of one row, and no other's sums: a row's result is a function of
+that row alone. Grids are known on the host, nothing syncs, so a CUDA graph can hold them. Sums are
+float32; a value is rounded when it is stored.
+
+tests/model/gpu/test_decoder.py compares them with TorchOps in Triton's interpreter and compiles
+them for sm_80 to sm_100; they were not run on a GPU. Block sizes were not tuned on one.
+"""
+
+# Kernels are untyped by nature, and triton ships no stubs.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from server.model.gpu.decoder_ops import HeadSizes, Places, Residual, Rotation, Rows
+
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def _rms_factor(x, size, eps):
+    """1 / root of the mean square of x; lanes beyond `size` hold zeros."""
+    return 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
+
+
+@triton.jit
+def _head_factor(a, b, c, size, eps):
+    """_rms_factor of a head in three parts."""
+    squares = tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0) + tl.sum(c * c, axis=0)
+    return 1.0 / tl.sqrt(squares / size + eps)
+
+
+@triton.jit
+def _embed_rows(
+    table, ids, token_from, drawn, norm, x, out, scale, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, TAKES_DRAWN: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (row): its row of the table, scaled, to x; normed, to out."""
+    row = tl.program_id(0).to(tl.int64)
+    at = row
+    if HAS_IDS:
+        token = tl.load(ids + row)
+        if TAKES_DRAWN:
+            source = tl.load(token_from + row)
+            taken = tl.load(drawn + tl.maximum(source, 0))
+            token = tl.where(source >= 0, taken, token)
+        at = token.to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    value = tl.load(table + at * SIZE + i, mask=inside, other=0.0).to(tl.float32) * scale
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + row * SIZE + i, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    if HAS_NORM:
+        weight = tl.load(norm + i, mask=inside, other=0.0)
+        value = value * _rms_factor(value, SIZE, eps) * weight
+    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rows(values, weight, stride_row, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): RMSNorm of SIZE values in place."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    value = tl.load(values + row * stride_row + i, mask=inside, other=0.0).to(tl.float32)
+    value = value * _rms_factor(value, SIZE, eps) * tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(values + row * stride_row + i, value.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _place_heads(
+    qkv, norms, cos, sin, query_scales, positions, slots, keys, values, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head): a q head back to qkv, a k or v head to its slot.
+
+    A head is read as the pairs that rotate, a and b, HALF of each, and REST dimensions behind.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    base = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    h = tl.arange(0, BLOCK)
+    in_half = h < HALF
+    if INTERLEAVED:
+        at_a = 2 * h
+        at_b = 2 * h + 1
+    else:
+        at_a = h
+        at_b = HALF + h
+    r = tl.arange(0, BLOCK_REST)
+    in_rest = r < REST
+    at_c = 2 * HALF + r
+    a = tl.load(base + at_a, mask=in_half, other=0.0).to(tl.float32)
+    b = tl.load(base + at_b, mask=in_half, other=0.0).to(tl.float32)
+    c = tl.load(base + at_c, mask=in_rest, other=0.0).to(tl.float32)
+
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    slot = tl.load(slots + row).to(tl.int64) * NUM_KV_HEADS
+    target = base
+    if is_value:
+        target = values + (slot + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
+    else:
+        if not is_query:
+            target = keys + (slot + head - NUM_HEADS) * HEAD_DIM
+        if NORM_BEFORE or NORM_AFTER:
+            weights = norms + tl.where(is_query, 0, HEAD_DIM)
+            weight_a = tl.load(weights + at_a, mask=in_half, other=0.0)
+            weight_b = tl.load(weights + at_b, mask=in_half, other=0.0)
+            weight_c = tl.load(weights + at_c, mask=in_rest, other=0.0)
+        if NORM_BEFORE:
+            factor = _head_factor(a, b, c, HEAD_DIM, eps)
+            a = a * factor * weight_a
+            b = b * factor * weight_b
+            c = c * factor * weight_c
+        position = tl.load(positions + row).to(tl.int64)
+        cosine = tl.load(cos + position * HALF + h, mask=in_half, other=0.0)
+        sine = tl.load(sin + position * HALF + h, mask=in_half, other=0.0)
+        rotated = a * cosine - b * sine
+        b = b * cosine + a * sine
+        a = rotated
+        if NORM_AFTER:
+            factor = _head_factor(a, b, c, HEAD_DIM, eps)
+            a = a * factor * weight_a
+            b = b * factor * weight_b
+            c = c * factor * weight_c
+        if SCALES:
+            scale = tl.where(is_query, tl.load(query_scales + position), 1.0)
+            a = a * scale
+            b = b * scale
+            c = c * scale
+    kind: tl.constexpr = qkv.dtype.element_ty
+    tl.store(target + at_a, a.to(kind), mask=in_half)
+    tl.store(target + at_b, b.to(kind), mask=in_half)
+    tl.store(target + at_c, c.to(kind), mask=in_rest)
+
+
+@triton.jit
+def _add_norm_rows(
+    x, y, post, following, out, scale, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_POST: tl.constexpr, HAS_FOLLOWING: tl.constexpr,
+):  # fmt: skip
+    """Program (row): x += norm(y) * scale, and the sum's norm to out."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    added = tl.load(y + row * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    if HAS_POST:
+        weight = tl.load(post + i, mask=inside, other=0.0)
+        added = added * _rms_factor(added, SIZE, eps) * weight
+    value = tl.load(x + row * SIZE + i, mask=inside, other=0.0).to(tl.float32) + added * scale
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + row * SIZE + i, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    if HAS_FOLLOWING:
+        weight = tl.load(following + i, mask=inside, other=0.0)
+        value = value * _rms_factor(value, SIZE, eps) * weight
+    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_rows(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """Program (row, part): activation(gate) * up of BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    logit = gate
+    if GELU:
+        # tanh(u) = 2 sigmoid(2 u) - 1, u = sqrt(2 / pi) (x + 0.044715 x^3)
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = gate / (1.0 + tl.exp(-logit)) * up
+    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
+
+
+def _warps(block: int) -> int:
+    """Warps of a program over `block` lanes."""
+    return 8 if block >= 4096 else 4 if block >= 512 else 1
+
+
+class TritonOps:
+    """DecoderOps by the kernels above."""
+
+    def embed(
+        self, rows: Rows, norm: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderOps."""
+        table, ids = rows.table, rows.ids
+        num, size = (table if ids is None else ids).shape[0], table.shape[1]
+        x = torch.empty((num, size), dtype=table.dtype, device=table.device)
+        out = torch.empty_like(x)
+        block = triton.next_power_of_2(size)
+        # What is not there is not read; a pointer must be one.
+        _embed_rows[(num,)](
+            table, rows.drawn if ids is None else ids,
+            rows.drawn if rows.token_from is None else rows.token_from, rows.drawn,
+            table if norm is None else norm, x, out, rows.scale, eps,
+            SIZE=size, BLOCK=block, HAS_IDS=ids is not None,
+            TAKES_DRAWN=rows.token_from is not None, HAS_NORM=norm is not None,
+            num_warps=_warps(block),
+        )  # fmt: skip
+        return x, out
+
+    def norm_heads(self, values: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """See DecoderOps."""
+        num, size = values.shape
+        block = triton.next_power_of_2(size)
+        _norm_rows[(num,)](
+            values, weight, values.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+        )
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        sizes: HeadSizes,
+        norms: torch.Tensor | None,
+        rotation: Rotation,
+        places: Places,
+    ) -> None:
+        """See DecoderOps."""
+        half = sizes.rotary_dim // 2
+        rest = sizes.head_dim - 2 * half
+        _place_heads[(qkv.shape[0], sizes.num_heads + 2 * sizes.num_kv_heads)](
+            qkv, rotation.cos if norms is None else norms, rotation.cos, rotation.sin,
+            rotation.cos if rotation.query_scales is None else rotation.query_scales,
+            places.positions, places.slots, places.keys, places.values, sizes.eps,
+            NUM_HEADS=sizes.num_heads, NUM_KV_HEADS=sizes.num_kv_heads, HEAD_DIM=sizes.head_dim,
+            HALF=half, BLOCK=triton.next_power_of_2(half),
+            REST=rest, BLOCK_REST=triton.next_power_of_2(max(1, rest)),
+            INTERLEAVED=sizes.interleaved,
+            NORM_BEFORE=norms is not None and not sizes.norm_after_rope,
+            NORM_AFTER=norms is not None and sizes.norm_after_rope,
+            SCALES=rotation.query_scales is not None, num_warps=1,
+        )  # fmt: skip
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
+        """See DecoderOps."""
+        out = torch.empty_like(x)
+        num, size = x.shape
+        block = triton.next_power_of_2(size)
+        _add_norm_rows[(num,)](
+            x, y, x if norms.post is None else norms.post,
+            x if norms.following is None else norms.following, out, norms.scale, norms.eps,
+            SIZE=size, BLOCK=block, HAS_POST=norms.post is not None,
+            HAS_FOLLOWING=norms.following is not None, num_warps=_warps(block),
+        )  # fmt: skip
+        return out
+
+    def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """See DecoderOps."""
+        num, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((num, size), dtype=gate_up.dtype, device=gate_up.device)
+        block = min(_GATE_BLOCK, triton.next_power_of_2(size))
+        _gate_rows[(num, triton.cdiv(size, block))](
+            gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=_warps(block)
+        )
+        return out

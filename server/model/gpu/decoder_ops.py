@@ -1,0 +1,175 @@
+"""What a decoder layer does beside its matrix products and its attention, and its reference.
+
+DecoderOps names the operations; TorchOps has them in plain torch, on any device, as what the
+kernels of decoder_kernels.py are compared with. All sums are float32; what is stored has the
+model's dtype. An operation rounds once, where transformers' modules round after every step of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """How q, k and v of a row are divided: num_heads, then num_kv_heads twice, head_dim each.
+
+    rotary_dim: leading dimensions that rotate. interleaved: the rotation pairs neighbours, not
+    halves. norm_after_rope: q and k are normed after the rotation. eps: of their norm.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    norm_after_rope: bool
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """cos, sin: float32 [positions, rotary_dim / 2]. query_scales: float32 [positions], or None."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    query_scales: torch.Tensor | None
+
+
+class Places(NamedTuple):
+    """Where a step's rows are: positions, slots: int32 [R]; keys, values: a layer's cache,
+    [num_slots, num_kv_heads, head_dim]."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """Rows of an embedding table [n, hidden_size]: those of ids int32 [R], or all where ids is
+    None. token_from, drawn: as in body.StepIds. scale: factor on a row."""
+
+    table: torch.Tensor
+    ids: torch.Tensor | None
+    token_from: torch.Tensor | None
+    drawn: torch.Tensor
+    scale: float
+
+
+class Residual(NamedTuple):
+    """post: float32 [H], norm of what is added, or None. scale: of what is added. following:
+    float32 [H], norm of the sum, or None. eps: of both."""
+
+    post: torch.Tensor | None
+    scale: float
+    following: torch.Tensor | None
+    eps: float
+
+
+class DecoderOps(Protocol):
+    """One launch each."""
+
+    def embed(
+        self, rows: Rows, norm: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the residual stream [R, H], its RMSNorm or a copy of it), in the table's dtype."""
+
+    def norm_heads(self, values: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """RMSNorm of every row of values [R, n] (a view: rows may be apart), in place."""
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        sizes: HeadSizes,
+        norms: torch.Tensor | None,
+        rotation: Rotation,
+        places: Places,
+    ) -> None:
+        """q of qkv [R, (num_heads + 2 * num_kv_heads) * head_dim] normed and rotated in place; k
+        the same, and v, to their slots. norms: float32 [2, head_dim], of q and of k, or None."""
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
+        """x [R, H] += norm(y) * scale in place; the sum's norm [R, H], or a copy of it."""
+
+    def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """activation(gate) * up of gate_up [R, 2 n]: [R, n]. SiLU, or GELU's tanh form."""
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension of float32 x (Zhang, Sennrich, arXiv 1910.07467)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+class TorchOps:
+    """DecoderOps in plain torch."""
+
+    def embed(
+        self, rows: Rows, norm: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderOps."""
+        ids, x = rows.ids, rows.table
+        if ids is not None:
+            if rows.token_from is not None:
+                drawn = rows.drawn.index_select(0, rows.token_from.clamp(min=0))
+                ids = torch.where(rows.token_from >= 0, drawn, ids)
+            x = x.index_select(0, ids)
+        x = (x.float() * rows.scale).to(rows.table.dtype)
+        return x, x.clone() if norm is None else rms(x.float(), norm, eps).to(x.dtype)
+
+    def norm_heads(self, values: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """See DecoderOps."""
+        values.copy_(rms(values.float(), weight, eps))
+
+    def place(
+        self,
+        qkv: torch.Tensor,
+        sizes: HeadSizes,
+        norms: torch.Tensor | None,
+        rotation: Rotation,
+        places: Places,
+    ) -> None:
+        """See DecoderOps."""
+        count = sizes.num_heads + sizes.num_kv_heads
+        heads = qkv.view(qkv.shape[0], count + sizes.num_kv_heads, sizes.head_dim)
+        turned = heads[:, :count].float()
+        if norms is not None:
+            of_head = [sizes.num_heads, sizes.num_kv_heads]
+            weights = norms.repeat_interleave(torch.tensor(of_head, device=norms.device), 0)
+        if norms is not None and not sizes.norm_after_rope:
+            turned = rms(turned, weights, sizes.eps)
+        at = places.positions.long()
+        cos, sin = rotation.cos[at][:, None], rotation.sin[at][:, None]
+        half = sizes.rotary_dim // 2
+        first = slice(0, sizes.rotary_dim, 2) if sizes.interleaved else slice(0, half)
+        second = slice(1, sizes.rotary_dim, 2) if sizes.interleaved else slice(half, 2 * half)
+        a, b = turned[..., first], turned[..., second]
+        turned = turned.clone()
+        turned[..., first], turned[..., second] = a * cos - b * sin, b * cos + a * sin
+        if norms is not None and sizes.norm_after_rope:
+            turned = rms(turned, weights, sizes.eps)
+        if rotation.query_scales is not None:
+            turned[:, : sizes.num_heads] *= rotation.query_scales[at][:, None, None]
+        heads[:, : sizes.num_heads] = turned[:, : sizes.num_heads].to(qkv.dtype)
+        slots = places.slots.long()
+        places.keys[slots] = turned[:, sizes.num_heads :].to(qkv.dtype)
+        places.values[slots] = heads[:, count:]
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
+        """See DecoderOps."""
+        added = y.float()
+        if norms.post is not None:
+            added = rms(added, norms.post, norms.eps)
+        x.copy_(x.float() + added * norms.scale)
+        if norms.following is None:
+            return x.clone()
+        return rms(x.float(), norms.following, norms.eps).to(x.dtype)
+
+    def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """See DecoderOps."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+        return (gate * up).to(gate_up.dtype)

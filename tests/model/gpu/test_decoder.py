@@ -1,0 +1,250 @@
+"""FusedDecoder's kernels against their torch reference, and how much is launched for a layer.
+
+The Triton half runs in the interpreter's process (tests/model/gpu/test_attention.py starts it);
+FusedDecoder on the reference against transformers' forward is tests/model/test_hf_equality.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from server.model.gpu.body import ModuleBody
+from server.model.gpu.decoder import FusedDecoder
+from server.model.gpu.decoder_ops import (
+    HeadSizes,
+    Places,
+    Residual,
+    Rotation,
+    Rows,
+    TorchOps,
+)
+from server.model.gpu.runner import TorchRunner
+from server.model.shape import shape_of
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, draw_params
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+# Heads of q, heads of k, head_dim, rotary_dim, interleaved, norm ("", before, after), scales of q.
+HEADS = {
+    "llama": (6, 2, 16, 16, False, "", False),
+    "qwen3": (4, 1, 32, 32, False, "before", False),
+    "hunyuan": (4, 2, 12, 12, False, "after", False),
+    "glm4": (4, 2, 12, 6, True, "", False),
+    "phi4": (2, 1, 96, 72, False, "", False),
+    "ministral3": (4, 2, 12, 12, False, "", True),
+}
+DTYPES = {"fp32": (torch.float32, 2e-6), "fp16": (torch.float16, 2e-3)}
+
+
+def random(*size: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def both() -> tuple[TorchOps, Any]:
+    from server.model.gpu.decoder_kernels import TritonOps
+
+    return TorchOps(), TritonOps()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", [(name, "fp32") for name in HEADS] + [("phi4", "fp16")], ids=str)
+def test_triton_places_heads_as_the_reference(case: tuple[str, str]) -> None:
+    """Normed, rotated and written: q in place, k and v to slots that are not in order."""
+    dtype, atol = DTYPES[case[1]]
+    heads, kv_heads, dim, rotary, interleaved, norm, scales = HEADS[case[0]]
+    sizes = HeadSizes(heads, kv_heads, dim, rotary, interleaved, norm == "after", 1e-5)
+    rotation = Rotation(
+        random(40, rotary // 2, seed=2), random(40, rotary // 2, seed=3),
+        1 + random(40, seed=4).abs() if scales else None,
+    )  # fmt: skip
+    norms = 1 + random(2, dim, seed=5) if norm else None
+    results = []
+    for ops in both():
+        qkv = random(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        keys, values = (torch.zeros(16, kv_heads, dim, dtype=dtype) for _ in range(2))
+        rows = (torch.tensor(own, dtype=torch.int32) for own in ([7, 0, 39, 8, 9], [3, 15, 0, 4, 9]))
+        ops.place(qkv, sizes, norms, rotation, Places(*rows, keys, values))
+        results.append((qkv[:, : heads * dim], keys, values))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=atol, atol=atol * 4)
+    assert results[0][1].abs().sum(dim=(1, 2)).count_nonzero() == 5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", DTYPES)
+def test_triton_embeds_norms_and_gates_as_the_reference(kind: str) -> None:
+    dtype, atol = DTYPES[kind]
+    table, weight = random(30, 48, dtype=dtype), 1 + random(48, seed=6)
+    drawn = torch.tensor([5, 29, 11], dtype=torch.int32)
+    ids = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    source = torch.tensor([-1, 2, 0, -1], dtype=torch.int32)
+    results: list[list[torch.Tensor]] = []
+    for ops in both():
+        found: list[torch.Tensor] = []
+        for rows in (
+            Rows(table, ids, None, drawn, 1.0),
+            Rows(table, ids, source, drawn, 6.93),
+            Rows(table[:4], None, None, drawn, 0.5),
+        ):
+            for norm in (None, weight):
+                found += ops.embed(rows, norm, 1e-6)
+        for post, following in ((None, weight), (weight, weight), (weight, None)):
+            x, y = random(4, 48, dtype=dtype, seed=7), random(4, 48, dtype=dtype, seed=8)
+            found += [ops.add_norm(x, y, Residual(post, 0.4, following, 1e-5)), x]
+        whole = random(4, 144, dtype=dtype, seed=9)
+        ops.norm_heads(whole[:, 48:96], weight, 1e-5)
+        found.append(whole)
+        found += [ops.gate(random(3, 2 * 96, dtype=dtype, seed=10), gelu) for gelu in (True, False)]
+        results.append(found)
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=atol, atol=atol * 4)
+    assert torch.equal(results[0][4], (table[[1, 11, 5, 4]].float() * 6.93).to(dtype))
+
+
+def runner_of(family: str, **options: Any) -> TorchRunner:
+    return TorchRunner(
+        families.build(family), name=family, device=torch.device("cpu"), num_blocks=32,
+        max_model_len=families.MAX_LEN, max_num_seqs=4, max_num_batched_tokens=64, **options,
+    )  # fmt: skip
+
+
+class Launched(TorchDispatchMode):
+    """Counts torch operations that compute or copy; views and empty memory launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
+            self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+LAUNCHES_A_LAYER = 9
+"""Four products, placing, attention, two residuals, the gate; one more where keys are split."""
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("family", "more"), [("llama", 0), ("gemma3", 0), ("olmo2", 2)])
+def test_triton_launches_of_a_layer_are_bounded(
+    family: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """more: norms over all heads of q and of k."""
+    from triton.runtime import interpreter
+
+    launched = Launched()
+    kernels = 0
+    execute = interpreter.GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal kernels
+        kernels += 1
+        products = launched.num
+        result = execute(self, *args, **kwargs)
+        launched.num = products  # the interpreter's own torch operations are no launches
+        return result
+
+    runner = runner_of(family, attention="triton")
+    body = runner._body.body
+    assert isinstance(body, FusedDecoder)
+
+    def watched(*given: Any) -> torch.Tensor:
+        with launched, monkeypatch.context() as patch:
+            patch.setattr(interpreter.GridExecutor, "__call__", counted)
+            return body(*given)
+
+    monkeypatch.setattr(runner._body, "body", watched)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(32).sequence(3), [5], 0)[0]
+    builder.draw(row, builder.add_params(draw_params()))
+    runner.launch(builder.build())
+    runner.wait()
+    runner.close()
+    layers = 3
+    assert launched.num == 4 * layers, "the products, and nothing else of torch"
+    assert kernels == 1 + (LAUNCHES_A_LAYER - 4 + more) * layers
+
+
+def test_the_module_stays_usable_and_no_weight_is_there_twice() -> None:
+    """q, k and v of the module become views of the decoder's one matrix."""
+    module = families.build("llama")
+    ids = torch.tensor([[5, 9, 11]])
+    with torch.no_grad():
+        before = module(ids).logits
+    shape = shape_of(module.config)
+    decoder = FusedDecoder(module, shape, 16, TorchOps())
+    with torch.no_grad():
+        torch.testing.assert_close(module(ids).logits, before, rtol=0, atol=0)
+    own = module.model.layers[1].self_attn
+    fused = decoder._layers[1].qkv.weight
+    assert own.q_proj.weight.data_ptr() == fused.data_ptr()
+    assert own.v_proj.weight.data_ptr() == fused[-own.v_proj.weight.shape[0] :].data_ptr()
+
+
+def test_who_gets_which_body() -> None:
+    """Our decoder belongs to Triton's attention; the torch attention is the reference throughout."""
+    runner = runner_of("llama")
+    assert isinstance(runner._body.body, ModuleBody)
+    runner.close()
+
+
+COMPILED = {
+    "_embed_rows": {"SIZE": 640, "BLOCK": 1024, "HAS_IDS": 1, "TAKES_DRAWN": 1, "HAS_NORM": 1},
+    "_norm_rows": {"SIZE": 4096, "BLOCK": 4096},
+    "_place_heads": {
+        "NUM_HEADS": 4, "NUM_KV_HEADS": 1, "HEAD_DIM": 96, "HALF": 36, "BLOCK": 64, "REST": 24,
+        "BLOCK_REST": 32, "INTERLEAVED": 1, "NORM_BEFORE": 1, "NORM_AFTER": 0, "SCALES": 1,
+    },
+    "_add_norm_rows": {"SIZE": 5120, "BLOCK": 8192, "HAS_POST": 1, "HAS_FOLLOWING": 1},
+    "_gate_rows": {"SIZE": 2048, "BLOCK": 1024, "GELU": 1},
+}  # fmt: skip
+INTEGERS = {"ids", "token_from", "drawn", "positions", "slots"}
+WIDE = {"norm", "norms", "weight", "post", "following", "cos", "sin", "query_scales"}
+SCALARS = {"scale": "fp32", "eps": "fp32", "stride_row": "i32"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [(name, 80) for name in COMPILED] + [("_place_heads", 90), ("_add_norm_rows", 100)],
+)
+def test_decoder_kernels_compile_for_a_gpu(
+    name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to machine code, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from server.model.gpu import decoder_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = COMPILED[name]
+    kernel = getattr(decoder_kernels, name)
+    kinds = (
+        dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(WIDE, "*fp32") | SCALARS
+        | dict.fromkeys(constants, "constexpr")
+    )  # fmt: skip
+    source = ASTSource(
+        fn=kernel,
+        signature={n: kinds.get(n, "*bf16") for n in kernel.arg_names},
+        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    assert triton.compile(source, target=target, options={"num_warps": 4}).asm["cubin"]
