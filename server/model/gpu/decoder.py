@@ -135,7 +135,7 @@ class FusedDecoder:
         keys, values = paged_step.cache.layer(i)
         places = Places(step.positions, step.slots, keys, values)
         self._ops.place(qkv, sizes, layer.head_norms, self._rotations[layer.rope], places)
-        query = qkv[:, :width].unflatten(1, (sizes.num_heads, sizes.head_dim))
+        query = qkv.view(qkv.shape[0], -1, sizes.head_dim)[:, : sizes.num_heads]
         attend = paged_step.attention.attend
         out = attend(query, keys, values, self._shape.attention_scale, layer.window)
         return out.flatten(1)
@@ -172,7 +172,9 @@ def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
 
 def _norm(module: nn.Module, name: str, shape: ModelShape) -> torch.Tensor:
     """A norm's weight as a factor, float32."""
-    return module.get_submodule(name).weight.float() + shape.norm_offset  # type: ignore[operator,union-attr]
+    own: Any = module.get_submodule(name)
+    weight: torch.Tensor = own.weight.float() + shape.norm_offset
+    return weight
 
 
 def _fused(linears: Sequence[nn.Module]) -> _Product:

@@ -74,7 +74,9 @@ def test_triton_places_heads_as_the_reference(case: tuple[str, str]) -> None:
     for ops in both():
         qkv = random(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
         keys, values = (torch.zeros(16, kv_heads, dim, dtype=dtype) for _ in range(2))
-        rows = (torch.tensor(own, dtype=torch.int32) for own in ([7, 0, 39, 8, 9], [3, 15, 0, 4, 9]))
+        rows = (
+            torch.tensor(own, dtype=torch.int32) for own in ([7, 0, 39, 8, 9], [3, 15, 0, 4, 9])
+        )
         ops.place(qkv, sizes, norms, rotation, Places(*rows, keys, values))
         results.append((qkv[:, : heads * dim], keys, values))
     for got, want in zip(results[1], results[0], strict=True):
@@ -197,7 +199,7 @@ def test_the_module_stays_usable_and_no_weight_is_there_twice() -> None:
 
 
 def test_who_gets_which_body() -> None:
-    """Our decoder belongs to Triton's attention; the torch attention is the reference throughout."""
+    """Our decoder belongs to Triton's attention; the torch attention has modules."""
     runner = runner_of("llama")
     assert isinstance(runner._body.body, ModuleBody)
     runner.close()
