@@ -1,10 +1,10 @@
 """Files, functions and parameter lists stay small enough to read.
 
 Bounds: 500 lines a file, 70 lines a function (its docstring included, decorators not), 8 parameters
-(`self` and `cls` not counted; a Triton kernel's are not, because a launch passes each pointer, stride
-and compile-time constant by itself). What is larger stands in tests/size_exceptions.txt with its present
-figure, a line each: `kind name figure`; lines that begin with # say why it stays. That list may
-only shrink: an entry that is no longer needed, or that is smaller than its line says, fails the
+(`self` and `cls` not counted, nor a Triton kernel's: a launch passes each pointer, stride and
+compile-time constant by itself). What is larger stands in tests/size_exceptions.txt with its
+present figure, a line each: `kind name figure`; lines that begin with # say why it stays. That list
+may only shrink: an entry that is no longer needed, or that is smaller than its line says, fails the
 test.
 
     python tests/test_size.py --write
