@@ -10,7 +10,7 @@ A test that says `@settings(max_examples=examples(1500))` draws 1,500 at night, 
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 SHARES = {"check": 1 / 30, "test": 1 / 5, "nightly": 1.0}
 
@@ -18,7 +18,8 @@ SHARES = {"check": 1 / 30, "test": 1 / 5, "nightly": 1.0}
 def register() -> None:
     """Make the profiles known and take `test`; the option --hypothesis-profile wins over it."""
     for name in SHARES:
-        settings.register_profile(name, deadline=None)  # a busy machine is no failing test
+        # A busy machine is no failing test: by no deadline, nor by examples that are drawn slowly.
+        settings.register_profile(name, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("test")
 
 
