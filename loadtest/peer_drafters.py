@@ -26,7 +26,8 @@ class ArcticSuffix:
     """Suffix decoding as shipped: local tree of the request, global tree of cached responses.
 
     outputs (or corpus): responses put into the global tree. use_tree_spec, max_spec_factor: as in
-    SuffixDecodingCache.speculate; the defaults are that method's own.
+    SuffixDecodingCache.speculate; the defaults are that method's own. remembers: keep the response
+    of every request, as the cache does by itself; else it is evicted at the request's end.
     """
 
     name = "arctic"
@@ -39,6 +40,7 @@ class ArcticSuffix:
         corpus: Corpus | None = None,
         use_tree_spec: bool = False,
         max_spec_factor: float = 1.0,
+        remembers: bool = False,
     ) -> None:
         from arctic_inference.suffix_decoding import (  # type: ignore[import-not-found]
             SuffixDecodingCache,
@@ -46,6 +48,7 @@ class ArcticSuffix:
 
         self.cache: Any = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1)
         self.next_id = 0
+        self.remembers = remembers
         self.options = {"use_tree_spec": use_tree_spec, "max_spec_factor": max_spec_factor}
         if corpus is not None:
             outputs = [corpus.output(i).tolist() for i in range(corpus.num_documents)]
@@ -98,7 +101,7 @@ class PeerSession:
 
 
 class ArcticSession(PeerSession):
-    """One request. The response is evicted at close, so that replays do not learn from tests."""
+    """One request."""
 
     def __init__(self, drafter: ArcticSuffix, prompt_ids: Sequence[int]) -> None:
         super().__init__(prompt_ids)
@@ -124,7 +127,8 @@ class ArcticSession(PeerSession):
 
     def close(self) -> None:
         self._drafter.cache.stop_request(self._request)
-        self._drafter.cache.evict_cached_response(self._request)
+        if not self._drafter.remembers:
+            self._drafter.cache.evict_cached_response(self._request)
 
 
 class Aded:

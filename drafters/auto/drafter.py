@@ -391,11 +391,12 @@ class AutoSession:
         # A token drawn again after a rollback is not evidence twice.
         seen = index.size - self._num_prompt
         root = index.size
-        for token in token_ids:
+        tokens = np.array(token_ids, np.int32)
+        for number, token in enumerate(token_ids, 1):
             if drafter.learn and self._settled and seen >= self._num_learned:
                 self._learn(drafter, token)
                 self._num_learned = seen + 1
-            index.append((token,))
+            index.append(tokens[number - 1 : number])
             seen += 1
             place = self._places[-1]
             if automaton.num_states:
@@ -403,36 +404,34 @@ class AutoSession:
             self._places.append(place)
             if self._anchors:
                 self._align(token)
+        if tokens.shape[0]:
             self._echo = NO_ECHO
         if self._noted is not None:
-            self._keep_rows(root, token_ids)
+            self._keep_rows(root, tokens)
         if self._anchors:
             self._weigh_near()
 
     def note_likely(
         self, token_ids: Sequence[int], parents: Sequence[int], ids: Int32, chances: Float32
     ) -> None:
-        """See LikelySession; kept when the step's tokens are appended."""
+        """See LikelySession; kept when the step's tokens are appended, and read till then."""
         self._owner()
         if self._likely is not None:
             num = self.num_likely
             nodes = np.array((token_ids, parents), np.int32)
-            self._noted = nodes, ids[:, :num].copy(), chances[:, :num].copy()
+            self._noted = (
+                nodes,
+                np.ascontiguousarray(ids[:, :num]),
+                np.ascontiguousarray(chances[:, :num]),
+            )
 
-    def _keep_rows(self, root: int, token_ids: Sequence[int]) -> None:
+    def _keep_rows(self, root: int, tokens: Int32) -> None:
         """Add the rows of a step whose root was the `root`-th token, and remember the last."""
         assert self._noted is not None and self._likely is not None
-        (nodes, ids, chances), self._noted = self._noted, None
-        before = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root][::-1].copy()
-        self._likely.note(before, nodes, ids, chances)
-        row = 0
-        for token in token_ids[:-1]:
-            found = np.flatnonzero((nodes[1] == row - 1) & (nodes[0] == token))
-            if not found.size:
-                return
-            row = 1 + int(found[0])
-        others = ids[row] != token_ids[-1]
-        self._echo = ids[row][others], chances[row][others]
+        nodes, ids, chances = self._noted
+        self._noted = None
+        text = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root]
+        self._echo = self._likely.note(text, nodes, ids, chances, tokens)
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """What was accepted is learned in extend(), from every token."""

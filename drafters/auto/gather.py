@@ -38,7 +38,7 @@ from drafters.auto.cells import (
     cell_of,
     length_bucket,
 )
-from drafters.auto.likely import context_key, find_context
+from drafters.auto.likely import find_context, longer_key
 from drafters.auto.text_index import START, find_slot, triple_key
 from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
 from drafters.jit import inlined
@@ -56,6 +56,8 @@ class Gathered(NamedTuple):
     state: int32 [2]: number of candidates; the node's stamp. tokens: int32 [MAX_CANDIDATES].
     slot_stamps, slot_rows: int32 [HASH_SIZE], a hash from token to candidate; a slot with an older
     stamp is empty. counts: float32 [NUM_LEVELS, MAX_CANDIDATES], valid where totals is above 0.
+    count_bits: int32, the same memory: floats of at least 0 are ordered as their bits are, and only
+    of integers does the compiler take the largest of eight at a time.
     totals: float32 [NUM_LEVELS]. levels, cells: int32 [NUM_LEVELS]: the levels that have
     something, longest context first, and their trust cells. chances: float32 [MAX_CANDIDATES],
     written by drafters.auto.blend. path: int32, the context, newest token first. below: float64
@@ -67,6 +69,7 @@ class Gathered(NamedTuple):
     slot_stamps: Int32
     slot_rows: Int32
     counts: Float32
+    count_bits: Int32
     totals: Float32
     levels: Int32
     cells: Int32
@@ -76,18 +79,20 @@ class Gathered(NamedTuple):
 
 
 GatheredFields = tuple[
-    Int32, Int32, Int32, Int32, Float32, Float32, Int32, Int32, Float32, Int32, Float64
+    Int32, Int32, Int32, Int32, Float32, Int32, Float32, Int32, Int32, Float32, Int32, Float64
 ]
 
 
 def new_gathered(max_depth: int) -> GatheredFields:
     """Room for the contexts of trees up to `max_depth` deep."""
+    counts = np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32)
     return (
         np.zeros(2, np.int32),
         np.zeros(MAX_CANDIDATES, np.int32),
         np.zeros(HASH_SIZE, np.int32),
         np.zeros(HASH_SIZE, np.int32),
-        np.zeros((NUM_LEVELS, MAX_CANDIDATES), np.float32),
+        counts,
+        counts.view(np.int32),
         np.zeros(NUM_LEVELS, np.float32),
         np.zeros(NUM_LEVELS, np.int32),
         np.zeros(NUM_LEVELS, np.int32),
@@ -235,8 +240,10 @@ def _gather_hints(docs: TextView, hints: Int32, found: Gathered) -> None:
 @inlined
 def _gather_likely(likely: LikelyView, size: int, depth: int, found: Gathered) -> None:
     """What the model held likely after the last tokens of found.path[:size], newest first."""
+    key = 0
     for length in range(1, min(size, MAX_LIKELY_MATCH) + 1):
-        slot = find_context(likely.keys, context_key(found.path, length))
+        key = longer_key(key, found.path[length - 1])
+        slot = find_context(likely.keys, key)
         if slot < 0:
             break  # a longer context was not seen either
         level = LOGITS * NUM_BUCKETS + length
@@ -295,7 +302,7 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
     context_cover: tokens of output (path included) before this node.
     """
     num_candidates = found.state[NUM]
-    counts, totals = found.counts, found.totals
+    totals = found.totals
     # A context is believed less where the rival source matches as much: the prompt's longest
     # match for all others, the corpus' longest for the prompt.
     prompt_longest, corpus_longest = _longest(PROMPT, totals), _longest(CORPUS, totals)
@@ -315,9 +322,10 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
             total = totals[level]
             if total <= 0.0:
                 continue
-            top = np.float32(0.0)
+            top_bits = np.int32(0)
             for row in range(num_candidates):
-                top = max(top, counts[level, row])
+                top_bits = max(top_bits, found.count_bits[level, row])
+            top = np.int32(top_bits).view(np.float32)
             if source == CORPUS and bucket > 0:
                 covers = bucket >= length_bucket(context_cover + 1)
             else:

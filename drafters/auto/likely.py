@@ -34,13 +34,20 @@ EMPTY = 0
 
 
 @compiled
-def context_key(newest: Int32, length: int) -> int:
-    """A key above 0 for newest[:length], newest token first."""
-    h = np.uint64(length)
-    for i in range(length):
-        h = (h ^ np.uint64(newest[i] + 7)) * np.uint64(0x9E3779B97F4A7C15)
-        h ^= h >> np.uint64(29)
+def longer_key(key: int, token: int) -> int:
+    """The key, above 0, of a context that has `token` before that of `key`; 0: the empty one's."""
+    h = (np.uint64(key) ^ np.uint64(token + 7)) * np.uint64(0x9E3779B97F4A7C15)
+    h ^= h >> np.uint64(29)
     return int(np.int64((h >> np.uint64(2)) | np.uint64(1)))
+
+
+@compiled
+def context_key(newest: Int32, length: int) -> int:
+    """The key of newest[:length], newest token first."""
+    key = 0
+    for i in range(length):
+        key = longer_key(key, newest[i])
+    return key
 
 
 @compiled
@@ -117,16 +124,15 @@ def _grow(keys: Int64, ids: Int32, sums: Float32, to: tuple[Int64, Int32, Float3
 @compiled
 def _note_rows(
     table: tuple[Int64, Int32, Float32],
-    before: Int32,
+    text: Int32,
     nodes: Int32,
     ids: Int32,
     chances: Float32,
     path: Int32,
 ) -> None:
-    """Add the rows of a tree. before: the last tokens before it, newest first. nodes: int32 [2, N]
-    token, parent. ids, chances: [1 + N, K], the root's first. path: int32 scratch."""
+    """Add the rows of a tree. path: int32 [MAX_LIKELY_MATCH], scratch. See LikelyTable.note."""
     keys, kept, sums = table
-    for row in range(ids.shape[0]):
+    for row in range(nodes.shape[1] + 1):
         if chances[row, 0] <= 0.0:
             continue
         size = 0
@@ -135,12 +141,63 @@ def _note_rows(
             path[size] = nodes[0, node]
             node = nodes[1, node]
             size += 1
-        for i in range(min(before.shape[0], MAX_LIKELY_MATCH - size)):
-            path[size] = before[i]
+        for i in range(min(text.shape[0], MAX_LIKELY_MATCH - size)):
+            path[size] = text[text.shape[0] - 1 - i]
             size += 1
-        for length in range(1, size + 1):
-            slot = _slot_for(keys, sums, context_key(path, length))
+        key = 0
+        for i in range(size):
+            key = longer_key(key, path[i])
+            slot = _slot_for(keys, sums, key)
             _add(kept[slot], sums[slot], ids[row], chances[row])
+
+
+@compiled
+def _write_echo(
+    nodes: Int32,
+    ids: Int32,
+    chances: Float32,
+    tokens: Int32,
+    echo_ids: Int32,
+    echo_chances: Float32,
+) -> int:
+    """Write what the row that drew the last of `tokens` held likely beside it; returns how many.
+
+    None where that row is not known. echo_ids, echo_chances: [K].
+    """
+    row = 0
+    for i in range(tokens.shape[0] - 1):
+        found = -1
+        for node in range(nodes.shape[1]):
+            if nodes[1, node] == row - 1 and nodes[0, node] == tokens[i]:
+                found = node
+                break
+        if found < 0:
+            return 0
+        row = found + 1
+    num = 0
+    for j in range(min(ids.shape[1], echo_ids.shape[0])):
+        if chances[row, j] > 0.0 and ids[row, j] != tokens[-1]:
+            echo_ids[num], echo_chances[num] = ids[row, j], chances[row, j]
+            num += 1
+    return num
+
+
+@compiled
+def _note_step(
+    table: tuple[Int64, Int32, Float32],
+    text: Int32,
+    nodes: Int32,
+    ids: Int32,
+    chances: Float32,
+    tokens: Int32,
+    scratch: tuple[Int32, Int32, Float32],
+) -> int:
+    """Both, in one call. scratch: a path and the echo."""
+    path, echo_ids, echo_chances = scratch
+    _note_rows(table, text, nodes, ids, chances, path)
+    if tokens.shape[0] == 0:
+        return 0
+    return _write_echo(nodes, ids, chances, tokens, echo_ids, echo_chances)
 
 
 class LikelyTable:
@@ -164,11 +221,15 @@ class LikelyTable:
         """(keys, ids, sums), as compiled code takes them."""
         return self.keys, self.ids, self.sums
 
-    def note(self, before: Int32, nodes: Int32, ids: Int32, chances: Float32) -> None:
-        """Add the rows of a step.
+    def note(
+        self, text: Int32, nodes: Int32, ids: Int32, chances: Float32, tokens: Int32
+    ) -> tuple[Int32, Float32]:
+        """Add the rows of a step; returns what may come one token later (ids and chances): what
+        the row that drew the last token held likely beside it.
 
-        before: int32, the tokens up to the root, newest first; three are enough. nodes: int32
-        [2, N] token and parent of the verified nodes. ids, chances: [1 + N, K], the root's first.
+        text: int32, the tokens up to the root; the last three count. nodes: int32 [2, N] token and
+        parent of the verified nodes. ids, chances: [1 + N, K], the root's first. tokens: int32,
+        what the step emitted.
         """
         num_slots = self.keys.shape[0]
         if num_slots < self._max_slots and 2 * self._most_held > num_slots:
@@ -177,8 +238,12 @@ class LikelyTable:
                 larger = _empty(min(4 * num_slots, self._max_slots))
                 _grow(*self.arrays, larger)
                 self.keys, self.ids, self.sums = larger
-        _note_rows(self.arrays, before, nodes, ids, chances, self._path)
+        echo_ids = np.empty(ids.shape[1], np.int32)
+        echo_chances = np.empty(ids.shape[1], np.float32)
+        scratch = (self._path, echo_ids, echo_chances)
+        num = _note_step(self.arrays, text, nodes, ids, chances, tokens, scratch)
         self._most_held += MAX_LIKELY_MATCH * ids.shape[0]
+        return echo_ids[:num], echo_chances[:num]
 
 
 def _empty(num_slots: int) -> tuple[Int64, Int32, Float32]:

@@ -100,11 +100,13 @@ class DraftSessions:
     def num_likely(self, items: Iterable[Scheduled], most_drafts: int) -> int:
         """How many likeliest ids a step's rows are asked for: as many as the session that wants
         most does. most_drafts: the most nodes that could pay in this step; where there are none
-        nobody drafts, and nothing is computed for it."""
+        nobody drafts, and nothing is computed for it but for a first token: its step is full of
+        prompts, and the steps behind it draft."""
         wanted = 0
         for item in items:
             sequence = item.sequence
-            if item.draws and (most_drafts or sequence.no_draft_reason != "budget"):
+            drafts = most_drafts or sequence.no_draft_reason != "budget"
+            if item.draws and (drafts or not sequence.num_output):
                 wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
         return wanted
 

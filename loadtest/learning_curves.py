@@ -1,0 +1,153 @@
+"""Learning curves: requests in turn through `auto` and Arctic's suffix decoding with its memory.
+
+    python -m loadtest.learning_curves --data DIR --sets commits docstrings manifests
+
+Gold completions of test.jsonl, one after the other, the first token given. Columns: `auto` without
+a corpus that learns nothing; that learns the outputs before, as the server does by default (a
+layer is built anew every three requests; what the model's logits say is in no gold completion);
+with the corpus of train.jsonl; with that and learning; with the corpus of the next set, a wrong
+one. Arctic remembers every answer: its defaults, its trees, and its defaults with the corpus. Each
+figure is tokens per step of the first 30, 100 and all requests. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafters import Drafter, make_drafter
+from drafters.auto.held_out import build_calibrated
+from drafters.auto.trust import Trust
+from drafters.corpus import Corpus
+from drafters.learned import LearnedOutputs, build_layer
+from drafters.replay import Recording, replay
+from loadtest import machine
+from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split
+
+BUILD_EVERY = 3
+MAX_LEARNED = 200_000  # tokens, as a task's by default
+Counts = tuple[int, int]
+"""(tokens after the first, decode steps) of one request."""
+
+
+def in_turn(drafter: Drafter, tests: Sequence[Recording], budget: int) -> list[Counts]:
+    """What a drafter makes that keeps itself what it learns."""
+    result = replay(drafter, tests, budget=budget)
+    return list(zip(result.num_tokens, result.num_steps, strict=True))
+
+
+def learning(
+    corpus: Corpus | None, tests: Sequence[Recording], budget: int, eos: int
+) -> list[Counts]:
+    """The same for `auto` with a layer of the outputs before."""
+    outputs = LearnedOutputs(MAX_LEARNED)
+    trust = Trust()
+    if corpus is not None:
+        trust.start_from(corpus.evidence, corpus.outcomes)
+    layer: Corpus | None = None
+    counts: list[Counts] = []
+    for number, test in enumerate(tests, 1):
+        drafter = make_drafter(
+            "auto", corpus=corpus, learned=layer, trust=trust, eos_token_ids=(eos,)
+        )
+        counts += in_turn(drafter, [test], budget)
+        outputs.add(np.asarray(test.prompt_ids), np.asarray(test.output_ids))
+        if number % BUILD_EVERY == 0:
+            layer = build_layer(outputs.examples(), base=corpus, fingerprint="replay")
+    return counts
+
+
+def columns(
+    corpus: Corpus, wrong: Corpus, eos: int
+) -> dict[str, Callable[[Sequence[Recording], int], list[Counts]]]:
+    """How each column answers the requests."""
+
+    def auto(of: Corpus | None) -> Callable[[Sequence[Recording], int], list[Counts]]:
+        return lambda tests, budget: in_turn(
+            make_drafter("auto", corpus=of, eos_token_ids=(eos,)), tests, budget
+        )
+
+    made = {
+        "auto, cold": auto(None),
+        "auto, learning": lambda tests, budget: learning(None, tests, budget, eos),
+        "auto, corpus": auto(corpus),
+        "auto, corpus and learning": lambda tests, budget: learning(corpus, tests, budget, eos),
+        "auto, wrong corpus": auto(wrong),
+    }
+    try:
+        from loadtest.peer_drafters import ArcticSuffix
+
+        ArcticSuffix()  # raises where the package is missing
+    except ImportError:
+        print("arctic-inference is not installed: its columns are left out")
+        return made
+
+    def arctic(**options: Any) -> Callable[[Sequence[Recording], int], list[Counts]]:
+        return lambda tests, budget: in_turn(
+            ArcticSuffix(remembers=True, **options), tests, budget
+        )
+
+    made["arctic"] = arctic()
+    made["arctic tree 4"] = arctic(use_tree_spec=True, max_spec_factor=4.0)
+    made["arctic, corpus"] = arctic(corpus=corpus)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status."""
+    root = Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
+    parser.add_argument("--sets", nargs="*", help="data sets (default: all); at least two")
+    parser.add_argument("--only", nargs="*", help="those of the sets that are replayed now")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[4, 8, 16])
+    parser.add_argument("--examples", type=int, default=300, help="requests a set")
+    parser.add_argument("--corpus-examples", type=int, default=2000)
+    arguments = parser.parse_args(argv)
+    try:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+        names = arguments.sets or data_sets(arguments.data)
+    except OSError as error:
+        parser.error(str(error))
+    if len(names) < 2:
+        parser.error("--sets: at least two, so that there is a wrong corpus")
+    eos = int(tokenizer.token_to_id(EOS))
+
+    def corpus_of(name: str) -> Corpus:
+        train = read_split(tokenizer, arguments.data, name, "train", arguments.corpus_examples)
+        return build_calibrated(
+            ((e.prompt_ids, e.output_ids) for e in train), fingerprint="replay", p_min=5
+        )
+
+    cells = []
+    for place, name in enumerate(names):
+        if arguments.only and name not in arguments.only:
+            continue
+        tests = read_split(tokenizer, arguments.data, name, "test", arguments.examples)
+        answer = columns(corpus_of(name), corpus_of(names[(place + 1) % len(names)]), eos)
+        for budget in arguments.budgets:
+            cell: dict[str, Any] = {"data": name, "budget": budget, "requests": len(tests)}
+            for column, replayed in answer.items():
+                cell[column] = list(_curve(replayed(tests, budget)))
+            cells.append(cell)
+            print(json.dumps(cell), flush=True)
+    print(json.dumps({"tool": "learning_curves", "machine": machine.describe(), "cells": cells}))
+    return 0
+
+
+def _curve(counts: Sequence[Counts]) -> Iterator[float]:
+    """Tokens per step of the first 30, 100 and all requests."""
+    for num in (30, 100, len(counts)):
+        tokens, steps = np.sum(counts[:num], axis=0)
+        yield round(float(tokens / max(1, steps)), 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
