@@ -89,9 +89,7 @@ def columns(
         return made
 
     def arctic(**options: Any) -> Callable[[Sequence[Recording], int], list[Counts]]:
-        return lambda tests, budget: in_turn(
-            ArcticSuffix(remembers=True, **options), tests, budget
-        )
+        return lambda tests, budget: in_turn(ArcticSuffix(remembers=True, **options), tests, budget)
 
     made["arctic"] = arctic()
     made["arctic tree 4"] = arctic(use_tree_spec=True, max_spec_factor=4.0)

@@ -63,8 +63,10 @@ def commits(repository: Path) -> Iterator[Example]:
             continue
         shown = "\n".join(line[:200] for line in diff.strip().splitlines())[:1800]
         if shown:
-            yield number, f"Write the commit message of this change.\n\n{shown}\n\nMessage:\n", (
-                message.strip()
+            yield (
+                number,
+                f"Write the commit message of this change.\n\n{shown}\n\nMessage:\n",
+                (message.strip()),
             )
 
 

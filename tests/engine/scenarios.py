@@ -30,6 +30,7 @@ from tests.engine.one_token_loop import Outcome, one_token_loop
 from tests.fakes.fake_drafters import (
     FakeDrafter,
     LikelyDrafter,
+    OwnLogits,
     broken_drafter,
     liar_drafter,
     oracle_drafter,
@@ -286,7 +287,19 @@ def with_windows(work: Workload, rng: Random, window: int) -> Workload:
     return work
 
 
-def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> FakeDrafter:
+def with_own_logits(work: Workload, rng: Random) -> Workload:
+    """The workload drafted by `auto`, from its own text and from what the model held likely."""
+    work.drafter = "auto"
+    work.requests = [
+        (at, replace(r, speculation=SpeculationParams("auto", rng.choice((1, 3, 8, 20)))), abort)
+        for at, r, abort in work.requests
+    ]
+    return work
+
+
+def make_drafter(
+    work: Workload, expected: dict[tuple[str, int], Outcome]
+) -> FakeDrafter | OwnLogits:
     """The drafter the workload names; oracle and liar know every text."""
     vocab = work.model.vocab_size
     texts: list[list[int]] = []
@@ -310,6 +323,8 @@ def make_drafter(work: Workload, expected: dict[tuple[str, int], Outcome]) -> Fa
         return oracle_drafter(texts)
     if work.drafter == "liar":
         return liar_drafter(work.rng.randrange(1 << 30), texts, vocab)
+    if work.drafter == "auto":
+        return OwnLogits()
     if work.drafter == "likely":
         return LikelyDrafter(work.model)
     if work.drafter == "broken":
@@ -331,7 +346,7 @@ def fake_runner(work: Workload) -> FakeRunner:
     return FakeRunner(work.model, info)
 
 
-def make_engine(work: Workload, drafter: FakeDrafter) -> tuple[Engine, FakeRunner]:
+def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
         known = GrammarTokenizer(work.grammar_tokenizer, {})

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from random import Random
 
 import numpy as np
 import pytest
 
-from server.engine.budget import DraftBudget
+from server.engine.budget import CostTable, DraftBudget
+from server.engine.settings import EngineSettings
+from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.open_loop import Job, Served, cpu_table, jobs_of, percentile, poisson, serve
+from tests.engine.scenarios import make_engine, random_workload
+from tests.fakes.fake_drafters import LikelyDrafter
 
 SEEDS = (7, 8, 9)
 NUM_JOBS = 60
@@ -76,3 +81,33 @@ def test_nodes_are_dearer_while_somebody_waits_for_a_first_token() -> None:
     assert nodes[0] > 0 and nodes == sorted(nodes, reverse=True) and nodes[-1] < nodes[0]
     ceilings = [budget.ceiling(2, 80, 100.0, 100, waiting) for waiting in range(8)]
     assert ceilings == sorted(ceilings, reverse=True) and ceilings[-1] == 0
+
+
+def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_drafts() -> None:
+    """Nobody drafts in a step full of prompts, and yet its last rows are what the next step
+    drafts from."""
+    work = random_workload(Random(0))
+    vocab = work.model.vocab_size
+    prompt = tuple(i % vocab for i in range(16))
+    request = Request(
+        "r", "task", "fake", prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        SpeculationParams("likely", 8),
+    )  # fmt: skip
+    work.requests = [(0, request, None)]
+    work.drafter = "likely"
+    work.num_blocks = 100
+    work.max_model_len = 48
+    # Up to four rows cost nothing more, a prompt's rows cost a lot.
+    work.cost = CostTable([1, 4, 8, 16], [1.0, 1.0, 10.0, 100.0])
+    work.settings = EngineSettings(
+        max_num_seqs=2, max_num_batched_tokens=32, chunked_prefill_rows=32, max_draft_rows=8
+    )
+    drafter = LikelyDrafter(work.model)
+    engine, _ = make_engine(work, drafter)
+    engine.submit(request)
+    deltas = engine.step()
+    assert [len(delta.token_ids) for delta in deltas] == [1]
+    assert deltas[0].counts.num_drafted == 0
+    assert drafter.sessions[0].num_rows == 1
+    while engine.has_work:
+        engine.step()

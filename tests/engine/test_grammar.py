@@ -37,6 +37,7 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    with_own_logits,
     with_slices,
     with_windows,
 )
@@ -111,6 +112,16 @@ def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
 def test_unverified_windows_roll_back(seed: int, window: int) -> None:
     rng = Random(seed)
     _run(with_windows(_constrained_workload(rng), rng, window), sliced=True)
+
+
+@settings(max_examples=examples(200), deadline=None, print_blob=True)
+@given(SEEDS, st.booleans())
+def test_what_the_model_held_likely_breaks_no_grammar(seed: int, sliced: bool) -> None:
+    rng = Random(seed)
+    work = with_own_logits(_constrained_workload(rng), rng)
+    if sliced:
+        work = with_slices(work, rng, ("exact", "slice", "full"))
+    _run(work, sliced=sliced)
 
 
 @settings(max_examples=examples(240), deadline=None, print_blob=True)

@@ -19,6 +19,8 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    with_own_logits,
+    with_slices,
     with_windows,
 )
 from tests.profiles import examples
@@ -90,6 +92,30 @@ def test_windows_do_roll_back() -> None:
             num_windows += sum(v.num_windows for v in result.vocabulary)
             num_dropped += sum(v.num_dropped for v in result.vocabulary)
     assert num_windows > 100 and num_dropped > 20
+
+
+@settings(max_examples=examples(500), deadline=None, print_blob=True)
+@given(SEEDS, st.integers(0, 6))
+def test_what_the_model_held_likely_changes_no_text(seed: int, window: int) -> None:
+    """`auto` with the rows of every step, slices' too, through preemption, forks and rollbacks."""
+    rng = Random(seed)
+    work = with_own_logits(random_workload(rng), rng)
+    if window > 3:
+        work = with_slices(work, rng, ("exact", "slice", "full"))
+    elif window:
+        work = with_windows(work, rng, window)
+    note(f"{work}")
+    _run(work, waits=window > 0)
+
+
+def test_what_the_model_held_likely_is_drafted_there() -> None:
+    accepted = 0
+    for seed in range(40):
+        rng = Random(seed)
+        results = _run(with_own_logits(random_workload(rng), rng))
+        for counts in (c for result in results.values() for c in result.counts):
+            accepted += sum(kept for source, _, kept in counts.by_source if source == "logits")
+    assert accepted > 20
 
 
 @pytest.mark.parametrize("drafter", ["off", "random", "likely", "oracle", "liar", "broken"])

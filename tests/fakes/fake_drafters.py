@@ -8,6 +8,8 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
+from drafters.auto.drafter import AutoDrafter, AutoSession
+from drafters.auto.likely import LikelyTable
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 from tests.fakes.fake_runner import FakeModel
@@ -275,3 +277,26 @@ class LikelyDrafter(FakeDrafter):
         session = LikelySession(prompt_ids, self._model)
         self.sessions.append(session)
         return session
+
+
+class OwnLogits(AutoDrafter):
+    """`auto` without a corpus, its sessions sharing what the model held likely; counts those open."""
+
+    def __init__(self) -> None:
+        super().__init__(likely=LikelyTable())
+        self.sessions: list[AutoSession] = []
+
+    def open(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        context_span: tuple[int, int] | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> AutoSession:
+        self.sessions.append(super().open(prompt_ids, prediction_ids=prediction_ids))
+        return self.sessions[-1]
+
+    @property
+    def num_open(self) -> int:
+        """Sessions that were never closed."""
+        return sum(session._drafter is not None for session in self.sessions)
