@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.auto.cells import MAX_LIKELY_MATCH
-from drafters.jit import compiled
+from drafters.jit import borrowing, compiled, inlined
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -61,7 +61,7 @@ def find_context(keys: Int64, key: int) -> int:
     return -1
 
 
-@compiled
+@inlined
 def _slot_for(keys: Int64, sums: Float32, key: int) -> int:
     """The slot of a key: its own, an empty one, or that of the context seen least."""
     mask = keys.shape[0] - 1
@@ -79,49 +79,63 @@ def _slot_for(keys: Int64, sums: Float32, key: int) -> int:
             best = slot
     if keys[best] != EMPTY:
         for i in range(WAYS):
-            sums[(home + i) & mask] *= np.float32(FADE)
+            for j in range(total + 1):
+                sums[(home + i) & mask, j] *= np.float32(FADE)
     keys[best] = key
-    sums[best] = 0.0
+    for j in range(total + 1):
+        sums[best, j] = 0.0
     return int(best)
 
 
-@compiled
-def _add(ids: Int32, sums: Float32, new_ids: Int32, chances: Float32) -> None:
-    """Add a row to a context's sums. ids: int32 [K], sums: float32 [K + 1], the last for all."""
-    num = ids.shape[0]
+@inlined
+def _add(kept: Int32, sums: Float32, slot: int, ids: Int32, chances: Float32, row: int) -> None:
+    """Add a row to a context's sums. kept: int32 [., K], sums: float32 [., K + 1], the last for
+    all."""
+    num = kept.shape[1]
+    wide = min(num, ids.shape[1])
+    if sums[slot, num] == 0.0:  # a new context, as most are
+        for j in range(wide):
+            if chances[row, j] <= 0.0:
+                break
+            kept[slot, j] = ids[row, j]
+            sums[slot, j] = chances[row, j]
+        sums[slot, num] = np.float32(1.0)
+        return
     for i in range(num + 1):
-        sums[i] *= np.float32(DECAY)
-    sums[num] += np.float32(1.0)
-    for j in range(min(num, new_ids.shape[0])):
-        chance = chances[j]
+        sums[slot, i] *= np.float32(DECAY)
+    sums[slot, num] += np.float32(1.0)
+    for j in range(wide):
+        chance = chances[row, j]
         if chance <= 0.0:
             break
         place = -1
         least = 0
         for i in range(num):
-            if ids[i] == new_ids[j] and sums[i] > 0.0:
+            if kept[slot, i] == ids[row, j] and sums[slot, i] > 0.0:
                 place = i
                 break
-            if sums[i] < sums[least]:
+            if sums[slot, i] < sums[slot, least]:
                 least = i
         if place >= 0:
-            sums[place] += chance
-        elif chance > sums[least]:
-            ids[least] = new_ids[j]
-            sums[least] = chance
+            sums[slot, place] += chance
+        elif chance > sums[slot, least]:
+            kept[slot, least] = ids[row, j]
+            sums[slot, least] = chance
 
 
-@compiled
+@borrowing
 def _grow(keys: Int64, ids: Int32, sums: Float32, to: tuple[Int64, Int32, Float32]) -> None:
     """Move all contexts into a larger, empty table."""
     for slot in range(keys.shape[0]):
         if keys[slot] != EMPTY:
             at = _slot_for(to[0], to[2], keys[slot])
-            to[1][at] = ids[slot]
-            to[2][at] = sums[slot]
+            for j in range(ids.shape[1]):
+                to[1][at, j] = ids[slot, j]
+            for j in range(sums.shape[1]):
+                to[2][at, j] = sums[slot, j]
 
 
-@compiled
+@inlined
 def _note_rows(
     table: tuple[Int64, Int32, Float32],
     text: Int32,
@@ -147,11 +161,10 @@ def _note_rows(
         key = 0
         for i in range(size):
             key = longer_key(key, path[i])
-            slot = _slot_for(keys, sums, key)
-            _add(kept[slot], sums[slot], ids[row], chances[row])
+            _add(kept, sums, _slot_for(keys, sums, key), ids, chances, row)
 
 
-@compiled
+@inlined
 def _write_echo(
     nodes: Int32,
     ids: Int32,
@@ -182,7 +195,7 @@ def _write_echo(
     return num
 
 
-@compiled
+@borrowing
 def _note_step(
     table: tuple[Int64, Int32, Float32],
     text: Int32,

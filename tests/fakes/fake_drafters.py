@@ -280,7 +280,7 @@ class LikelyDrafter(FakeDrafter):
 
 
 class OwnLogits(AutoDrafter):
-    """`auto` without a corpus, its sessions sharing what the model held likely; counts those open."""
+    """`auto` without a corpus; its sessions share what the model held likely, and are counted."""
 
     def __init__(self) -> None:
         super().__init__(likely=LikelyTable())
