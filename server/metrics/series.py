@@ -8,8 +8,9 @@ below that, start at 10 us.
 One `Metrics` per app, with a registry of its own: two apps in one process never share a series.
 
 Definitions that are easy to get wrong:
-- tokens per step = generation_tokens / spec_decode_num_decode_steps: *all* decode steps count,
-  drafted or not, after the cut at EOS, stop and max_tokens.
+- tokens per step = generation_tokens / spec_decode_num_decode_steps: *all* steps that emit tokens
+  count, drafted or not, after the cut at EOS, stop and max_tokens. The step that ends a prompt is
+  one of them; replays and `tailor tasks tune` leave it and its token out (docs/drafting.md).
 - accepted / verified rows = spec_decode_num_accepted_tokens / spec_decode_num_draft_tokens.
 - chance by depth = ..._accepted_tokens_per_pos / ..._offered_per_pos; position 0 is the root's
   child.
