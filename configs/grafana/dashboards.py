@@ -124,8 +124,8 @@ SPECULATION = Dashboard(
             Panel(
                 "Tokens per step",
                 "Emitted tokens per step that emits any. All count, drafted or not, after the cut "
-                "at EOS, stop and max_tokens; the step that ends a prompt, with its first token, too "
-                "(replays and `tailor tasks tune` leave it out). 1 is plain decoding.",
+                "at EOS, stop and max_tokens; the step that ends a prompt, with its first token, "
+                "too (replays and `tailor tasks tune` leave it out). 1 is plain decoding.",
                 (Query(total_share(TOKENS, STEPS)),),
                 "stat", "short", 6,
             ),
