@@ -1,7 +1,7 @@
 """Steps of many clients, each with an adapter of its own, beside steps of the base: what they cost.
 
     python -m loadtest.adapters_speed
-    python -m loadtest.adapters_speed --clients 1,8,32 --adapters 50 --rank 16 --weights int8
+    python -m loadtest.adapters_speed --clients 1,8,32 --adapters 50 --dtype float16 --weights int8
 
 One process, one runner, random adapters on every linear layer. A step is one row a client, as in
 decoding without drafts, each drawn from the full head. A merged adapter's step is the base's: the
@@ -36,12 +36,15 @@ from loadtest.turns import add_step_options, in_turns
 from loadtest.weight_forms import runner_of
 from server.engine.batch import AdaptingRunner, Batch
 from server.engine.probe import probe_batch
+from server.model.cpu.lora import FORMS
 from server.model.loader import open_model
 
 CASES = ("base", "one", "mixed")
 
 
-def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
+def write_adapter(
+    model: Path, folder: Path, rank: int, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
     """A random LoRA on every linear layer of a model, as PEFT would save it."""
     rng = torch.Generator().manual_seed(seed)
     weights = open_model(model).weights
@@ -54,6 +57,7 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
         tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1], generator=rng) * 0.02
         tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], rank, generator=rng) * 0.02
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -108,6 +112,9 @@ def main() -> int:
     parser.add_argument("--weights", default="float32")
     parser.add_argument("--adapters", type=int, default=50)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--dtype", choices=FORMS, default="float32", help="of the adapters' files, and in memory"
+    )
     parser.add_argument("--clients", default="1,8,32")
     add_step_options(parser)
     args = parser.parse_args()
@@ -120,7 +127,7 @@ def main() -> int:
     loads, num_bytes = [], 0
     with tempfile.TemporaryDirectory() as place:
         for i in range(args.adapters):
-            write_adapter(folder, Path(place) / "a", args.rank, i)
+            write_adapter(folder, Path(place) / "a", args.rank, i, getattr(torch, args.dtype))
             began = time.perf_counter()
             packed = runner.pack_adapter(str(Path(place) / "a"))
             loads.append(time.perf_counter() - began)
@@ -137,6 +144,7 @@ def main() -> int:
         "weights": args.weights,
         "adapters": args.adapters,
         "rank": args.rank,
+        "dtype": args.dtype,
         "keys": args.keys,
         "load_ms": round(1e3 * statistics.median(loads), 1),
         "mb": round(num_bytes / 1e6, 1),

@@ -312,6 +312,18 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFigures:
+    """One adapter of an engine, by name. num_requests, num_loads, num_evictions: since the engine's
+    start. num_bytes: in memory now."""
+
+    name: str
+    num_requests: int = 0
+    num_loads: int = 0
+    num_evictions: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one engine, sent with the Deltas of a step and when idle.
 
@@ -346,6 +358,7 @@ class EngineStats:
     slice_evictions: int = 0
     verify_window: int = 0
     learned: tuple[tuple[str, int, int], ...] = ()
+    adapters: tuple[AdapterFigures, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

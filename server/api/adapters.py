@@ -10,9 +10,10 @@ checked it. Engines that start later are told of it; a server that starts again 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -34,6 +35,8 @@ from server.errors import (
     LoadingError,
     ModelError,
     ModelNotFoundError,
+    NoEngineError,
+    TailorError,
     UnsupportedFieldError,
     echoed,
 )
@@ -98,12 +101,11 @@ class AdapterRoutes:
                 raise InvalidRequestError(
                     f"lora_path: {error.message[:300]}.", param="lora_path"
                 ) from None
-            engines = self._engines(served.name)
-            await self._tell_engines(served, engines)
+            await self._tell_engines(served)
             old = admin.add(served)
             intake.adapters[name] = served
             if old is not None and old.adapter_id != served.adapter_id:
-                await self._forget(old, self._engines(old.name))
+                await self._forget(old)
         log.info("adapter %s was loaded", served.adapter_id)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -123,10 +125,10 @@ class AdapterRoutes:
                     f"The lora adapter {echoed(name)} is used by the task {echoed(users[0])}.",
                     param="lora_name",
                 )
-            engines = self._engines(served.name)
+            self._engines(served.name)
             del intake.adapters[name]
             admin.remove(name)
-            await self._forget(served, engines)
+            await self._forget(served)
         log.info("adapter %s was unloaded", served.adapter_id)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
@@ -154,45 +156,63 @@ class AdapterRoutes:
             raise UnsupportedFieldError("This server's adapters cannot be changed.")
         return self._admin
 
-    def _engines(self, model: str) -> list[str]:
-        """Names of the model's engines. Raises LoadingError while one is starting: it was told
-        which adapters there are when it began to."""
+    def _engines(self, model: str) -> dict[str, int]:
+        """The model's engines, with the number of their lives. Raises LoadingError while one is
+        starting: it was told which adapters there are when it began to."""
         slots = [slot for slot in self._client.slots if slot.spec.model == model]
         if any(slot.state in ("loading", "restarting") for slot in slots):
             raise LoadingError("An engine of the model is starting.", retry_after_s=2.0)
-        return [slot.spec.name for slot in slots if slot.state == "ready"]
+        return {slot.spec.name: slot.generation for slot in slots if slot.state == "ready"}
 
-    async def _tell_engines(self, served: ServedModel, engines: Sequence[str]) -> None:
-        """Until every engine of the base has read the adapter. Raises InvalidRequestError with
-        what is wrong with it, and then no engine knows it."""
+    async def _tell_engines(self, served: ServedModel) -> None:
+        """Until every engine of the base has read the adapter. One that died and started again
+        meanwhile was not told of it at its start, so it is told now.
+
+        Raises InvalidRequestError with what is wrong with the adapter, LoadingError and
+        NoEngineError; then no engine knows it.
+        """
+        told: dict[str, int] = {}
+        try:
+            while told != (engines := self._engines(served.name)):
+                for name, life in engines.items():
+                    if told.get(name) != life:
+                        await self._tell_engine(served, name)
+                told = engines
+        except TailorError:
+            await self._forget(served)
+            raise
+
+    async def _tell_engine(self, served: ServedModel, engine: str) -> None:
         order = served.adapter
         assert order is not None
         payload = {name: getattr(order, name) for name in type(order).__dataclass_fields__}
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
-        problem = ""
-        for engine in engines:
-            answer = await self._client.control(engine, "adapter_register", payload)
-            problem = _problem_of(answer)
-            while not problem:
-                states = (await self._client.control(engine, "adapter_states", None))["value"]
-                [state] = [s for s in states if s["id"] == order.adapter_id]
-                problem = state["problem"]
-                if not state["pending"]:
-                    break
-                if time.monotonic() > deadline_s:
-                    problem = "it takes too long to read"
-                await asyncio.sleep(_POLL_S)
-            if problem:
-                await self._forget(served, engines)
-                raise InvalidRequestError(f"lora_path: {problem}.", param="lora_path")
+        problem = _problem_of(await self._client.control(engine, "adapter_register", payload))
+        while not problem:
+            states = (await self._client.control(engine, "adapter_states", None))["value"]
+            state = next((s for s in states if s["id"] == order.adapter_id), None)
+            if state is None:  # another life of the engine
+                return
+            problem = state["problem"]
+            if not state["pending"]:
+                break
+            if time.monotonic() > deadline_s:
+                problem = "it takes too long to read"
+            await asyncio.sleep(_POLL_S)
+        if problem:
+            raise InvalidRequestError(f"lora_path: {problem}.", param="lora_path")
 
-    async def _forget(self, served: ServedModel, engines: Sequence[str]) -> None:
-        for engine in engines:
-            problem = _problem_of(
-                await self._client.control(engine, "adapter_forget", served.adapter_id)
-            )
-            if problem:
-                raise EngineError(f"An engine did not forget the adapter: {problem}")
+    async def _forget(self, served: ServedModel) -> None:
+        """No engine knows the adapter any more; one that is not there knows none."""
+        for slot in self._client.slots:
+            if slot.spec.model != served.name or slot.state != "ready":
+                continue
+            with contextlib.suppress(NoEngineError):
+                problem = _problem_of(
+                    await self._client.control(slot.spec.name, "adapter_forget", served.adapter_id)
+                )
+                if problem:
+                    raise EngineError(f"An engine did not forget the adapter: {problem}")
 
 
 def _problem_of(answer: Any) -> str:

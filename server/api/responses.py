@@ -275,7 +275,10 @@ class InputDetails(Shape, kw_only=True):
 
 
 class OutputDetails(Shape, kw_only=True):
+    """base_tokens: see CompletionDetails."""
+
     reasoning_tokens: Count = 0
+    base_tokens: Count | UnsetType = UNSET
 
 
 class DecisionUsage(Shape, kw_only=True):

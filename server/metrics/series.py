@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric as MetricFamily
 
 from server.metrics.families import (
+    AdapterFamilies,
     EngineFamilies,
     LearningFamilies,
     Registry,
@@ -42,7 +43,7 @@ from server.metrics.families import (
     VocabularyFamilies,
 )
 from server.metrics.vllm_names import VllmNames
-from server.types import EngineStats, ModelInfo, StepCounts, VocabularyCounts
+from server.types import AdapterFigures, EngineStats, ModelInfo, StepCounts, VocabularyCounts
 
 _TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
 
@@ -123,6 +124,7 @@ class Metrics:
         self._requests = RequestFamilies(r)
         self._engine_families = EngineFamilies(r)
         self._learning = LearningFamilies(r)
+        self._adapters = AdapterFamilies(r)
         self._tasks: dict[tuple[str, str, str], TaskSeries] = {}
         self._slices: dict[tuple[str, str, str], tuple[Counter, ...]] = {}
         self._engines: dict[str, EngineSeries] = {}
@@ -320,6 +322,8 @@ class Metrics:
             series.verify_window,
         ):
             gauge.set(0)
+        for figures in series.last.adapters:
+            self._adapters.num_bytes.labels(engine, model, figures.name).set(0)
         if restarted:
             series.restarts.inc()
 
@@ -378,7 +382,22 @@ class Metrics:
                 self._learning.learned.labels(engine, model, task).inc(max(0, more))
             for task in before.keys() - {task for task, _, _ in stats.learned}:
                 self._learning.learned_held.labels(engine, model, task).set(0)
+        if stats.adapters != last.adapters:
+            self._adapter_figures(engine, model, stats, last)
         s.last = stats
+
+    def _adapter_figures(
+        self, engine: str, model: str, stats: EngineStats, last: EngineStats
+    ) -> None:
+        families = self._adapters
+        before = {figures.name: figures for figures in last.adapters}
+        for now in stats.adapters:
+            then = before.get(now.name) or AdapterFigures(now.name)
+            labels = (engine, model, now.name)
+            families.requests.labels(*labels).inc(max(0, now.num_requests - then.num_requests))
+            families.loads.labels(*labels).inc(max(0, now.num_loads - then.num_loads))
+            families.evictions.labels(*labels).inc(max(0, now.num_evictions - then.num_evictions))
+            families.num_bytes.labels(*labels).set(now.num_bytes)
 
     def corpus_sizes(self, sizes: Mapping[str, int]) -> None:
         """Tokens of each served task's corpus, 0 for none."""

@@ -221,6 +221,15 @@ class LoraAdapter:
         a, b = (self._reader.get_tensor(key).float() for key in self._pairs[name])
         return a, b
 
+    @property
+    def form(self) -> str:
+        """What all its matrices are stored in: "float32", "bfloat16" or "float16"; "float32" where
+        they differ, or are stored in anything else."""
+        stored = {
+            self._reader.get_slice(key).get_dtype() for pair in self._pairs.values() for key in pair
+        }
+        return {"BF16": "bfloat16", "F16": "float16"}.get("".join(stored), "float32")
+
     def scale(self, name: str) -> float:
         """The factor of B @ A for one weight."""
         module = name.removesuffix(".weight")

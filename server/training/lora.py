@@ -125,9 +125,19 @@ def hidden_states(tuned: Tuned, input_ids: torch.Tensor, mask: torch.Tensor) -> 
     return states
 
 
-def save(tuned: Tuned, folder: Path) -> None:
-    """Write the adapter into `folder` (made if needed). Raises OSError."""
+def save(tuned: Tuned, folder: Path, saved_as: str = "float32") -> None:
+    """Write the adapter into `folder` (made if needed). saved_as: what its matrices are stored in,
+    float32, bfloat16 or float16; rows of new tokens stay as they are. Raises OSError."""
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import load_file, save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     tuned.model.save_pretrained(folder, save_embedding_layers=False)
+    if saved_as != "float32":
+        file = folder / SAFETENSORS_WEIGHTS_NAME
+        kind: torch.dtype = getattr(torch, saved_as)
+        tensors = load_file(file)
+        stored = {n: t.to(kind) if ".lora_" in n else t for n, t in tensors.items()}
+        save_file(stored, file, metadata={"format": "pt"})
     if tuned.enrichment is not None:
         tuned.enrichment.save(folder / ENRICHMENT_FILE)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from server.engine.adapters import AdapterShelf, Vocabulary
     from server.engine.engine import Engine
     from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar_tokenizer import GrammarTokenizer
     from server.engine.settings import EngineSettings
     from server.engine.task_store import TaskStore
     from server.logs import LogFormat
@@ -131,18 +132,19 @@ def build_engine(order: EngineOrder) -> Engine:
     cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, about a minute")
+    grammars = _grammars(order, runner.info)
     engine = Engine(
         runner,
         _drafter_makers(runner.info, memory, vocabularies),
         _engine_settings(order),
         stop_table=stops,
         cost=load_or_measure(runner, cost_file),
-        grammars=_grammars(order, runner.info),
+        grammars=grammars,
         profiles=ProfileFiles(table, runner.info.eos_token_ids),
         memory=memory,
     )
     vocabularies.shelf = engine.adapters
-    _know_adapters(engine, order, table)
+    _know_adapters(engine, order, table, grammars)
     _warm_up(engine, order.drafters, order.vocabularies)
     if order.learns:
         _warm_up_learning()
@@ -198,7 +200,9 @@ def _drafter_makers(
     return {name: functools.partial(make, name) for name in DRAFTER_NAMES if name != "off"}
 
 
-def _know_adapters(engine: Engine, order: EngineOrder, table: TokenBytes) -> None:
+def _know_adapters(
+    engine: Engine, order: EngineOrder, table: TokenBytes, grammars: GrammarCompiler | None
+) -> None:
     """Tell the engine of the adapters that are served. Raises ModelError for one that cannot be."""
     from server.engine.batch import AdaptingRunner
     from server.wiring.adapters import VocabularyReader
@@ -211,9 +215,12 @@ def _know_adapters(engine: Engine, order: EngineOrder, table: TokenBytes) -> Non
                 "it has; serve one merged, with `adapter`"
             )
         return
-    compiles = order.engine.structured_outputs
     engine.adapters.read = VocabularyReader(
-        runner, table, functools.partial(_compiler, order, engine.info) if compiles else None
+        runner,
+        table,
+        None
+        if grammars is None
+        else functools.partial(_adapter_grammars, grammars, engine.info.eos_token_ids),
     )
     for adapter in order.adapters:
         engine.adapters.register(adapter, load=False)
@@ -222,30 +229,34 @@ def _know_adapters(engine: Engine, order: EngineOrder, table: TokenBytes) -> Non
         raise ModelError("\n".join(problems))
 
 
-def _compiler(
-    order: EngineOrder, info: ModelInfo, enrichment: Enrichment | None, vocab_size: int
+def _adapter_grammars(
+    base: GrammarCompiler, eos_token_ids: Sequence[int], enrichment: Enrichment, vocab_size: int
 ) -> GrammarCompiler:
-    """What compiles grammars over a tokenizer's ids and an enrichment's."""
+    """What compiles grammars over an adapter's ids: of the base's tokenizer, which is read."""
     from server.engine.grammar_compiler import GrammarCompiler
-    from server.engine.grammar_tokenizer import load_grammar_tokenizer
+    from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
 
-    return GrammarCompiler(
-        functools.partial(
-            load_grammar_tokenizer,
-            Path(order.folder) / "tokenizer.json",
-            vocab_size,
-            info.eos_token_ids,
-            enrichment,
-        ),
-        vocab_size,
-    )
+    def load() -> GrammarTokenizer:
+        return enriched_grammar_tokenizer(base.tokenizer(), vocab_size, eos_token_ids, enrichment)
+
+    return GrammarCompiler(load, vocab_size)
 
 
 def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
     """What compiles grammars, its tokenizer read; None where they are switched off."""
+    from server.engine.grammar_compiler import GrammarCompiler
+    from server.engine.grammar_tokenizer import load_grammar_tokenizer
+
     if not order.engine.structured_outputs:
         return None
-    grammars = _compiler(order, info, enrichment_of(order.adapter), info.vocab_size)
+    load = functools.partial(
+        load_grammar_tokenizer,
+        Path(order.folder) / "tokenizer.json",
+        info.vocab_size,
+        info.eos_token_ids,
+        enrichment_of(order.adapter),
+    )
+    grammars = GrammarCompiler(load, info.vocab_size)
     grammars.load()
     return grammars
 

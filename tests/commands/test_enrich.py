@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from drafters.corpus import Corpus
 from server.commands.cli import main
@@ -63,12 +65,15 @@ def test_from_data_to_a_served_adapter(
     adapter = tmp_path / "adapter"
     trained = ["tasks", "train", *shared, "--enrichment", str(file), "-o", str(adapter),
                "--epochs", "12", "--learning-rate", "0.02", "--rows-learning-rate", "0.05",
-               "--batch-size", "8", "--rank", "4"]  # fmt: skip
+               "--batch-size", "8", "--rank", "4", "--saved-as", "float16"]  # fmt: skip
     assert main(trained) == 0
     printed = capsys.readouterr().out
     assert f"--adapter {adapter}" in printed
     figures = json.loads((adapter / "training.json").read_text())
     assert figures["nats_after"] < 0.2 * figures["nats_before"]
+    stored = load_file(adapter / "adapter_model.safetensors")
+    kinds = {name.rpartition(".lora_")[1]: tensor.dtype for name, tensor in stored.items()}
+    assert kinds == {".lora_": torch.float16, "": torch.float32}
     assert main(trained) == 1
     assert "an adapter is there already" in capsys.readouterr().err
 

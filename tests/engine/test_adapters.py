@@ -14,7 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from drafters.base import Drafter
-from server.engine.adapters import Vocabulary
+from server.engine.adapters import MAX_NAMES, OTHERS, Vocabulary
 from server.engine.engine import Engine, EngineSettings
 from server.engine.stops import StopTable
 from server.types import (
@@ -243,7 +243,32 @@ def test_many_are_known_and_few_in_memory_and_the_pinned_stay() -> None:
     states = {s["id"]: s for s in engine.adapters.controls["adapter_states"](None)}
     assert len(states) == 50
     assert [name for name, s in states.items() if s["in_memory"]] == ["a0@", "a47@", "a48@", "a49@"]
-    assert engine.adapters.num_evictions == 46
+    figures = {f.name: f for f in engine.stats().adapters}
+    assert len(figures) == 50 and {f.num_requests for f in figures.values()} == {1}
+    assert sum(f.num_loads for f in figures.values()) == 50
+    assert sum(f.num_evictions for f in figures.values()) == 46
+    assert figures["a49"].num_bytes == runner_bytes(engine) > 0 == figures["a1"].num_bytes
+    engine.close()
+
+
+def runner_bytes(engine: Engine) -> int:
+    """Of the adapter that was used last."""
+    states = engine.adapters.controls["adapter_states"](None)
+    return int(states[-1]["num_bytes"])
+
+
+def test_figures_are_of_a_bounded_number_of_names() -> None:
+    engine, _, own = small(MAX_NAMES + 5, 2)
+    for i, name in enumerate(own.models):
+        engine.adapters.register(own.order(name), load=False)
+        engine.submit(ask(f"r{i}", name))
+        finish(engine)
+    figures = {f.name: f for f in engine.stats().adapters}
+    assert len(figures) == MAX_NAMES + 1
+    assert figures[OTHERS].num_requests == figures[OTHERS].num_loads == 5
+    assert sum(f.num_bytes for f in figures.values()) == sum(
+        s["num_bytes"] for s in engine.adapters.controls["adapter_states"](None)
+    )
     engine.close()
 
 

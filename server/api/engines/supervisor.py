@@ -65,7 +65,7 @@ class Supervisor:
         self._draining = False
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, tuple[EngineSlot, asyncio.Future[Any]]] = {}
         self._next_call = 0
         self._idle = asyncio.Event()
 
@@ -224,7 +224,7 @@ class Supervisor:
         self._next_call += 1
         call_id = self._next_call
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
+        self._calls[call_id] = slot, answer
         slot.send(("control", call_id, name, payload))
         try:
             async with asyncio.timeout(timeout_s):
@@ -287,7 +287,7 @@ class Supervisor:
 
     def on_control(self, slot: EngineSlot, generation: int, call_id: int, payload: Any) -> None:
         """The answer to `control`."""
-        answer = self._calls.get(call_id)
+        _, answer = self._calls.get(call_id, (None, None))
         if generation == slot.generation and answer is not None and not answer.done():
             answer.set_result(payload)
 
@@ -304,6 +304,9 @@ class Supervisor:
         slot.close_outbox()
         log.error("engine %s died: %s", slot.spec.name, reason)
         self._spawn(self._reap(slot, handle))
+        for called, answer in self._calls.values():
+            if called is slot and not answer.done():
+                answer.set_exception(NoEngineError(f"The engine {slot.spec.name} died."))
         error = EngineDiedError("The engine died while it worked on this request.")
         for request_id, (submission, _, _) in list(slot.open.items()):
             if request_id in slot.open:  # an earlier failure may have aborted its siblings

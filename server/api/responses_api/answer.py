@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from msgspec import UNSET
+
 from server.api.chat import ChoiceReader
 from server.api.engines.submission import Submission
 from server.api.responses import DecisionUsage, InputDetails, OutputDetails, encode_ascii
@@ -170,7 +172,7 @@ def _usage(submission: Submission) -> DecisionUsage:
         input_tokens=num_in,
         input_tokens_details=InputDetails(cached_tokens=account.num_cached_tokens),
         output_tokens=num_out,
-        output_tokens_details=OutputDetails(),
+        output_tokens_details=OutputDetails(base_tokens=account.num_base_tokens or UNSET),
         total_tokens=num_in + num_out,
     )
 

@@ -5,7 +5,8 @@ places that the engine gives them, says which rows of a step have one (lora.Step
 an adapter's own rows of the embedding and of the head in for its requests alone. What not: which
 adapters are in memory (the engine's AdapterShelf), the sums (lora.py).
 
-Everything of an adapter is float32, whatever kind the base's weights are.
+An adapter's matrices stay as its file has them (lora.FORMS), whatever kind the base's weights are;
+its own rows are float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from server.engine.batch import Batch, Int32
 from server.errors import ModelError, UnsupportedModelError
@@ -22,7 +24,7 @@ from server.model.adapter import EMBEDDING, HEAD, LoraAdapter
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import FloatLinear, float_linear, product
-from server.model.cpu.lora import KINDS, ROWS, StepAdapters
+from server.model.cpu.lora import FORMS, KINDS, ROWS, StepAdapters
 from server.model.cpu.records import Float32, Int64, Layers, Work
 from server.model.cpu.tensors import ModelTensors
 from server.model.cpu.vector_ir import LANES
@@ -48,7 +50,7 @@ class CpuAdapter:
 
     inputs: Int64
     parts: Int64
-    arrays: tuple[Float32, ...]
+    arrays: tuple[npt.NDArray[Any], ...]
     embedding: OwnRows | None
     head: OwnRows | None
     vocab_size: int
@@ -163,9 +165,10 @@ class _Packer:
     """One adapter's matrices in lora.py's layout."""
 
     def __init__(self, lora: LoraAdapter, shape: ModelShape, up: int) -> None:
-        self.inputs = np.zeros((shape.num_layers, len(KINDS), 4), np.int64)
+        self.inputs = np.zeros((shape.num_layers, len(KINDS), 5), np.int64)
         self.parts = np.zeros((shape.num_layers, len(KINDS), _MAX_PARTS, 5), np.int64)
-        self.arrays: list[Float32] = []
+        self.arrays: list[npt.NDArray[Any]] = []
+        self._form = FORMS.index(lora.form)
         self._lora = lora
         self._known = lora.names()
         tensors = ModelTensors(shape, _Outputs(lora, _sizes(shape)))
@@ -199,16 +202,26 @@ class _Packer:
         factors = np.zeros(columns, np.float32)
         factors[:num] = scales
         self.inputs[layer, kind] = (
-            self._keep(together), self._keep(factors), columns, together.shape[0],
+            self._keep(self._narrow(together)), self._keep(factors), columns, together.shape[0],
+            self._form,
         )  # fmt: skip
         for i, (name, at, b) in enumerate(p for p in parts if p[0] in first):
             wide = np.zeros((b.shape[0], _whole(b.shape[1])), np.float32)
             wide[:, : b.shape[1]] = b
             self.parts[layer, kind, i] = (
-                first[name], b.shape[0], self._keep(wide), at, b.shape[1],
+                first[name], b.shape[0], self._keep(self._narrow(wide)), at, b.shape[1],
             )  # fmt: skip
 
-    def _keep(self, array: Float32) -> int:
+    def _narrow(self, matrix: Float32) -> npt.NDArray[Any]:
+        """The matrix in the file's own form; nothing is rounded, as its numbers came from there."""
+        match FORMS[self._form]:
+            case "bfloat16":
+                return np.ascontiguousarray((matrix.view(np.uint32) >> 16).astype(np.uint16))
+            case "float16":
+                return matrix.astype(np.float16).view(np.uint16)
+        return matrix
+
+    def _keep(self, array: npt.NDArray[Any]) -> int:
         self.arrays.append(array)
         return array.ctypes.data
 
@@ -245,7 +258,7 @@ class AdapterBank:
         places = (1, shape.num_layers, len(KINDS))
         self._step = StepAdapters(
             _NO_SPANS,
-            np.zeros((*places, 4), np.int64),
+            np.zeros((*places, 5), np.int64),
             np.zeros((*places, _MAX_PARTS, 5), np.int64),
             alternate,
             up,

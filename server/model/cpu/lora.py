@@ -7,8 +7,10 @@ one gets, for every weight kind and every number of rows and threads,
     t = 0;  for k in 0 .. K-1:     t = fma(x[k], A[k], t)       t = t * scale
     d = 0;  for j in 0 .. rank-1:  d = fma(t[j], B[j], d)       y = y + d
 
-in float32 and in that order: lanes are outputs, as in kernels.py. What not: which adapters are in
-memory and how they are packed (adapters.py).
+in float32 and in that order: lanes are outputs, as in kernels.py. A and B are kept as the adapter's
+file has them (FORMS) and widened where they are read, which is exact: the memory that a step reads
+is what many adapters cost. What not: which adapters are in memory and how they are packed
+(adapters.py).
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
@@ -24,12 +26,27 @@ from server.model.cpu.kernels import VECTORS_PER_PANEL, gelu_gate, silu_gate
 from server.model.cpu.linear import linear
 from server.model.cpu.records import Float32, Int64
 from server.model.cpu.team import barrier
-from server.model.cpu.vector_ir import LANES, Loop, floats, i64, intrinsic, load, store
+from server.model.cpu.vector_ir import (
+    F32,
+    I16,
+    LANES,
+    Loop,
+    floats,
+    i64,
+    intrinsic,
+    load,
+    load_bf16,
+    load_f16,
+    store,
+)
 from server.model.cpu.vector_ir import product as emit_product
 
 KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")
 """The products of a layer, by the names of records.Layers."""
 QKV, OUT, GATE_UP, DOWN, CONV_IN, CONV_OUT = range(len(KINDS))
+
+FORMS = ("float32", "bfloat16", "float16")
+"""What an adapter's matrices are kept in; a form's place is its number."""
 
 ROWS = 4
 """Most rows of one span: one thread's item."""
@@ -44,9 +61,9 @@ class StepAdapters(NamedTuple):
     """The adapters of a step's rows. P: places, L: layers.
 
     spans: int64 [n, 3]: first row, rows (1 .. ROWS), place; empty in a step without adapters.
-    inputs: int64 [P, L, kinds, 4]: address of A (float32 [K, columns]), address of its scales
-    (float32 [columns]), columns (whole vectors; 0: the product has no adapter), K.
-    parts: int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B (float32 [rank,
+    inputs: int64 [P, L, kinds, 5]: address of A ([K, columns]), address of its scales (float32
+    [columns]), columns (whole vectors; 0: the product has no adapter), K, number of the form of A
+    and B. parts: int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B ([rank,
     outputs in whole vectors]), first output, outputs (0: no part).
     alternate, up: gate and up outputs lie in runs of `alternate`, one of each in turn, or one after
     the other where it is 0; the first of up is `up`. inner: outputs of each. wide: float32 [rows,
@@ -65,24 +82,31 @@ class StepAdapters(NamedTuple):
 def _make_product(num_rows: int, vectors: int) -> Any:
     """c[m, 0:width] = sum_k x[m, k] * w[k, 0:width], m < num_rows, width = 16 * vectors.
 
-    (x address, x row stride, w address, w row stride, K, c address, c row stride); K >= 1.
+    (addresses of x, w and c; strides of their rows in elements; K >= 1; form of w).
     """
 
     @intrinsic
-    def product(
-        typingctx: Any, x: Any, ldx: Any, w: Any, ldw: Any, k: Any, c: Any, ldc: Any
-    ) -> Any:
-        sig = types.void(*([types.intp] * 7))
+    def product(typingctx: Any, x: Any, w: Any, c: Any, strides: Any, k: Any, form: Any) -> Any:
+        three = types.UniTuple(types.intp, 3)
+        sig = types.void(types.intp, types.intp, types.intp, three, types.intp, types.intp)
 
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            x, ldx, w, ldw, k, c, ldc = args
-            wf = floats(b, w)
+            x, w, c, strides, k, form = args
+            ldx, ldw, ldc = (b.extract_value(strides, i) for i in range(3))
 
-            def weights(index: Any) -> list[Any]:
-                base = b.mul(index, ldw)
-                return [load(b, wf, b.add(base, i64(v * LANES))) for v in range(vectors)]
+            def sums(element: Any, read: Any) -> None:
+                wp = b.inttoptr(w, element.as_pointer())
 
-            emit_product(b, (num_rows, vectors), (x, ldx, k), weights, (c, ldc))
+                def weights(index: Any) -> list[Any]:
+                    base = b.mul(index, ldw)
+                    return [read(b, wp, b.add(base, i64(v * LANES))) for v in range(vectors)]
+
+                emit_product(b, (num_rows, vectors), (x, ldx, k), weights, (c, ldc))
+
+            forms = ((F32, load), (I16, load_bf16), (I16, load_f16))
+            for number, (element, read) in enumerate(forms):
+                with b.if_then(b.icmp_signed("==", form, i64(number))):
+                    sums(element, read)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -95,7 +119,7 @@ _one1, _one2, _one4 = (_make_product(m, 1) for m in (1, 2, 4))
 
 
 class _Product(NamedTuple):
-    """c[m, :] = x[m, :] @ w for m < num: addresses, and strides of rows in elements."""
+    """c[m, :] = x[m, :] @ w for m < num: addresses, strides of rows in elements, w's form."""
 
     x: int
     ldx: int
@@ -105,32 +129,34 @@ class _Product(NamedTuple):
     k: int
     c: int
     ldc: int
+    form: int
 
 
 @_serial
 def _columns(task, v, wide):
     """Vector v of the columns, or _WIDE of them from it on: the same bits each way."""
-    x, ldx, num, w, ldw, k, c, ldc = task
-    w += v * LANES * 4
+    x, ldx, num, w, ldw, k, c, ldc, form = task
+    strides = (ldx, ldw, ldc)
+    w += v * LANES * (4 if form == 0 else 2)
     c += v * LANES * 4
     m = 0
     while num - m >= 4:
         if wide:
-            _wide4(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+            _wide4(x + m * ldx * 4, w, c + m * ldc * 4, strides, k, form)
         else:
-            _one4(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+            _one4(x + m * ldx * 4, w, c + m * ldc * 4, strides, k, form)
         m += 4
     if num - m >= 2:
         if wide:
-            _wide2(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+            _wide2(x + m * ldx * 4, w, c + m * ldc * 4, strides, k, form)
         else:
-            _one2(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+            _one2(x + m * ldx * 4, w, c + m * ldc * 4, strides, k, form)
         m += 2
     if num - m >= 1:
         if wide:
-            _wide1(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+            _wide1(x + m * ldx * 4, w, c + m * ldc * 4, strides, k, form)
         else:
-            _one1(x + m * ldx * 4, ldx, w, ldw, k, c + m * ldc * 4, ldc)
+            _one1(x + m * ldx * 4, w, c + m * ldc * 4, strides, k, form)
 
 
 @_serial
@@ -145,17 +171,32 @@ def _multiply(task, vectors):
         v += 1
 
 
+@intrinsic
+def _add_vector(typingctx: Any, d: Any, y: Any) -> Any:
+    """y += d for 16 floats at addresses d and y."""
+    sig = types.void(types.intp, types.intp)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        d, y = (floats(b, address) for address in args)
+        zero = i64(0)
+        store(b, b.fadd(load(b, y, zero), load(b, d, zero)), y, zero)
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
 @_serial
-def _add_part(t, num, row, part, alternate, tile, out):
+def _add_part(t, num, row, part, form, alternate, tile, out):
     """out[row + m, part's outputs] += t[m, part's columns] @ B for m < num."""
     first, rank, b, at, outputs = part
+    size = 4 if form == 0 else 2
     vectors = (outputs + LANES - 1) // LANES
     for v in range(0, vectors, _WIDE):
         some = min(_WIDE, vectors - v)
         _multiply(
             _Product(
-                t.ctypes.data + first * 4, t.shape[1], num, b + v * LANES * 4, vectors * LANES,
-                rank, tile.ctypes.data, _TILE,
+                t.ctypes.data + first * 4, t.shape[1], num, b + v * LANES * size,
+                vectors * LANES, rank, tile.ctypes.data, _TILE, form,
             ),
             some,
         )  # fmt: skip
@@ -165,8 +206,12 @@ def _add_part(t, num, row, part, alternate, tile, out):
             if alternate > 0:
                 column = at + o // alternate * 2 * alternate + o % alternate
             for m in range(num):
-                for lane in range(min(LANES, outputs - o)):
-                    out[row + m, column + lane] += tile[m, i * LANES + lane]
+                if outputs - o >= LANES:
+                    y = out.ctypes.data + ((row + m) * out.shape[1] + column) * 4
+                    _add_vector(tile.ctypes.data + (m * _TILE + i * LANES) * 4, y)
+                else:
+                    for lane in range(outputs - o):
+                        out[row + m, column + lane] += tile[m, i * LANES + lane]
 
 
 @_serial
@@ -176,14 +221,14 @@ def _add_share(x, adapters, layer, kind, out, first, step):
     tile = np.empty((ROWS, _TILE), np.float32)
     for s in range(first, adapters.spans.shape[0], step):
         row, num, place = adapters.spans[s]
-        a, scales, columns, k = adapters.inputs[place, layer, kind]
+        a, scales, columns, k, form = adapters.inputs[place, layer, kind]
         if columns == 0:
             continue
         t = np.empty((num, columns), np.float32)
         _multiply(
             _Product(
                 x.ctypes.data + row * x.shape[1] * 4, x.shape[1], num, a, columns, k,
-                t.ctypes.data, columns,
+                t.ctypes.data, columns, form,
             ),
             columns // LANES,
         )  # fmt: skip
@@ -191,7 +236,7 @@ def _add_share(x, adapters, layer, kind, out, first, step):
         for p in range(adapters.parts.shape[3]):
             part = adapters.parts[place, layer, kind, p]
             if part[4] > 0:
-                _add_part(t, num, row, part, alternate, tile, out)
+                _add_part(t, num, row, part, form, alternate, tile, out)
 
 
 @_serial

@@ -62,6 +62,14 @@ def load_bf16(b: Any, base: Any, index: Any) -> Any:
     return b.bitcast(b.shl(wide, ir.Constant(VECI, [16] * LANES)), VEC)
 
 
+def load_f16(b: Any, base: Any, index: Any) -> Any:
+    """One vector of float16 (stored as uint16), widened to float32: exact."""
+    vec16 = ir.VectorType(I16, LANES)
+    raw = b.load(b.bitcast(b.gep(base, [index]), vec16.as_pointer()))
+    raw.align = 2
+    return b.fpext(b.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), VEC)
+
+
 def store(b: Any, value: Any, base: Any, index: Any) -> None:
     """Write one vector to float pointer `base` + `index` elements; any alignment."""
     stored = b.store(value, b.bitcast(b.gep(base, [index]), VEC.as_pointer()))

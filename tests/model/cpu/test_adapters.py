@@ -3,6 +3,7 @@ those that they have without adapters, and all of it is what PEFT computes."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -229,5 +230,50 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="in the model, and"):
             runner.pack_adapter(str(tmp_path / "other"))
         assert runner.pack_adapter(str(tmp_path / "own")).vocab_size == V
+    finally:
+        runner.close()
+
+
+def _stored_as(source: Path, target: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    file = target / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({k: t.to(dtype) if "lora" in k else t for k, t in tensors.items()}, file)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_stay_halves_and_give_the_bits_of_their_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    runner = cpu_runner(families.build("llama"))
+    try:
+        enriched(families.build("llama"), tmp_path / "full", 2, NEW)
+        _stored_as(tmp_path / "full", tmp_path / "half", dtype)
+        _stored_as(tmp_path / "half", tmp_path / "wide", torch.float32)
+        packed = [runner.pack_adapter(str(tmp_path / name)) for name in ("half", "wide", "full")]
+        assert packed[0].num_bytes < 0.7 * packed[1].num_bytes == 0.7 * packed[2].num_bytes
+        for place, adapter in enumerate(packed):
+            runner.hold_adapter(place, adapter)
+        ids = tokens(30, 7, V + NEW)
+        got = []
+        for place in range(3):
+            builder = BatchBuilder()
+            rows = builder.add_rows(Pages(64, seed=1).sequence(len(ids)), ids, 0)
+            batch = [0] * len(builder.tables)
+            for row in rows:
+                builder.score(row, 0, V + NEW)
+            made = replace(builder.build(), seq_adapters=np.full(len(batch), place, np.int32))
+            runner.launch(made)
+            drawn = runner.wait()
+            got.append(
+                [
+                    all_logprobs(replace(drawn, score_top=[top]), V + NEW)[0]
+                    for top in drawn.score_top
+                ]
+            )
+        assert equal(got[0], got[1])
+        assert not equal(got[0], got[2])
     finally:
         runner.close()

@@ -1,0 +1,133 @@
+"""Loading an adapter while engines die and start again: whoever serves its base knows it then."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.api.adapters import AdapterRoutes
+from server.api.protocol import LoadAdapterBody
+from server.api.served_model import ServedModel
+from server.config import AdapterConfig
+from server.errors import InvalidRequestError, LoadingError, NoEngineError
+from server.types import AdapterOrder
+from tests.api.live import served
+
+BODY = LoadAdapterBody(lora_name="new", lora_path="folder")
+
+
+@dataclass
+class Engines:
+    """Engines of one model as the routes see them: EngineClient's slots and control().
+
+    events: {number of the call: what happens before it}.
+    """
+
+    slots: list[Any] = field(
+        default_factory=lambda: [
+            SimpleNamespace(
+                spec=SimpleNamespace(name=name, model="tiny"), state="ready", generation=0
+            )
+            for name in ("e0", "e1")
+        ]
+    )
+    known: dict[str, set[str]] = field(default_factory=lambda: {"e0": set(), "e1": set()})
+    events: dict[int, Any] = field(default_factory=dict)
+    problem: str = ""
+    num_calls: int = 0
+
+    def restart(self, index: int) -> None:
+        """It died and is back, and knows what it was told at its start: nothing."""
+        self.slots[index].generation += 1
+        self.known[f"e{index}"].clear()
+
+    async def control(self, engine: str, name: str, payload: Any) -> Any:
+        await asyncio.sleep(0)
+        self.num_calls += 1
+        event = self.events.pop(self.num_calls, None)
+        if event is not None:
+            event()
+        slot = next(slot for slot in self.slots if slot.spec.name == engine)
+        if slot.state != "ready":
+            raise NoEngineError("gone")
+        if name == "adapter_register":
+            self.known[engine].add(payload["adapter_id"])
+        elif name == "adapter_forget":
+            self.known[engine].discard(payload)
+        else:
+            problem = self.problem if engine == "e1" else ""
+            states = [
+                {"id": i, "pending": False, "problem": problem} for i in sorted(self.known[engine])
+            ]
+            return {"ok": True, "value": states}
+        return {"ok": True, "value": None}
+
+
+@dataclass
+class Admin:
+    served: dict[str, ServedModel] = field(default_factory=dict)
+
+    def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
+        return replace(
+            served("tiny", 64), adapter=AdapterOrder(f"{config.name}@1", config.path, 64)
+        )
+
+    def add(self, model: ServedModel) -> ServedModel | None:
+        self.served[model.key] = model
+        return None
+
+    def remove(self, name: str) -> None:
+        del self.served[name]
+
+
+def routes(engines: Engines) -> tuple[AdapterRoutes, Admin]:
+    admin = Admin()
+    intake = SimpleNamespace(models={}, tasks={}, adapters={})
+    context: Any = SimpleNamespace(intake=intake)
+    client: Any = engines
+    return AdapterRoutes(context, client, admin), admin
+
+
+def test_an_engine_that_started_again_meanwhile_is_told_again() -> None:
+    engines = Engines()
+    engines.events[4] = lambda: engines.restart(0)  # e0 had read it, e1 is being asked
+    made, admin = routes(engines)
+    asyncio.run(made.load(BODY))
+    assert engines.known == {"e0": {"new@1"}, "e1": {"new@1"}}
+    assert set(admin.served) == {"new"}
+
+
+def test_an_engine_that_starts_again_while_it_reads_is_told_again() -> None:
+    engines = Engines()
+    engines.events[2] = lambda: engines.restart(0)  # between its order and its answer
+    made, _ = routes(engines)
+    asyncio.run(made.load(BODY))
+    assert engines.known == {"e0": {"new@1"}, "e1": {"new@1"}}
+
+
+@pytest.mark.parametrize("call", [3, 4])
+def test_while_an_engine_is_away_nothing_is_loaded_and_no_engine_knows_it(call: int) -> None:
+    engines = Engines()
+
+    def die() -> None:
+        engines.slots[0].state = "restarting"
+        engines.slots[0].generation += 1
+        engines.known["e0"].clear()
+
+    engines.events[call] = die
+    made, admin = routes(engines)
+    with pytest.raises(LoadingError):
+        asyncio.run(made.load(BODY))
+    assert not engines.known["e1"] and not admin.served
+
+
+def test_what_one_engine_refuses_no_engine_keeps() -> None:
+    engines = Engines(problem="its rank is odd")
+    made, admin = routes(engines)
+    with pytest.raises(InvalidRequestError, match="rank is odd"):
+        asyncio.run(made.load(BODY))
+    assert engines.known == {"e0": set(), "e1": set()} and not admin.served
