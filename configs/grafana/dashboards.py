@@ -441,6 +441,26 @@ SERVING = Dashboard(
                 ),
             ),
         ),
+        "Adapters beside a base": (
+            Panel(
+                "Requests of adapters", "Requests a second that named each.",
+                (Query(rate("adapter_requests_total", "adapter", where=E), "{{adapter}}"),),
+            ),
+            Panel(
+                "Adapters that come and go",
+                "Times a second that one was put into memory, or made room. Many of the second: "
+                "engine.max_adapters is low for what is asked.",
+                (
+                    Query(rate("adapter_loads_total", "model", where=E), "read {{model}}"),
+                    Query(rate("adapter_evictions_total", "model", where=E), "made room {{model}}"),
+                ),
+            ),
+            Panel(
+                "Memory of adapters", "Bytes of each in memory.",
+                (Query(f"sum by (engine, adapter) (tailor_adapter_bytes{E})", "{{adapter}}"),),
+                unit="bytes",
+            ),
+        ),
     },
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics.series import Metrics
-from server.types import StepCounts
+from server.types import AdapterFigures, EngineStats, StepCounts
 
 
 def filled(*, vllm_aliases: bool) -> Metrics:
@@ -59,3 +59,22 @@ def test_a_task_that_is_gone_is_not_told() -> None:
     text = metrics.exposition()
     assert b'tailor_corpus_tokens{task="rag"} 5.0' in text
     assert b'tailor_corpus_tokens{task="sql"}' not in text
+
+
+def test_adapters_are_counted_by_name_and_hold_nothing_once_their_engine_is_gone() -> None:
+    metrics = Metrics()
+
+    def sample(name: str, adapter: str) -> float | None:
+        labels = {"engine": "e", "model": "m", "adapter": adapter}
+        return metrics.registry.get_sample_value(f"tailor_adapter_{name}", labels)
+
+    first = AdapterFigures("a", num_requests=2, num_loads=1, num_bytes=10)
+    metrics.engine_stats("e", "m", EngineStats(adapters=(first,)))
+    assert [sample(n, "a") for n in ("requests_total", "loads_total", "bytes")] == [2, 1, 10]
+    gone = AdapterFigures("a", num_requests=5, num_loads=1, num_evictions=1)
+    other = AdapterFigures("b", num_requests=1, num_loads=1, num_bytes=7)
+    metrics.engine_stats("e", "m", EngineStats(adapters=(gone, other)))
+    assert [sample(n, "a") for n in ("requests_total", "evictions_total", "bytes")] == [5, 1, 0]
+    assert [sample(n, "b") for n in ("requests_total", "bytes")] == [1, 7]
+    metrics.engine_down("e", "m", restarted=True)
+    assert sample("bytes", "b") == 0 and sample("requests_total", "b") == 1
