@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -52,6 +53,15 @@ def says(text: str) -> Any:
 
 def post(server: LiveServer, **body: Any) -> httpx.Response:
     return server.post("/v1/responses", **{"model": "hermes", "input": "hello", **body})
+
+
+def test_usage_counts_base_ids_of_a_model_with_tokens_of_its_own(engine: ScriptedEngine) -> None:
+    ids = encode(REPLY)
+    model = replace(served("hermes"), own_ids={ids[0]: 3})
+    for known, want in ((model, len(ids) + 1 + 2 * ids.count(ids[0])), (served("hermes"), None)):
+        with LiveServer([engine], models={"hermes": known}, drafters=("off", "suffix")) as live:
+            details = post(live).json()["usage"]["output_tokens_details"]
+        assert details.get("base_tokens") == want
 
 
 def test_a_text(server: LiveServer, engine: ScriptedEngine) -> None:

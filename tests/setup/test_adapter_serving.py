@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import shutil
@@ -21,12 +22,16 @@ from pydantic import SecretStr
 from drafters import DRAFTER_NAMES
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs
+from server.api.decision_body import DecisionBody
+from server.api.decisions import DecisionIntake
 from server.api.engines.client import EngineSpec
+from server.api.intake import Intake
 from server.commands.cli import main
 from server.config import (
     AdapterConfig,
     EngineConfig,
     KeyConfig,
+    LimitsConfig,
     ModelConfig,
     ServerConfig,
     SpeculationConfig,
@@ -39,7 +44,7 @@ from server.wiring.model import served_model
 from server.wiring.places import check_places
 from server.wiring.server import plan_server
 from server.wiring.task_set import BuildOrder, build_upload
-from tests.api.live import LiveServer
+from tests.api.live import LiveServer, wait_until
 from tests.model.peft_adapters import enriched, lora
 from tests.model.tiny_models import save_tiny, tiny_model
 
@@ -195,6 +200,18 @@ def test_fifty_adapters_share_four_places(served: Served) -> None:
         ]
 
 
+def test_figures_are_told_by_name(served: Served) -> None:
+    def sample(name: str) -> float:
+        return served.server.sample(f"tailor_adapter_{name}", adapter="plain")
+
+    before = sample("requests_total")
+    served.ask("plain", "ab cd")
+    wait_until(lambda: sample("requests_total") == before + 1)
+    assert sample("loads_total") >= 1
+    assert sample("bytes") > 0
+    assert sample("evictions_total") == 0  # it is pinned
+
+
 def test_ids_of_its_own_have_text_and_are_nobody_elses(served: Served) -> None:
     new = {str(V + i): 100 for i in range(NEW)}
     ids, text = served.ask("own", "ab cd", logit_bias=new)
@@ -218,6 +235,40 @@ def test_ids_of_its_own_have_text_and_are_nobody_elses(served: Served) -> None:
     for model in ("m", "plain"):
         with pytest.raises(openai.BadRequestError, match="logit_bias"):
             served.ask(model, "x", logit_bias=new)
+
+
+def test_decisions_are_those_of_each_adapter(served: Served) -> None:
+    """The softmax over the labels of PEFT's own model, whoever else is asked at the time."""
+    questions = [
+        {"type": "predicate", "instructions": "It is so."},
+        {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]},
+    ]
+
+    def decide(model: str) -> list[dict[str, Any]]:
+        body = {"model": model, "input": "ab cd", "questions": questions}
+        answer = served.post("/v1/decisions", body)
+        assert answer.status_code == 200, answer.text
+        answers: list[dict[str, Any]] = answer.json()["answers"]
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(zip(("m", *served.peft), pool.map(decide, ("m", *served.peft)), strict=True))
+    intake = Intake(tasks={}, models=dict(served.server.models), drafters=(), limits=LimitsConfig())
+    body = DecisionBody(model="m", input="ab cd", questions=questions)
+    order = asyncio.run(DecisionIntake(intake, 1 << 20).order(body, "d"))
+    intake.close()
+    for name, model in served.peft.items():
+        for request, answer in zip(order.requests, found[name], strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([request.prompt_ids])).logits[0, -1].double()
+            want = torch.softmax(logits[list(request.label_ids)], dim=0).tolist()
+            got = (
+                [answer["probability"]]
+                if answer["type"] == "predicate"
+                else [p["probability"] for p in answer["probabilities"]]
+            )
+            assert got == pytest.approx(want[: len(got)], abs=1e-3)
+        assert found[name] != found["m"]
 
 
 def test_a_grammar_speaks_an_adapters_ids(served: Served) -> None:
