@@ -43,7 +43,7 @@ class RecipeOptions:
     seed: Annotated[int, Parameter(help="of everything random (0)")] = 0
     saved_as: Annotated[
         Literal["float32", "bfloat16", "float16"],
-        Parameter(help="what the LoRA is stored in; a half is half to read in each step (float32)"),
+        Parameter(help="what the LoRA is stored in; a half takes half the memory (float32)"),
     ] = "float32"
 
 
