@@ -57,18 +57,20 @@ class ModelFiles:
         )
 
 
-def open_files(model: str, adapter: Path | None = None) -> ModelFiles:
-    """A built-in model of the user's cache, or a folder. Raises ValueError for one that is not
-    there or not converted."""
+def open_files(model: str, adapter: Path | None = None, *, weights: str = "float32") -> ModelFiles:
+    """A built-in model or GGUF of the user's cache, or a folder. weights: as engine.weights; "file"
+    is a GGUF as it is. Raises ValueError for one that is not there."""
     from tokenizers import Tokenizer
 
     from server import token_bytes
     from server.model.catalog import cached_folder
+    from server.model.gguf_folder import cached_file_folder
     from vocab_store.command import model_facts
 
-    folder = cached_folder(model)
+    form = "file" if weights == "file" else "float32"
+    folder = (cached_file_folder if form == "file" else cached_folder)(model)
     if folder is None:
-        raise ValueError(f"{model} is not in the cache: tailor models fetch {model}")
+        raise ValueError(f"{model} is not in the cache: tailor models fetch --form {form} {model}")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -30,7 +30,8 @@ from loadtest.options import emit
 from loadtest.peer import Peer, PeerFailed, bring_down, bring_up, stop_on_sigterm
 from loadtest.same_file import LLAMACPP, servers
 from loadtest.weight_forms import runner_of
-from loadtest.weights_quality import Text, read_texts, top_ids
+from loadtest.weights_quality import read_texts
+from server.model.scoring import Text, top_ids
 
 Top = Mapping[int, float]
 """id -> log-probability, of the likeliest ids."""

@@ -228,7 +228,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--max-prompt-chars", type=int, default=1500)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--weights", default="auto", help="as engine.weights: int8, int4, ...")
+    parser.add_argument("--weights", default="auto", help="as engine.weights: int8, file, ...")
     parser.add_argument("--may-fall-back", action="store_true")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
     return parser
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )[options.skip :]
         if not examples:
             raise ValueError(f"no task data with short enough prompts in {options.data}")
-        files = open_files(options.model, options.adapter)
+        files = open_files(options.model, options.adapter, weights=options.weights)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     console = Console(stderr=True, width=120)

@@ -16,39 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from loadtest import machine
 from loadtest.options import emit
 from loadtest.weight_forms import FORMS, forms_of, runner_of
-from server.engine.batch import Batch, Runner
-
-_BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Text:
-    """Ids of one text; from index `start` on they are scored."""
-
-    ids: tuple[int, ...]
-    start: int
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of the scored positions of all texts, in order: log-probability of the id that is there, its
-    rank, the likeliest id; text: which text each is of."""
-
-    logprobs: npt.NDArray[np.float64]
-    ranks: npt.NDArray[np.int64]
-    best: npt.NDArray[np.int64]
-    text: npt.NDArray[np.int64]
+from server.model.scoring import Scores, Text, compare, score
 
 
 def read_texts(data: Path, tokenizer: Tokenizer, eos: int, num: int, longest: int) -> list[Text]:
@@ -66,77 +42,6 @@ def read_texts(data: Path, tokenizer: Tokenizer, eos: int, num: int, longest: in
     if not texts:
         raise ValueError(f"{data} holds no text of at most {longest} tokens")
     return texts
-
-
-def _batch(text: Text, num_top: int = 1) -> Batch:
-    """All ids but the last as prompt rows, each scored id under the row before it."""
-    num = len(text.ids) - 1
-    rows = np.arange(num, dtype=np.int32)
-    none, minus = np.empty(0, np.int32), np.full(num, -1, np.int32)
-    zeros = np.zeros(num, np.int32)
-    scored = rows[text.start - 1 :]
-    return Batch(
-        token_ids=np.array(text.ids[:-1], np.int32),
-        token_from=minus,
-        positions=rows,
-        seq_ids=zeros,
-        slots=rows,
-        prefix_len=rows + np.int32(1),
-        path_start=zeros,
-        path_len=zeros,
-        path_slots=none,
-        block_tables=np.arange(-(-num // _BLOCK), dtype=np.int32)[None],
-        draw_rows=none,
-        draw_params=none,
-        draw_parent=none,
-        draw_positions=none,
-        draw_mask=none,
-        masks=np.empty((0, 1), np.uint32),
-        params=(),
-        score_rows=scored,
-        score_targets=np.array(text.ids[text.start :], np.int32),
-        score_top=np.full(len(scored), num_top, np.int32),
-        num_prefill_rows=num,
-        num_draft_rows=0,
-    )
-
-
-def score(runner: Runner, texts: list[Text]) -> Scores:
-    """Teacher-forced scores of all texts."""
-    parts = []
-    for number, text in enumerate(texts):
-        runner.launch(_batch(text))
-        drawn = runner.wait()
-        best = [top[0][0] for top in drawn.score_top]
-        parts.append((drawn.score_logprobs, drawn.score_ranks, best, [number] * len(best)))
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Scores(
-        columns[0].astype(np.float64), *(column.astype(np.int64) for column in columns[1:])
-    )
-
-
-def top_ids(runner: Runner, texts: list[Text], num: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `num` likeliest ids of every scored position, with their log-probabilities."""
-    found: list[tuple[tuple[int, float], ...]] = []
-    for text in texts:
-        runner.launch(_batch(text, num))
-        found += runner.wait().score_top
-    return found
-
-
-def compare(scores: Scores, base: Scores) -> dict[str, float]:
-    """Figures of a form, against those of float32 on the same texts."""
-    num = int(base.text.max()) + 1
-    gold, same = scores.ranks == 1, scores.best == base.best
-    wrong = np.bincount(scores.text, ~gold, num)
-    other = np.bincount(scores.text, ~same, num)
-    return {
-        "perplexity": round(float(np.exp(-scores.logprobs.mean())), 4),
-        "exact": round(float((wrong == 0).mean()), 4),
-        "tokens_agree": round(float(same.mean()), 4),
-        "texts_agree": round(float((other == 0).mean()), 4),
-        "logprob_error": round(float(np.abs(scores.logprobs - base.logprobs).mean()), 4),
-    }
 
 
 def main() -> int:

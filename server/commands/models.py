@@ -88,10 +88,28 @@ def show(model: ModelName, /) -> int:
         "made from": _json(folder / "tailor.json").get("source"),
         "supported": _supported(config),
     }
+    facts |= _kept(folder, text.get("num_hidden_layers") or 0)
     for name, value in facts.items():
         if value is not None:
             print(f"{name:14} {value}")
     return 0
+
+
+def _kept(folder: Path, num_layers: int) -> dict[str, str]:
+    """Quantised copies that starts have kept, and what of them is in blocks."""
+    from server.model.cache_folder import cache_dir
+
+    facts: dict[str, str] = {}
+    if not any((cache_dir() / "models").glob("packed-*")):
+        return facts  # what follows takes a second to import
+    from server.model.cpu.integers.kept import layers_in_blocks, told
+    from server.model.packed_folder import kept_folders
+
+    for form, kept in kept_folders(folder):
+        blocks = told(layers_in_blocks(kept), num_layers)
+        in_blocks = f", in blocks: {blocks}, head" if blocks else ""
+        facts[f"weights {form}"] = f"{_told(_size(kept))}{in_blocks}"
+    return facts
 
 
 def fetch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -126,6 +127,7 @@ def tune(
     ] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="one line of JSON, no text")] = False,
 ) -> int:
+    from server.commands.tune_forms import compare_forms
     from server.commands.tune_machine import Others, refuse_if_busy
     from server.commands.tune_material import TuneSettings, check_data
 
@@ -163,6 +165,7 @@ def tune(
             head_share=_head_share(model.model, engine.info.dtype),
             busy=busy,
             render=_render_with(served),
+            compare_forms=functools.partial(compare_forms, model, progress=bar),
         )
         report = _tuned(settings, served, engine, bar)
     if as_json:

@@ -36,7 +36,7 @@ from server.commands.tune_file import (
     task_text,
     write_checked,
 )
-from server.commands.tune_material import BUSY, Material, Progress, TuneSettings, gather
+from server.commands.tune_material import BUSY, DATA, Material, Progress, TuneSettings, gather
 from server.commands.tune_quality import quality
 from server.types import SpeculationParams
 
@@ -96,7 +96,10 @@ def tune(
     slices, profile = vocabulary(material, best, engine, tokens, cost, head, settings)
     label = best.corpus if best is not None else None
     report = _report(settings, material, best, label, many)
-    report |= {"why": why, "vocabulary": slices}
+    report |= {"why": why, "vocabulary": slices, "weights": {}}
+    if settings.compare_forms is not None:
+        shown = material.whole.get(DATA) or [(r.prompt_ids, r.output_ids) for r in material.held]
+        report["weights"] = settings.compare_forms(shown)
     text = task_text(settings, material, engine, cost, choices, best, report)
     _write(settings, material, text, label, profile, fingerprint, progress)
     report["seconds"] = round(time.monotonic() - began, 1)

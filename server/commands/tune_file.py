@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.commands.tune_choice import WORTH, Choice
+from server.commands.tune_forms import form_lines
 from server.commands.tune_material import Material, TuneSettings
 from server.commands.tune_quality import quality_lines
 from server.errors import ConfigError
@@ -54,6 +55,7 @@ def task_text(
         )
     lines += _why_lines(report["why"])
     lines += _vocabulary_lines(report["vocabulary"])
+    lines += form_lines(report["weights"], engine.info.dtype)
     lines += ["", "Expected tokens a step / speedup of a request, by most draft tokens a step:"]
     lines += _table(settings, choices, best)
     comments = [f"# {_printable(line)}".rstrip() for line in lines]

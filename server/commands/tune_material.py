@@ -46,6 +46,7 @@ class TuneSettings:
     head_share: the LM head's share of the bytes that a step of one row reads, or None where it is
     not known. busy: share of the machine that others used while its steps were measured. render: a
     chat as the model's template writes it, and its ids; None for a model without one.
+    compare_forms: (prompt, output) of examples -> figures of the forms of weights, by their names.
     """
 
     name: str
@@ -66,6 +67,7 @@ class TuneSettings:
     busy: float = 0.0
     render: Callable[[list[dict[str, Any]]], tuple[str, list[int]]] | None = None
     budgets: tuple[int, ...] = (4, 8, 16, 32)
+    compare_forms: Callable[[Sequence[Example]], dict[str, dict[str, float]]] | None = None
 
 
 @dataclass(slots=True)

@@ -138,11 +138,12 @@ def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
 
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     from server.model.cpu.integers.instructions import KERNEL
-    from server.model.cpu.integers.packed import FORM_OF, IN_BLOCKS, IntegerWeights
+    from server.model.cpu.integers.packed import FORM_OF
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
     from server.model.cpu.weights import PackedWeights, RunnerWeights
     from server.model.gguf_file import GgufWeights
     from server.model.loader import open_model
+    from server.model.packed_folder import integer_weights
 
     if spec.sizes.block_size != BLOCK_SIZE:
         raise ValueError(f"block_size is {BLOCK_SIZE} on a CPU, not {spec.sizes.block_size}")
@@ -152,11 +153,12 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         return _build_generic_runner(spec, folder, form)
     shape = replace(folder.shape(), vocab_size=folder.num_token_ids)
     weights: RunnerWeights
+    in_blocks = ""
     max_rows = spec.sizes.max_num_batched_tokens
     if form == "file" or form in FORM_OF:
         most_rows = max(max_rows, VERIFY_ROWS)
-        weights = IntegerWeights(
-            shape, folder.weights, form=form, max_rows=most_rows, progress=progress
+        weights, in_blocks = integer_weights(
+            folder, shape, form=form, max_rows=most_rows, threads=spec.threads, progress=progress
         )
     else:
         weights = PackedWeights(shape, folder.weights, dtype=form, progress=progress)
@@ -164,7 +166,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     kv_dtype = _kv_dtype(spec, form)
     _log.info(
         "weights: %s%s, %d MB, kernel: %s, KV cache: %s",
-        form, f" (in blocks: {', '.join(IN_BLOCKS[form])}, head)" if form in IN_BLOCKS else "",
+        form, f" (in blocks: {in_blocks})" if in_blocks else "",
         weights.num_bytes >> 20, kernel, kv_dtype,
     )  # fmt: skip
     info = _cpu_info(spec, folder, shape, (form, kernel, kv_dtype))

@@ -15,8 +15,8 @@ from loadtest.peer import Peer, PeerFailed
 from loadtest.requantise import requantise
 from loadtest.same_file import LLAMACPP, Found, kinds, servers, summary_of
 from loadtest.same_file_quality import best, compare, divergence, llamacpp_tops
-from loadtest.weights_quality import Text
 from server.model.gguf_index import GgufIndex
+from server.model.scoring import Text
 from tests.setup.test_gguf_file import write_gguf
 
 

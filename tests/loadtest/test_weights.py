@@ -10,10 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from loadtest.weight_forms import forms_of, runner_of
-from loadtest.weights_quality import Scores, Text, compare, read_texts, score
+from loadtest.weights_quality import read_texts
 from loadtest.weights_speed import measure
 from server.errors import ModelError, UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
+from server.model.scoring import Scores, Text, compare, score
 from tests.model.tiny_models import save_tiny, save_tokenizer
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loadtest.weights_quality import Text, score
 from server.model.build import RunnerSpec, build_runner
+from server.model.scoring import Text, score
 from server.types import EngineSizes
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from loadtest.weights_quality import Text, score
 from server.config import EngineConfig, ModelConfig
 from server.errors import ModelError, UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
@@ -20,6 +19,7 @@ from server.model.gguf_file import GgufWeights
 from server.model.gguf_folder import cached_file_folder, file_folder, gguf_of
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
+from server.model.scoring import Text, score
 from server.types import EngineSizes
 
 HIDDEN, INNER, LAYERS, VOCAB = 32, 64, 2, 300

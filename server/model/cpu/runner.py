@@ -26,7 +26,7 @@ from server.model.cpu.head import FullHead, FullLogits
 from server.model.cpu.kernels import PANEL
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
-from server.model.cpu.records import Cache, Float32, Positions, Rows, Scratch, Shape
+from server.model.cpu.records import Cache, Float32, Layers, Positions, Rows, Scratch, Shape
 from server.model.cpu.slices import SlicedHead
 from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
@@ -255,6 +255,14 @@ class CpuRunner:
             raise RuntimeError("a step is in flight")
         return self._worker.submit(self._verify, batch, kept).result()
 
+    def run_layers(self, batch: Batch, num_layers: int) -> Scratch:
+        """Compute the first layers alone, for who measures what goes into products; 0: only the
+        embedding. The buffers are the runner's own. No step may be in flight."""
+        layers = self._weights.layers
+        first = layers._replace(norms=layers.norms[:num_layers])
+        self._worker.submit(self._compute, batch, first).result()
+        return self._scratch
+
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
         self._worker.shutdown(wait=True)
@@ -302,14 +310,20 @@ class CpuRunner:
 
     def _forward(self, batch: Batch) -> None:
         """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
+        self._compute(batch, self._weights.layers)
+
+    def _compute(self, batch: Batch, layers: Layers) -> None:
+        """Run these layers, if any, on the embedding of the rows."""
         num, x = batch.num_rows, self._scratch.x
         ids = self._ids(batch)
         x[:num] = self._weights.embed(self._adapters.base_ids(ids))
         self._adapters.embed(batch, ids, x)
         if self._shape.embedding_scale != 1.0:
             x[:num] *= np.float32(self._shape.embedding_scale)
+        if not len(layers.norms):
+            return
         cpu_forward.forward(
-            batch_rows(batch), self._weights.layers, self._positions, self._cache, self._scratch,
+            batch_rows(batch), layers, self._positions, self._cache, self._scratch,
             self._record_shape, self._adapters.step(batch), self._work,
         )  # fmt: skip
 

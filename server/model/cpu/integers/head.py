@@ -101,5 +101,5 @@ class IntegerHead:
         )  # fmt: skip
         parts = np.array([[line]], np.int64)
         return IntegerLinear(
-            parts, self._num_inputs, num_panels * PANEL, form.per_output, self._rows
+            parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]), self._rows
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 from numba.extending import overload
 
@@ -39,14 +40,15 @@ _serial = njit(nogil=True, cache=True, error_model="numpy")
 class IntegerLinear(NamedTuple):
     """Matrices of one kind, one a layer, in panels that the caller keeps alive.
 
-    parts: int64 [layers, parts, 6], IntegerMatrix.parts of each layer. inputs, outputs, per_row: as
-    there. rows: the buffer of quantised inputs, for the most rows that a product may have.
+    parts: int64 [layers, parts, 6], IntegerMatrix.parts of each layer. inputs, outputs: as there.
+    per_row: bool [layers], as there. rows: the buffer of quantised inputs, for the most rows that a
+    product may have.
     """
 
     parts: Int64
     inputs: int
     outputs: int
-    per_row: bool
+    per_row: npt.NDArray[np.bool_]
     rows: Activations
 
 
@@ -54,7 +56,8 @@ def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> Inte
     """The record of matrices of the same sizes, one a layer."""
     first = matrices[0]
     parts = np.stack([m.parts for m in matrices])
-    return IntegerLinear(parts, first.inputs, first.outputs, first.per_row, rows)
+    per_row = np.array([m.per_row for m in matrices])
+    return IntegerLinear(parts, first.inputs, first.outputs, per_row, rows)
 
 
 @_serial
@@ -103,7 +106,9 @@ def _prepare(x, num_rows, weights, layer, work):
         raise ValueError("more rows than the buffer of quantised inputs has")
     fetch_first(weights, layer, work)
     width = min(weights.inputs, x.shape[1])
-    quantise_rows(work.thread, work.threads, num_rows, x, width, weights.per_row, weights.rows)
+    quantise_rows(
+        work.thread, work.threads, num_rows, x, width, weights.per_row[layer], weights.rows
+    )
     barrier(work)
 
 

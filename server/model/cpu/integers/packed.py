@@ -7,30 +7,30 @@ Weights that it is given), products (linear.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, panels_of
 from server.model.cpu.integers.head import IntegerHead
+from server.model.cpu.integers.kept import KeptWeights
 from server.model.cpu.integers.linear import IntegerLinear, integer_linear
-from server.model.cpu.integers.product import IntegerMatrix, pack
+from server.model.cpu.integers.product import IntegerMatrix, Part, matrix_of, pack
 from server.model.cpu.integers.quantise import Activations, activations
 from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
 from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.tensors import ModelTensors, Rows, Weights
 from server.model.shape import ModelShape
 
-IN_BLOCKS = {"int8": ("down",)}
-"""Products whose inputs have outliers that one scale a row is too coarse for, by `weights`: they
-and the head are kept in blocks. Measured on SmolLM2 (docs/benchmarks/servers.md)."""
+InBlocks = Mapping[str, Sequence[int]]
+"""Layers by kind of product whose inputs have outliers that one scale a row is too coarse for: of
+`int8`, they and the head are kept in blocks (outliers.py measures which)."""
 
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
-"""What `weights` may be called -> the form that floats are rounded to, but for IN_BLOCKS and the LM
-head."""
+"""What `weights` may be called -> the form that floats are rounded to, but for layers that are in
+blocks and the LM head."""
 
 _HEAD_FORM = {"int8": "q8_0", "int8-blocks": "q8_0", "int4": "q8_0"}
 # Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
@@ -53,9 +53,11 @@ class IntegerWeights:
     """All weights of a model, quantised. Read-only after construction.
 
     form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are FileWeights, and
-    nothing is rounded. max_rows: most rows of a product. num_bytes, head_bytes, layers, embed,
-    packed_head, inner_size: as weights.PackedWeights. Peak memory while packing is the panels and
-    one tensor.
+    nothing is rounded. max_rows: most rows of a product. in_blocks: of `int8`. kept: the panels of
+    an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
+    the embedding. parts: what the panels are, by layer and kind, "head" is the head. num_bytes,
+    head_bytes, layers, embed, packed_head, inner_size: as weights.PackedWeights. Peak memory while
+    packing is the panels and one tensor.
     """
 
     def __init__(
@@ -65,14 +67,18 @@ class IntegerWeights:
         *,
         form: str,
         max_rows: int,
+        in_blocks: InBlocks | None = None,
+        kept: KeptWeights | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source = weights
+        self._in_blocks = in_blocks or {}
+        self._kept = kept
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
         self._head_form = None if form == "file" else BY_NAME[_HEAD_FORM[form]]
         self._max_rows = max_rows
         self._arena = Arena()
-        self._pieces: list[npt.NDArray[np.uint8]] = []  # the addresses of records are theirs
+        self.parts: dict[str, list[Part]] = {}  # the addresses of records are theirs
         self._buffers: dict[int, Activations] = {}
         self.inner_size = -(-shape.intermediate_size // BLOCK) * BLOCK
         tensors = ModelTensors(shape, weights)
@@ -80,19 +86,23 @@ class IntegerWeights:
             kind: [None] * shape.num_layers for kind in _KINDS
         }
         for layer in range(shape.num_layers):
-            for kind, parts in tensors.matrices(layer).items():
-                in_blocks = kind in IN_BLOCKS.get(form, ())
-                own = BY_NAME["q8_0"] if in_blocks else self._form
-                kinds[kind][layer] = self._pack(parts, own)
+            for kind, parts in self._layer(tensors, layer).items():
+                self.parts[f"{layer}.{kind}"] = parts
+                kinds[kind][layer] = matrix_of(parts)
             if progress is not None:
                 progress(layer + 1, shape.num_layers + 1)
         records: dict[str, Any] = {kind: self._record(found) for kind, found in kinds.items()}
         self.layers = Layers(**records, **tensors.vectors()._asdict())
         self._embedding = tensors.embedding()
         self.num_embeddings = int(self._embedding.tensor.shape[0])
-        self.packed_head = self._pack_head(tensors.head(), shape.vocab_size, shape.hidden_size)
-        self.head_bytes = self.packed_head.panels.nbytes
-        self.num_bytes = sum(piece.nbytes for piece in self._pieces) + self.layers.norms.nbytes
+        head = self._head_part(tensors, shape.vocab_size)
+        self.parts["head"] = [head]
+        self.packed_head = IntegerHead(
+            head.form, head.inputs, shape.hidden_size, head.panels, self._rows(head.inputs)
+        )
+        self.head_bytes = head.panels.nbytes
+        panels = sum(part.panels.nbytes for parts in self.parts.values() for part in parts)
+        self.num_bytes = panels + self.layers.norms.nbytes
         if form == "file":
             source: Any = weights
             source.release_pages()
@@ -116,10 +126,16 @@ class IntegerWeights:
             return from_ggml(source.form(rows.name), rows.tensor.numpy())
         return quantised(form, rows.tensor.float().numpy())
 
-    def _pack(self, parts: Sequence[Rows], form: Form | None) -> IntegerMatrix:
-        matrix, pieces = pack([self._stored(part, form) for part in parts], self._arena)
-        self._pieces += pieces
-        return matrix
+    def _layer(self, tensors: ModelTensors, layer: int) -> dict[str, list[Part]]:
+        """The matrices of a layer by kind, in panels."""
+        if self._kept is not None:
+            return self._kept.layer(layer)
+        found = {}
+        for kind, parts in tensors.matrices(layer).items():
+            in_blocks = layer in self._in_blocks.get(kind, ())
+            form = BY_NAME["q8_0"] if in_blocks else self._form
+            found[kind] = [pack(self._stored(part, form), self._arena) for part in parts]
+        return found
 
     def _record(self, matrices: Sequence[IntegerMatrix | None]) -> IntegerLinear:
         """One matrix a layer; None where a layer has none of the kind."""
@@ -134,8 +150,12 @@ class IntegerWeights:
             self._buffers[num_inputs] = activations(self._max_rows, num_inputs)
         return self._buffers[num_inputs]
 
-    def _pack_head(self, table: Rows, num_rows: int, width: int) -> IntegerHead:
+    def _head_part(self, tensors: ModelTensors, num_rows: int) -> Part:
         """The first num_rows rows of the head; the rest pads a table and is never drawn."""
+        if self._kept is not None:
+            (kept,) = self._kept.parts("head")
+            return kept
+        table = tensors.head()
         form, panels, inputs = self._head_form, np.empty((0, 0), np.uint8), 0
         for first in range(0, num_rows, _CHUNK):
             last = min(first + _CHUNK, num_rows)
@@ -144,8 +164,7 @@ class IntegerWeights:
                 form, inputs = part.form, part.numbers.shape[1]
                 size = form.panel_bytes(inputs)
                 panels = self._arena.take(panels_of(num_rows) * size).reshape(-1, size)
-                self._pieces.append(panels)
             at = first // PANEL
             pack_rows(part, panels[at : at + panels_of(last - first)])
         assert form is not None
-        return IntegerHead(form, inputs, width, panels, self._rows(inputs))
+        return Part(form, inputs, num_rows, panels)

@@ -23,8 +23,8 @@ from server.model.cpu.kernels import float_at
 from server.model.cpu.team import take
 
 __all__ = [
-    "ROW_SPAN", "IntegerMatrix", "count_of", "even_span", "fetch_first", "new_job",
-    "num_panels", "pack", "product_share", "set_rows",
+    "ROW_SPAN", "IntegerMatrix", "Part", "count_of", "even_span", "fetch_first",
+    "matrix_of", "new_job", "num_panels", "pack", "product_share", "set_rows",
 ]  # fmt: skip
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -49,30 +49,42 @@ class IntegerMatrix(NamedTuple):
     per_row: bool
 
 
-def pack(
-    stored: Sequence[Stored], arena: Arena
-) -> tuple[IntegerMatrix, list[npt.NDArray[np.uint8]]]:
-    """(the matrix of these rows, one part after the other; the memory that it points into).
+class Part(NamedTuple):
+    """Outputs of a matrix that are in one form: panels uint8 [panels, form.panel_bytes(inputs)]."""
+
+    form: Form
+    inputs: int
+    outputs: int
+    panels: npt.NDArray[np.uint8]
+
+
+def pack(stored: Stored, arena: Arena) -> Part:
+    """Rows in panels, in memory of the arena."""
+    num, k = stored.numbers.shape
+    size = stored.form.panel_bytes(k)
+    panels = arena.take(panels_of(num) * size).reshape(-1, size)
+    pack_rows(stored, panels)
+    return Part(stored.form, k, num, panels)
+
+
+def matrix_of(parts: Sequence[Part]) -> IntegerMatrix:
+    """The matrix of these outputs, one part after the other; it points into their panels.
 
     The parts have the same inputs. Raises ValueError when per-output forms stand beside others.
     """
-    per_row = {s.form.per_output for s in stored}
+    per_row = {part.form.per_output for part in parts}
     if len(per_row) != 1:
         raise ValueError("int8 with one scale an output does not mix with forms in blocks")
-    rows, pieces, first = [], [], 0
-    inputs = stored[0].numbers.shape[1]
-    for part in stored:
-        num, k = part.numbers.shape
-        if k != inputs:
-            raise ValueError(f"parts have {inputs} and {k} inputs")
-        size = part.form.panel_bytes(k)
-        piece = arena.take(panels_of(num) * size)
-        pack_rows(part, piece.reshape(-1, size))
-        pieces.append(piece)
-        kernel, count = kernel_address(part.form), count_of(part.form, k)
-        rows.append((piece.ctypes.data, kernel, size, count, first, num))
-        first += num
-    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop()), pieces
+    rows, first = [], 0
+    inputs = parts[0].inputs
+    for part in parts:
+        if part.inputs != inputs:
+            raise ValueError(f"parts have {inputs} and {part.inputs} inputs")
+        kernel, count = kernel_address(part.form), count_of(part.form, inputs)
+        size = part.form.panel_bytes(inputs)
+        rows.append((part.panels.ctypes.data, kernel, size, count, first, part.outputs))
+        first += part.outputs
+    return IntegerMatrix(np.array(rows, np.int64), inputs, first, per_row.pop())
 
 
 def count_of(form: Form, num_inputs: int) -> int:

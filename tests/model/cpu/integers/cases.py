@@ -10,7 +10,7 @@ import numpy.typing as npt
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BY_NAME, FORMS
 from server.model.cpu.integers.linear import integer_linear
-from server.model.cpu.integers.product import pack
+from server.model.cpu.integers.product import matrix_of, pack
 from server.model.cpu.integers.quantise import activations
 from server.model.cpu.integers.weights import Stored, from_ggml, quantised
 from server.model.cpu.linear import new_work, product
@@ -54,9 +54,10 @@ def inputs(rows: int, width: int, seed: int = 0) -> npt.NDArray[np.float32]:
 
 def multiplied(x: Any, parts: list[Stored], threads: int = 1) -> npt.NDArray[np.float32]:
     """The product as the server computes it."""
-    matrix, arenas = pack(parts, Arena())
+    packed = [pack(part, Arena()) for part in parts]  # alive as long as the matrix is
+    matrix = matrix_of(packed)
     out = np.full((x.shape[0], matrix.outputs), np.nan, np.float32)
     weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs))
     product(x, x.shape[0], weights, out, new_work(threads))
-    del arenas
+    del packed
     return out

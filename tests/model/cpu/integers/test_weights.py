@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType, quants
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BY_NAME, CHANNEL, FORMS
-from server.model.cpu.integers.product import pack
+from server.model.cpu.integers.product import matrix_of, pack
 from server.model.cpu.integers.weights import dequantised, from_ggml, quantised
 from tests.model.cpu.integers.cases import GGML, ggml_rows, stored
 
@@ -52,8 +52,7 @@ def test_memory_is_the_files() -> None:
     """But for K forms' sub-scales: 8 bits each instead of 6."""
     for form in FORMS:
         weights = stored(form.name, 64, 1024)
-        _, arenas = pack([weights], Arena())
-        size = sum(arena.nbytes for arena in arenas)
+        size = pack(weights, Arena()).panels.nbytes
         if form.per_output:
             assert size == 64 * 1024 + 64 * 4
             continue
@@ -65,4 +64,4 @@ def test_rows_that_are_cut_short_and_forms_that_do_not_mix_are_refused() -> None
     with pytest.raises(ValueError, match="multiple of 34"):
         from_ggml("q8_0", np.zeros((2, 35), np.uint8))
     with pytest.raises(ValueError, match="does not mix"):
-        pack([stored("int8", 32, 64), stored("q8_0", 32, 64)], Arena())
+        matrix_of([pack(stored(name, 32, 64), Arena()) for name in ("int8", "q8_0")])

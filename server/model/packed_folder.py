@@ -1,0 +1,162 @@
+"""Integer weights of a model: made from its tensors, kept in the cache folder, mapped next time.
+
+Quantising reads every weight and takes seconds to minutes, and `int8` is measured first
+(integers/outliers.py). What comes out is kept by what it was made of: the fingerprint of config,
+weights and adapter, the form, and our own code that rounds. A kept folder has the marker of
+converted ones (cache_folder.py), is checked and removed like them, and a damaged one is refused. A
+disk that is full costs the next start its time, not this one its model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from server.errors import CacheFolderError
+from server.model.cache_folder import MARKER, cache_dir, check_kept, hashes_of, writing_to_cache
+from server.model.catalog import lock
+from server.model.cpu.integers import forms, kept, outliers, packed, weights
+from server.model.cpu.integers.kept import KeptWeights, layers_in_blocks, write_panels
+from server.model.cpu.integers.packed import IntegerWeights
+from server.model.scoring import Text, prompt_batch
+from server.model.shape import ModelShape
+from server.types import ModelInfo
+
+if TYPE_CHECKING:
+    from server.model.cpu.records import Scratch
+    from server.model.loader import ModelFolder
+
+__all__ = ["integer_weights", "kept_folders"]
+
+_log = logging.getLogger(__name__)
+
+WORTH_BYTES = 32 << 20
+"""Panels that are smaller are made faster than they are looked for, and are not kept."""
+
+
+def integer_weights(
+    folder: ModelFolder,
+    shape: ModelShape,
+    *,
+    form: str,
+    max_rows: int,
+    threads: int | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[IntegerWeights, str]:
+    """(the weights, what of them is in blocks in words). form: as IntegerWeights has it.
+
+    Raises IntegrityError for a kept folder that is damaged.
+    """
+    if form == "file":
+        made = IntegerWeights(
+            shape, folder.weights, form=form, max_rows=max_rows, progress=progress
+        )
+        return made, ""
+    place = _place(folder, form, shape.vocab_size)
+    if (place / MARKER).is_file():
+        found = KeptWeights(check_kept(place))
+        made = IntegerWeights(
+            shape, folder.weights, form=form, max_rows=max_rows, kept=found, progress=progress
+        )
+        return made, _told(layers_in_blocks(place), form, shape)
+    in_blocks = _in_blocks(folder, shape, threads) if form == "int8" else {}
+    made = IntegerWeights(
+        shape, folder.weights, form=form, max_rows=max_rows, in_blocks=in_blocks, progress=progress
+    )
+    if made.num_bytes >= WORTH_BYTES:
+        try:
+            _keep(place, made, in_blocks, {"model": str(folder.path), "form": form})
+        except CacheFolderError as error:
+            _log.warning("the quantised weights are not kept for the next start: %s", error)
+    return made, _told(in_blocks, form, shape)
+
+
+def _told(in_blocks: Mapping[str, Sequence[int]], form: str, shape: ModelShape) -> str:
+    if form != "int8":
+        return ""
+    return ", ".join(filter(None, (kept.told(in_blocks, shape.num_layers), "head")))
+
+
+def kept_folders(model: Path) -> list[tuple[str, Path]]:
+    """(form, folder) of what is kept of a model's folder."""
+    found = []
+    for marker in sorted((cache_dir() / "models").glob(f"packed-*/{MARKER}")):
+        try:
+            told = json.loads(marker.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if told.get("model") == str(model):
+            found.append((str(told.get("form")), marker.parent))
+    return found
+
+
+def _place(folder: ModelFolder, form: str, vocab_size: int) -> Path:
+    # The tokenizer, which is no part of the fingerprint, says how many rows the head has.
+    digest = hashlib.sha256(f"{folder.fingerprint}|{form}|{vocab_size}".encode())
+    for module in (forms, kept, outliers, packed, weights):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return cache_dir() / "models" / f"packed-{digest.hexdigest()[:24]}"
+
+
+def _keep(
+    place: Path, made: IntegerWeights, in_blocks: Mapping[str, Sequence[int]], about: dict[str, str]
+) -> None:
+    """Write a folder, which appears by one rename. Raises CacheFolderError."""
+    with writing_to_cache(), lock(place, _log.info):
+        if (place / MARKER).is_file():
+            return
+        scratch = Path(tempfile.mkdtemp(prefix=f".pack-{place.name}-", dir=place.parent))
+        try:
+            write_panels(scratch, made.parts, in_blocks)
+            name = f"{Path(about['model']).name}, weights {about['form']}"
+            marker = {"source": name, **about, "files": hashes_of(scratch)}
+            (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+            if place.exists():  # left by something else: not whole
+                shutil.rmtree(place)
+            scratch.chmod(0o755)
+            scratch.rename(place)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+
+def _in_blocks(
+    folder: ModelFolder, shape: ModelShape, threads: int | None
+) -> dict[str, Sequence[int]]:
+    """The layers whose inputs have outliers, measured with all products in blocks."""
+    from tokenizers import Tokenizer
+
+    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
+
+    tokenizer = Tokenizer.from_file(str(folder.tokenizer_file))
+    ids = [i for i in tokenizer.encode(outliers.TEXT).ids if i < shape.vocab_size]
+    ids = ids[: min(outliers.NUM_TOKENS, shape.max_position_embeddings)]
+    blocks = IntegerWeights(shape, folder.weights, form="int8-blocks", max_rows=len(ids))
+    num_blocks = -(-len(ids) // BLOCK_SIZE)
+    info = ModelInfo(
+        name="outliers", vocab_size=shape.vocab_size, max_model_len=len(ids), eos_token_ids=(),
+        num_blocks=num_blocks, block_size=BLOCK_SIZE, device="cpu", dtype="int8-blocks",
+        fingerprint="", max_num_seqs=1, max_num_batched_tokens=len(ids), kv_dtype="float32",
+    )  # fmt: skip
+    runner = CpuRunner(
+        shape, blocks, folder.ropes(len(ids)), info, num_blocks=num_blocks, max_rows=len(ids),
+        max_model_len=len(ids), num_threads=threads,
+    )  # fmt: skip
+    batch = prompt_batch(Text((*ids, 0), len(ids)))  # the last is only scored
+
+    def run(num_layers: int) -> Scratch:
+        return runner.run_layers(batch, num_layers)
+
+    try:
+        norms = np.asarray(blocks.layers.norms)
+        return dict(outliers.outliers(shape, folder.weights, norms, run, len(ids)))
+    finally:
+        runner.close()

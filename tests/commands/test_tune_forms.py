@@ -1,0 +1,50 @@
+"""The forms of a model's weights on a task's own data, as `tailor tasks tune` tells them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from server.commands.options import ModelOptions
+from server.commands.tune_forms import compare_forms, form_lines, forms_of
+from server.model.gguf_folder import file_folder
+from tests.model.tiny_models import save_tiny
+from tests.setup.test_gguf_file import write_gguf
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_each_form_is_scored_on_the_data_and_timed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny(folder, "llama")
+    model = ModelOptions(model=str(folder), threads=1)
+    examples = [(list(range(3, 20)), list(range(40, 48))), ([], [1]), ([5] * 600, [6])]
+    told: list[str] = []
+    found = compare_forms(model, examples, lambda stage, done, total: told.append(stage))
+    assert list(found) == ["float32", "bfloat16", "int8", "int8-blocks", "int4"]
+    assert told
+    for figures in found.values():
+        assert figures["perplexity"] > 1 and 0 <= figures["exact"] <= 1
+        assert figures["step_ms"] > 0 and figures["step_16_rows_ms"] > 0
+    near = abs(found["bfloat16"]["perplexity"] / found["float32"]["perplexity"] - 1)
+    assert near < 0.05
+    lines = form_lines(found, "int8")
+    assert [line for line in lines if line.endswith("as tuned")] == [lines[3]]
+    assert all(len(line) <= 100 for line in lines)
+    assert compare_forms(model, [], lambda *_: None) == {}
+    assert form_lines({}, "int8") == []
+
+
+def test_nothing_is_fetched_or_converted_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file)
+    assert forms_of(ModelOptions(model=str(file))) == []
+    file_folder(str(file))
+    assert [form for form, _ in forms_of(ModelOptions(model=str(file)))] == ["file"]
+    assert compare_forms(ModelOptions(model=str(file)), [([1], [2])], lambda *_: None) == {}
+    assert forms_of(ModelOptions(model=str(tmp_path), device="cuda")) == []

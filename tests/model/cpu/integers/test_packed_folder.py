@@ -1,0 +1,187 @@
+"""Quantised weights that are kept: mapped by the next start, and which layers are in blocks."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from server.commands.cli import main
+from server.engine.batch import Runner
+from server.errors import IntegrityError
+from server.model import packed_folder
+from server.model.build import RunnerSpec, build_runner
+from server.model.cpu.integers import kept, outliers, packed
+from server.model.cpu.integers.outliers import errors
+from server.model.cpu.tensors import Rows
+from server.model.scoring import Text, score
+from server.types import EngineSizes
+from tests.model.tiny_models import save_tiny
+
+TEXTS = [Text(tuple(range(3, 60)), 1), Text(tuple(range(90, 40, -1)), 1)]
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_folder, "WORTH_BYTES", 0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_tiny(made, "llama", **WIDE)
+    return made
+
+
+def _runner(folder: Path, form: str) -> Runner:
+    sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=64, kv_bytes=1 << 20)
+    spec = RunnerSpec(name="m", folder=str(folder), weights=form, sizes=sizes, threads=2)
+    return build_runner(spec)
+
+
+def _logprobs(folder: Path, form: str) -> np.ndarray[Any, Any]:
+    runner = _runner(folder, form)
+    found = score(runner, TEXTS).logprobs
+    runner.close()
+    return found
+
+
+def _one_kept(cache: Path) -> Path:
+    (found,) = (cache / "models").glob("packed-*")
+    return found
+
+
+def _measured(answer: Callable[[int], tuple[float, float]]) -> Callable[..., tuple[float, float]]:
+    seen = iter(range(10_000))
+    return lambda x, parts: answer(next(seen))
+
+
+@pytest.mark.parametrize("form", ["int8", "int8-blocks", "int4"])
+def test_the_second_start_maps_what_the_first_one_made(
+    form: str, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _logprobs(folder, form)
+    assert (_one_kept(cache) / "panels.bin").stat().st_size > 0
+    with monkeypatch.context() as patch:
+        for name in ("quantised", "pack"):
+            patch.setattr(packed, name, None)  # nothing is made again
+        patch.setattr(packed_folder, "_in_blocks", None)
+        runner: Any = _runner(folder, form)
+        assert isinstance(runner._weights.parts["head"][0].panels, np.memmap)
+        assert np.array_equal(score(runner, TEXTS).logprobs, first)
+        runner.close()
+    # Other weights, or another form, are not what is kept.
+    other = folder.parent / "other"
+    other.mkdir(exist_ok=True)
+    save_tiny(other, "llama", seed=1, **WIDE)
+    assert not np.array_equal(_logprobs(other, form), first)
+
+
+def test_a_damaged_folder_is_named_and_not_served(folder: Path, cache: Path) -> None:
+    _logprobs(folder, "int4")
+    panels = _one_kept(cache) / "panels.bin"
+    panels.chmod(0o644)
+    raw = bytearray(panels.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    panels.write_bytes(raw)
+    with pytest.raises(IntegrityError, match=r"Delete this folder.*packed-"):
+        _runner(folder, "int4")
+
+
+def test_a_full_disk_costs_the_next_start_its_time(
+    folder: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packed_folder, "write_panels", full)
+    with caplog.at_level(logging.WARNING):
+        assert np.isfinite(_logprobs(folder, "int4")).all()
+    assert "Free space there" in caplog.text and str(cache) in caplog.text
+    assert not list((cache / "models").glob("*packed-*/"))
+
+
+def test_layers_with_outliers_are_in_blocks_and_are_listed(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(outliers, "errors", _measured(lambda _: (1.0, 0.0)))
+    assert np.array_equal(_logprobs(folder, "int8"), _logprobs(folder, "int8-blocks"))
+    for place in (packed_folder.cache_dir() / "models").glob("packed-*"):
+        for file in place.iterdir():
+            file.unlink()
+        place.rmdir()
+    # qkv, out, gate_up and down of a layer: of the first one, qkv alone.
+    monkeypatch.setattr(outliers, "errors", _measured(lambda n: (1.0 if n == 0 else 0.0, 0.0)))
+    with caplog.at_level(logging.INFO):
+        mixed = _logprobs(folder, "int8")
+    assert "of layers 0, head)" in caplog.text
+    assert not np.array_equal(mixed, _logprobs(folder, "int8-blocks"))
+    assert main(["models", "show", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "weights int8 " in out and "of layers 0, head" in out and "weights int8-blocks" in out
+
+
+def test_an_input_that_is_much_larger_than_others_is_an_outlier() -> None:
+    rng = np.random.default_rng(0)
+    parts = [Rows("w", torch.from_numpy(rng.normal(size=(64, 256)).astype(np.float32)))]
+    x = rng.normal(size=(20, 256)).astype(np.float32)
+    one, blocks = errors(x, parts)
+    assert one < outliers.LIMIT and blocks < outliers.LIMIT
+    x[:, 7] *= 100
+    one, blocks = errors(x, parts)
+    assert blocks < one
+
+
+def test_what_is_measured_is_what_goes_into_the_products(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers: the inputs of its linear layers on the same ids."""
+    import transformers
+    from tokenizers import Tokenizer
+
+    seen: dict[str, np.ndarray[Any, Any]] = {}
+
+    def noted(x: np.ndarray[Any, Any], parts: list[Rows]) -> tuple[float, float]:
+        seen[parts[0].name] = np.array(x)
+        return 0.0, 0.0
+
+    monkeypatch.setattr(outliers, "errors", noted)
+    _runner(folder, "int8").close()
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(outliers.TEXT).ids
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted: dict[str, np.ndarray[Any, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+
+            def note(_: Any, args: Any, name: str = f"{name}.weight") -> None:
+                wanted[name] = args[0][0].numpy()
+
+            module.register_forward_pre_hook(note)
+    (num, _) = next(iter(seen.values())).shape
+    with torch.no_grad():
+        model(torch.tensor([ids[:num]]))
+    assert len(seen) == 4 * model.config.num_hidden_layers
+    for name, x in seen.items():
+        error = np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name])
+        assert error < 0.15, name  # they are rounded to 8 bits on the way
+
+
+def test_layers_are_told_as_runs() -> None:
+    told = kept.told({"down": (0, 1, 2), "qkv": (0, 2)}, 3)
+    assert told == "down, qkv of layers 0, 2"
+    assert kept.told({"out": (1, 2, 3, 7)}, 9) == "out of layers 1-3, 7"
