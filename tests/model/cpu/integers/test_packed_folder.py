@@ -178,7 +178,7 @@ def test_what_is_measured_is_what_goes_into_the_products(
     assert len(seen) == 4 * model.config.num_hidden_layers
     for name, x in seen.items():
         error = np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name])
-        assert error < 0.15, name  # they are rounded to 8 bits on the way
+        assert error < 0.4, name  # rounded to 8 bits on the way; of another tensor it is above 1
 
 
 def test_layers_are_told_as_runs() -> None:
