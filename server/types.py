@@ -311,6 +311,10 @@ class Delta:
     rejected_drafts: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
 
 
+OTHER_ADAPTERS = "(others)"
+"""The name that the figures of adapters beyond the first ones share."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFigures:
     """One adapter of an engine, by name. num_requests, num_loads, num_evictions: since the engine's

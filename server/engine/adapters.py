@@ -26,14 +26,13 @@ from typing import Any
 from server.engine.batch import AdaptingRunner, PackedAdapter, Runner
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.stops import StopTable
-from server.types import AdapterFigures, AdapterOrder
+from server.types import OTHER_ADAPTERS, AdapterFigures, AdapterOrder
 from vocab_store.enrichment import Enrichment
 
 _log = logging.getLogger(__name__)
 
 MAX_NAMES = 64
-"""Adapters that have figures of their own; further ones share those of OTHERS."""
-OTHERS = "(others)"
+"""Adapters that have figures of their own; further ones share those of OTHER_ADAPTERS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class AdapterShelf:
         """Add to an adapter's figures; its bytes are those of all that have its name."""
         name = adapter.order.name
         if name not in self._figures and len(self._figures) >= MAX_NAMES:
-            name = OTHERS
+            name = OTHER_ADAPTERS
         old = self._figures.get(name) or AdapterFigures(name)
         sums = {field: getattr(old, field) + num for field, num in more.items()}
         self._figures[name] = replace(old, **sums)

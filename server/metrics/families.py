@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from server.types import OTHER_ADAPTERS
+
 LATENCY_BUCKETS_S = (
     0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0,
@@ -236,7 +238,8 @@ class EngineFamilies:
 
 
 class AdapterFamilies:
-    """Adapters beside a base, by name; past 64 names of an engine the rest is "(others)"."""
+    """Adapters beside a base, by name; past 64 names of an engine the rest is "(others)", which is
+    there from the start, so that an engine without adapters reads 0."""
 
     def __init__(self, to: Registry) -> None:
         labels = (*_ENGINE, "adapter")
@@ -244,6 +247,11 @@ class AdapterFamilies:
         self.loads = to.counter("adapter_loads", "Times that it was put into memory", labels)
         self.evictions = to.counter("adapter_evictions", "Times that it made room", labels)
         self.num_bytes = to.gauge("adapter_bytes", "Bytes of it in memory", labels)
+
+    def begin(self, engine: str, model: str) -> None:
+        """An engine that has none yet."""
+        for family in (self.requests, self.loads, self.evictions, self.num_bytes):
+            family.labels(engine, model, OTHER_ADAPTERS)
 
 
 class LearningFamilies:

@@ -302,6 +302,7 @@ class Metrics:
         series.up.set(1)
         self._engine_families.vocab_size.labels(engine, model).set(info.vocab_size)
         self._engine_families.weights.labels(engine, model, info.dtype, info.kernel).set(1)
+        self._adapters.begin(engine, model)
         if info.kv_block_bytes:
             room = info.num_blocks * info.kv_block_bytes
             self._engine_families.kv_bytes.labels(engine, model, info.kv_dtype).set(room)

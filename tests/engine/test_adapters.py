@@ -14,10 +14,11 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from drafters.base import Drafter
-from server.engine.adapters import MAX_NAMES, OTHERS, Vocabulary
+from server.engine.adapters import MAX_NAMES, Vocabulary
 from server.engine.engine import Engine, EngineSettings
 from server.engine.stops import StopTable
 from server.types import (
+    OTHER_ADAPTERS,
     AdapterOrder,
     Request,
     SamplingParams,
@@ -265,7 +266,7 @@ def test_figures_are_of_a_bounded_number_of_names() -> None:
         finish(engine)
     figures = {f.name: f for f in engine.stats().adapters}
     assert len(figures) == MAX_NAMES + 1
-    assert figures[OTHERS].num_requests == figures[OTHERS].num_loads == 5
+    assert figures[OTHER_ADAPTERS].num_requests == figures[OTHER_ADAPTERS].num_loads == 5
     assert sum(f.num_bytes for f in figures.values()) == sum(
         s["num_bytes"] for s in engine.adapters.controls["adapter_states"](None)
     )

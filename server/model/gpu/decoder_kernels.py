@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from server.model.gpu.decoder_ops import HeadSizes, Places, Residual, Rotation, Rows
+from server.model.gpu.triton_kernels import FUSE
 
 _GATE_BLOCK = 1024
 
@@ -208,7 +209,7 @@ class TritonOps:
             table if norm is None else norm, x, out, rows.scale, eps,
             SIZE=size, BLOCK=block, HAS_IDS=ids is not None,
             TAKES_DRAWN=rows.token_from is not None, HAS_NORM=norm is not None,
-            num_warps=_warps(block),
+            num_warps=_warps(block), **FUSE,
         )  # fmt: skip
         return x, out
 
@@ -217,7 +218,14 @@ class TritonOps:
         num, size = values.shape
         block = triton.next_power_of_2(size)
         _norm_rows[(num,)](
-            values, weight, values.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+            values,
+            weight,
+            values.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_warps(block),
+            **FUSE,
         )
 
     def place(
@@ -241,7 +249,7 @@ class TritonOps:
             INTERLEAVED=sizes.interleaved,
             NORM_BEFORE=norms is not None and not sizes.norm_after_rope,
             NORM_AFTER=norms is not None and sizes.norm_after_rope,
-            SCALES=rotation.query_scales is not None, num_warps=1,
+            SCALES=rotation.query_scales is not None, num_warps=1, **FUSE,
         )  # fmt: skip
 
     def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
@@ -253,7 +261,7 @@ class TritonOps:
             x, y, x if norms.post is None else norms.post,
             x if norms.following is None else norms.following, out, norms.scale, norms.eps,
             SIZE=size, BLOCK=block, HAS_POST=norms.post is not None,
-            HAS_FOLLOWING=norms.following is not None, num_warps=_warps(block),
+            HAS_FOLLOWING=norms.following is not None, num_warps=_warps(block), **FUSE,
         )  # fmt: skip
         return out
 
@@ -263,6 +271,6 @@ class TritonOps:
         out = torch.empty((num, size), dtype=gate_up.dtype, device=gate_up.device)
         block = min(_GATE_BLOCK, triton.next_power_of_2(size))
         _gate_rows[(num, triton.cdiv(size, block))](
-            gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=_warps(block)
+            gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=_warps(block), **FUSE
         )
         return out

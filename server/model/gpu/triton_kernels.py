@@ -34,7 +34,7 @@ from server.model.gpu.attention import (
 )
 
 # Said aloud because Triton is changing its default.
-_FUSE = {"enable_fp_fusion": True}
+FUSE = {"enable_fp_fusion": True}
 _FIELDS = tl.constexpr(TILE_FIELDS)
 _WORD = tl.constexpr(WORD)
 
@@ -330,7 +330,7 @@ def gumbel_max(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, 
     best_value = torch.empty((num_draws, num_parts), dtype=torch.float64, device=logits.device)
     best_id = torch.empty((num_draws, num_parts), dtype=torch.int32, device=logits.device)
     _gumbel_max[(num_draws, num_parts)](
-        logits, keys, best_value, best_id, num_ids, num_parts, PART=part, BLOCK=1024, **_FUSE
+        logits, keys, best_value, best_id, num_ids, num_parts, PART=part, BLOCK=1024, **FUSE
     )
     # Parts ascend with ids and torch.max takes the first of equals: the lowest id again.
     value, which = best_value.max(dim=1)
@@ -414,7 +414,7 @@ class TritonAttention:
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
-            **_FUSE,
+            **FUSE,
         )
 
     def attend(
@@ -436,7 +436,7 @@ class TritonAttention:
             "BLOCK_D": block_d_of(head_dim),
             "SPLIT_SIZE": self._shape.split_size,
             "HAS_WINDOW": window is not None,
-            **_FUSE,
+            **FUSE,
         }
         for tiles, block_m, num_splits in self._groups:
             _attend_tiles[(tiles.shape[0], num_kv_heads, num_splits)](

@@ -249,4 +249,5 @@ def test_decoder_kernels_compile_for_a_gpu(
         constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
     )
     target = GPUTarget("cuda", capability, 32)
-    assert triton.compile(source, target=target, options={"num_warps": 4}).asm["cubin"]
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    assert triton.compile(source, target=target, options=options).asm["cubin"]
