@@ -135,6 +135,7 @@ async def measure(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=900.0, limits=limits) as client:
         for round_id in range(-1, rounds):
+            print(f"round {round_id + 1} of {rounds}", file=sys.stderr, flush=True)
             for kind in chosen:
                 for peer in shuffled(peers, round_id, kind.name):
                     key = f"{salt}-{round_id}-{kind.name}"

@@ -3,7 +3,8 @@
 What: `make_job` turns a compiled function (a *share*) into a job, which every thread of a team runs
 at the same time, each knowing which thread it is (Work.thread). Between its parts the threads meet
 at `barrier`. A step is one job, so work is handed out once a step and not some 200 times; at a
-barrier a thread spins for some 2 ms and then sleeps until the last one has come. What not: which
+barrier a thread spins for some 2 ms and then sleeps until the last one has come. A thread that
+finds itself on another's core as a job begins moves to one of its own. What not: which
 rows or panels a thread takes (linear.py, attention.py).
 
 What a share must keep to:
@@ -44,10 +45,10 @@ _serial = njit(nogil=True, cache=True, error_model="numpy")
 # Bytes from the start of `sync` to its words.
 _JOB, _SHARE, _ARGUMENTS, _STOP, _FAILED, _SPINS = (8 * i for i in range(6))
 _JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in range(1, 6))
-_WORDS = 128 * 6 // 8
+_CORES = 128 * 6  # one word a thread: the core that it began its last job on
+_WORDS = _CORES // 8
 
-# Some 2 ms. Who sleeps at every barrier weighs little: threads that found themselves on one core
-# were left there, and a step of 7 ms took 27. Threads that stay runnable are spread by the kernel.
+# Some 2 ms. Who sleeps at every barrier weighs little, and the kernel leaves it where it is.
 _BARRIER_SPINS = 50_000
 # Before that, some 80 us without an offer of the core: on a quiet machine a thread that waits for a
 # barrier need not give it up. On a busy one the thread that it waits for may itself want a core.
@@ -171,6 +172,42 @@ def _offer(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
+_CORES_MASK = 128
+"""Bytes of the kernel's masks of cores: 1,024 cores."""
+
+
+@intrinsic
+def _core(typingctx: Any) -> Any:
+    """The number of the core that this thread runs on; -1 where that is not told."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if sys.platform != "linux":
+            return i64(-1)
+        return b.sext(_declared(b, "sched_getcpu", I32, [], []), I64)
+
+    return types.intp(), codegen
+
+
+def _affinity(name: str) -> Any:
+    """An intrinsic: this thread's mask of cores read to, or set from, an address; 0 = done."""
+
+    @intrinsic
+    def call(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            if sys.platform != "linux":
+                return i64(-1)
+            numbers = [ir.Constant(I32, 0), i64(_CORES_MASK), args[0]]
+            return b.sext(_declared(b, name, I32, [I32, I64, I64], numbers), I64)
+
+        return types.intp(types.intp), codegen
+
+    return call
+
+
+_read_cores = _affinity("sched_getaffinity")
+_set_cores = _affinity("sched_setaffinity")
+
+
 @intrinsic
 def _call_share(typingctx: Any, share: Any, arguments: Any, thread: Any) -> Any:
     """A share of a job by address; whether it failed."""
@@ -267,6 +304,31 @@ def take(work):
 
 
 @_serial
+def _spread(sync, thread):
+    """Note this thread's core, and leave it if an earlier thread of the team is on it.
+
+    The kernel keeps threads that hand one core to and fro where they are (their caches are warm),
+    and a step of 7 ms takes 27. Which cores this thread may use is afterwards what it was.
+    """
+    core = _core()
+    noted = sync + _CORES + 8 * thread
+    _store(noted, core)
+    if core < 0:
+        return
+    for other in range(thread):
+        if _load(sync + _CORES + 8 * other) == core:
+            own = np.zeros(_CORES_MASK // 8, np.int64)
+            if _read_cores(own.ctypes.data) != 0:
+                return
+            rest = own.copy()
+            rest[core // 64] &= ~(1 << (core % 64))
+            if rest.any() and _set_cores(rest.ctypes.data) == 0:
+                _set_cores(own.ctypes.data)
+                _store(noted, _core())
+            return
+
+
+@_serial
 def run(job, work):
     """Run a job (make_job) with all threads of the team, and return when all are through."""
     share, arguments = job
@@ -276,6 +338,7 @@ def run(job, work):
         failed = _call_share(share, arguments, 0)
     else:
         _store(sync + _FAILED, 0)
+        _store(sync + _CORES, _core())
         _store(sync + _SHARE, share)
         _store(sync + _ARGUMENTS, arguments)
         _change(sync + _JOB, sync + _JOB_SLEEPERS)
@@ -301,6 +364,8 @@ def _serve(sync, thread, threads):
         known = _load(sync + _JOB)
         if _load(sync + _STOP) != 0:
             return
+        if _load(sync + _SPINS) > 0:
+            _spread(sync, thread)
         if _call_share(_load(sync + _SHARE), _load(sync + _ARGUMENTS), thread) != 0:
             _store(sync + _FAILED, 1)
         _meet(sync, threads)
@@ -320,9 +385,9 @@ class Team:
     """
 
     def __init__(self, threads: int) -> None:
-        memory = np.zeros(_WORDS + 16, np.int64)
+        memory = np.zeros(_WORDS + threads + 16, np.int64)
         skip = -memory.ctypes.data % 128 // 8
-        words = memory[skip : skip + _WORDS]
+        words = memory[skip : skip + _WORDS + threads]
         words[_SPINS // 8] = _BARRIER_SPINS if threads <= len(os.sched_getaffinity(0)) else 0
         self.sync: Int64 = words.view()
         members = [

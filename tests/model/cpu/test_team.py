@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 
@@ -12,7 +13,7 @@ from numba import njit
 
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Work
-from server.model.cpu.team import barrier, make_job, run, take
+from server.model.cpu.team import _CORES, _SPINS, barrier, make_job, run, take
 
 
 @njit(nogil=True)
@@ -77,3 +78,24 @@ def test_the_threads_end_with_the_work_and_sleep_between_jobs() -> None:
         gc.collect()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_thread_leaves_the_core_of_an_earlier_one_and_may_use_the_same_cores_as_before() -> None:
+    own = os.sched_getaffinity(0)
+    core = min(own)
+    work = new_work(2)
+    member = next(t for t in reversed(threading.enumerate()) if t.name == "cpu-team-1")
+    assert member.native_id is not None
+    work.sync[_SPINS // 8] = 1000  # as where each thread can have a core
+    try:
+        os.sched_setaffinity(0, {core})
+        for _ in range(20):
+            os.sched_setaffinity(member.native_id, {core})
+            os.sched_setaffinity(member.native_id, own)
+            _go(1, np.zeros((1, 3), np.int64), np.zeros(2, np.int64), False, work)
+            first, second = work.sync[_CORES // 8 :][:2].tolist()
+            assert first == core != second
+            assert os.sched_getaffinity(member.native_id) == own
+    finally:
+        os.sched_setaffinity(0, own)
