@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import RedirectResponse, Response
 
 from server import __version__
-from server.api.dashboard_history import History, Point
+from server.api.dashboard_history import History
 from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import visit_of
@@ -102,7 +102,7 @@ class DashboardRoutes:
         self._metrics = metrics
         self._page = Page()
         self._tells_sums = tells_sums
-        self.history = History(lambda: Point.of(snapshot(metrics, client, None)))
+        self.history = History(lambda: snapshot(metrics, client, None))
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
@@ -140,7 +140,10 @@ class DashboardRoutes:
                 ) from None
             key = visit_of(request).key
             points = self.history.since(after_s, key, tells_sums=self._tells_sums)
-            return JSONResponse({"points": points}, headers={"cache-control": "no-store"})
+            body: dict[str, Any] = {"points": points}
+            if not after:  # a page that was opened just now
+                body["recent"] = self.history.recent(key, tells_sums=self._tells_sums)
+            return JSONResponse(body, headers={"cache-control": "no-store"})
 
 
 # Short names of the answer, and the series behind them (without `tailor_` and `_total`).

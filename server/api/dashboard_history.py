@@ -1,13 +1,13 @@
-"""The last hour of a server, kept in memory for the page: a point every ten seconds.
+"""The last hour of a server, kept in memory for the page: a point every ten seconds, and of the
+last minutes all figures, so that a page which is opened now shows what was before.
 
-A point holds cumulative counts, as the page's own snapshots do, so that the page takes differences
-between any two. Nothing is written to disk, and nothing of any text is kept.
+Both hold cumulative counts, as the page's own snapshots do, so that the page takes differences
+between any two. Nothing is written to disk, and nothing of any text or open request is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from server.api.keys import ApiKey
 
 EVERY_S = 10.0
 NUM_POINTS = 361
+NUM_RECENT = 31
+"""Points whose figures are kept whole: the page's longest window, five minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,19 @@ class Point:
 class History:
     """Takes a point every EVERY_S seconds while `run` runs, and forgets those over an hour old.
 
-    look: makes the point of now. clock: seconds, as the points have them.
+    look: what dashboard.snapshot gives without a key.
     """
 
-    def __init__(
-        self, look: Callable[[], Point], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         self._look = look
-        self._clock = clock
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT)
 
     def take(self) -> None:
         """Add the point of now."""
-        self._points.append(self._look())
+        figures = self._look()
+        self._points.append(Point.of(figures))
+        self._recent.append({**figures, "open": [], "num_open": 0})
 
     async def run(self) -> None:
         """Take points until it is cancelled."""
@@ -80,7 +82,7 @@ class History:
         A key sees the tasks that it may use; None (a server without keys) sees all. tells_sums: see
         dashboard.snapshot; without them a key that is no admin's sees how busy the engines are.
         """
-        is_cut = not tells_sums and key is not None and not key.admin
+        is_cut = _is_cut(key, tells_sums)
         shown = []
         for point in self._points:
             if point.now_s <= after_s:
@@ -100,3 +102,29 @@ class History:
                 }
             )
         return shown
+
+    def recent(self, key: ApiKey | None, *, tells_sums: bool = True) -> list[dict[str, Any]]:
+        """The figures of the last minutes that `key` may see, oldest first, without open requests.
+
+        As `since` has it; a key that sees only how busy the engines are gets none.
+        """
+        if _is_cut(key, tells_sums):
+            return []
+        return [
+            {
+                **figures,
+                **{
+                    kind: [e for e in figures[kind] if key is None or _may_see(key, e)]
+                    for kind in ("drafts", "tasks", "slices")
+                },
+            }
+            for figures in self._recent
+        ]
+
+
+def _is_cut(key: ApiKey | None, tells_sums: bool) -> bool:
+    return not tells_sums and key is not None and not key.admin
+
+
+def _may_see(key: ApiKey, entry: Mapping[str, Any]) -> bool:
+    return key.may_use(entry["task"], entry["model"])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from server.api.dashboard import PAGE_PATHS
-from server.api.dashboard_history import History, Point
+from server.api.dashboard_history import History
 from server.api.keys import ApiKey
 from server.config import KeyConfig, ServerConfig, VocabularyConfig
 from server.types import Request
@@ -88,9 +88,13 @@ def test_the_history_is_what_the_counters_were_and_each_key_sees_its_own() -> No
             {"task": "a", "model": "m", "drafter": "off", "tokens": 1.0, "steps": 1.0},
             {"task": "b", "model": "m", "drafter": "auto", "tokens": 7.0, "drafted": 4.0},
         ],
+        "tasks": [{"task": "b", "model": "m", "outcomes": {"ok": 3.0}}],
+        "slices": [],
         "engines": [{"running": 1.0, "steps": 9.0, "rows": {"draft": 3.0}}, {"rows": {}}],
+        "num_open": 1,
+        "open": [{"task": "a"}],
     }
-    history = History(lambda: Point.of(figures | {"now_s": now[0]}))
+    history = History(lambda: figures | {"now_s": now[0]})
     for moment in range(400):
         now[0] = 10.0 * moment
         history.take()
@@ -106,15 +110,22 @@ def test_the_history_is_what_the_counters_were_and_each_key_sees_its_own() -> No
     assert [entry[0] for entry in last["drafts"]] == ["b"]
     [cut] = history.since(3980.0, key, tells_sums=False)
     assert cut["drafts"] == [] and cut["draft_rows"] == 0.0 and cut["running"] == 1.0
+    recent = history.recent(None)
+    assert [r["now_s"] for r in recent] == [10.0 * moment for moment in range(369, 400)]
+    assert recent[-1]["drafts"] == figures["drafts"] and recent[-1]["tasks"] == figures["tasks"]
+    assert recent[-1]["open"] == [] and recent[-1]["num_open"] == 0
+    [*_, last] = history.recent(key)
+    assert [entry["task"] for entry in (*last["drafts"], *last["tasks"])] == ["b", "b"]
+    assert history.recent(key, tells_sums=False) == []
 
 
 def test_the_history_is_served_and_its_field_is_checked(live: LiveServer) -> None:
     answer = httpx.get(live.url + "/dashboard/history")
     assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
     points = answer.json()["points"]
-    assert points  # taken as the server started
+    assert points and len(answer.json()["recent"]) == min(31, len(points))
     later = httpx.get(live.url + "/dashboard/history", params={"after": points[-1]["now_s"]})
-    assert later.json()["points"] == []
+    assert later.json() == {"points": []}
     refused = httpx.get(live.url + "/dashboard/history", params={"after": "noon"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "after"

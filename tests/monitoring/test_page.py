@@ -307,6 +307,9 @@ def test_a_page_that_is_opened_late_shows_what_was_before(browser: Any) -> None:
                 ".split('L').length > 3"
             )
             assert "tokens a step" in page.locator("#headline").inner_text()
+            # Requests that were over before the page was there are in its tables and tiles.
+            assert page.locator("#tasks tbody tr").first.inner_text().startswith("sql")
+            assert "Since the start" not in page.locator("#headline").inner_text()
             visitor.close()
 
 

@@ -1,5 +1,5 @@
-// The figures: polls dashboard/data, keeps the last minutes, draws. The hour before that is asked of
-// the server.
+// The figures: polls dashboard/data, keeps the last minutes, draws. What was before the page was
+// opened is asked of the server: its figures of the last minutes, its points of the last hour.
 
 import { call } from "./access.js";
 import { Chart } from "./chart.js";
@@ -50,7 +50,8 @@ async function askPast(snapshot) {
   const after = past.at(-1)?.now_s ?? "";
   const response = await call(`dashboard/history?after=${after}`);
   if (!response.ok) return;
-  const { points } = await response.json();
+  const { points, recent } = await response.json();
+  if (history.length === 0) history.push(...(recent ?? []).filter((s) => s.now_s < snapshot.now_s));
   past = [...past, ...points].filter((point) => snapshot.now_s - point.now_s < 3700);
 }
 
