@@ -36,7 +36,7 @@ from drafters.auto.views import (
     ContextFields,
     LikelyFields,
 )
-from drafters.base import SessionClosedError
+from drafters.session import IndexedSession
 from drafters.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -158,19 +158,16 @@ class AutoDrafter:
             AutoDrafter(corpus=corpus).warm_up()
 
 
-class AutoSession:
+class AutoSession(IndexedSession["AutoDrafter"]):
     """One Sequence's own text, retrieved outputs and prediction, and its place in the corpus."""
 
     __slots__ = (
         "_anchors",
-        "_drafter",
         "_echo",
-        "_index",
         "_likely",
         "_marks",
         "_noted",
         "_num_learned",
-        "_num_prompt",
         "_places",
         "_prediction",
         "_prompt_marks",
@@ -182,9 +179,7 @@ class AutoSession:
     def __init__(
         self, drafter: AutoDrafter, prompt_ids: Sequence[int], prediction_ids: Sequence[int]
     ) -> None:
-        self._drafter: AutoDrafter | None = drafter
-        self._num_prompt = len(prompt_ids)
-        self._index = TextIndex(self._num_prompt + 256)
+        super().__init__(drafter, len(prompt_ids))
         self._index.append(prompt_ids)
         self._prediction = tuple(prediction_ids)
         self._retrieved: TextIndex | None = None
@@ -205,11 +200,6 @@ class AutoSession:
         self._anchors: list[tuple[int, int]] = []
         # Automaton state and match length after each emitted token.
         self._places: list[tuple[int, int]] = [drafter.start_state]
-
-    def _owner(self) -> AutoDrafter:
-        if self._drafter is None:
-            raise SessionClosedError("this AutoSession is closed")
-        return self._drafter
 
     def settle_once(self) -> None:
         """Retrieve the nearest examples, if that has not been done."""
@@ -433,21 +423,9 @@ class AutoSession:
         text = self._index.text[0, max(0, root - MAX_LIKELY_MATCH) : root]
         self._echo = self._likely.note(text, nodes, ids, chances, tokens)
 
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """What was accepted is learned in extend(), from every token."""
-        self._owner()
-
-    def checkpoint(self) -> int:
-        """Tokens seen since open()."""
-        self._owner()
-        return self._index.size - self._num_prompt
-
     def rollback(self, mark: int) -> None:
         """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
-        self._owner()
-        if not 0 <= mark <= self._index.size - self._num_prompt:
-            raise ValueError(f"mark {mark} is not in 0..{self._index.size - self._num_prompt}")
-        self._index.truncate(self._num_prompt + mark)
+        super().rollback(mark)
         self._noted, self._echo = None, NO_ECHO
         del self._places[mark + 1 :]
         if self._anchors:
@@ -456,10 +434,8 @@ class AutoSession:
 
     def close(self) -> None:
         """Release the indexes. Idempotent."""
-        if self._drafter is not None:
-            self._drafter = None
-            self._index = TextIndex(0)
-            self._retrieved = None
-            self._marks = NO_MARKS
-            self._places = []
-            self._anchors = []
+        super().close()
+        self._retrieved = None
+        self._marks = NO_MARKS
+        self._places = []
+        self._anchors = []

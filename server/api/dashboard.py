@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import RedirectResponse, Response
 
 from server import __version__
-from server.api.dashboard_history import History
+from server.api.dashboard_history import History, tells_load_only
 from server.api.engines.client import EngineClient
 from server.api.keys import ApiKey
 from server.api.route_context import visit_of
@@ -232,7 +232,7 @@ def snapshot(
     its own open requests; None (a server without keys) sees everything. tells_sums: whether a key
     that is no admin's is told the sums over all keys; if not, only how busy the engines are.
     """
-    is_cut = not tells_sums and key is not None and not key.admin
+    is_cut = tells_load_only(key, tells_sums)
     drafts: dict[tuple[str, ...], dict[str, Any]] = {}
     tasks: dict[tuple[str, ...], dict[str, Any]] = {}
     slices: dict[tuple[str, ...], dict[str, Any]] = {}

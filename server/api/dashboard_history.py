@@ -82,7 +82,7 @@ class History:
         A key sees the tasks that it may use; None (a server without keys) sees all. tells_sums: see
         dashboard.snapshot; without them a key that is no admin's sees how busy the engines are.
         """
-        is_cut = _is_cut(key, tells_sums)
+        is_cut = tells_load_only(key, tells_sums)
         shown = []
         for point in self._points:
             if point.now_s <= after_s:
@@ -108,7 +108,7 @@ class History:
 
         As `since` has it; a key that sees only how busy the engines are gets none.
         """
-        if _is_cut(key, tells_sums):
+        if tells_load_only(key, tells_sums):
             return []
         return [
             {
@@ -122,7 +122,8 @@ class History:
         ]
 
 
-def _is_cut(key: ApiKey | None, tells_sums: bool) -> bool:
+def tells_load_only(key: ApiKey | None, tells_sums: bool) -> bool:
+    """Whether a key sees only how busy the engines are. tells_sums: see dashboard.snapshot."""
     return not tells_sums and key is not None and not key.admin
 
 

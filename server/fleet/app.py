@@ -115,7 +115,6 @@ class EngineDeployment:
             max_queued_tokens=config.limits.max_queued_tokens,
             max_messages_per_s=max_messages_per_s,
         )
-        self._drain_s = config.limits.drain_s
         await self._replica.start()
         await self._tell_once()
         self._telling = asyncio.create_task(self._tell())
