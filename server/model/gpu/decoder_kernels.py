@@ -37,6 +37,17 @@ def _head_factor(a, b, c, size, eps):
 
 
 @triton.jit
+def _store_normed(out, x, norm, i, SIZE: tl.constexpr, eps, HAS_NORM: tl.constexpr):
+    """A row of the residual stream, normed with HAS_NORM, to `out`."""
+    inside = i < SIZE
+    value = x.to(tl.float32)
+    if HAS_NORM:
+        weight = tl.load(norm + i, mask=inside, other=0.0)
+        value = value * _rms_factor(value, SIZE, eps) * weight
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _embed_rows(
     table, ids, token_from, drawn, norm, x, out, scale, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, TAKES_DRAWN: tl.constexpr,
@@ -57,11 +68,7 @@ def _embed_rows(
     value = tl.load(table + at * SIZE + i, mask=inside, other=0.0).to(tl.float32) * scale
     rounded = value.to(x.dtype.element_ty)
     tl.store(x + row * SIZE + i, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    if HAS_NORM:
-        weight = tl.load(norm + i, mask=inside, other=0.0)
-        value = value * _rms_factor(value, SIZE, eps) * weight
-    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
+    _store_normed(out + row * SIZE, rounded, norm, i, SIZE, eps, HAS_NORM)
 
 
 @triton.jit
@@ -162,11 +169,7 @@ def _add_norm_rows(
     value = tl.load(x + row * SIZE + i, mask=inside, other=0.0).to(tl.float32) + added * scale
     rounded = value.to(x.dtype.element_ty)
     tl.store(x + row * SIZE + i, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    if HAS_FOLLOWING:
-        weight = tl.load(following + i, mask=inside, other=0.0)
-        value = value * _rms_factor(value, SIZE, eps) * weight
-    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
+    _store_normed(out + row * SIZE, rounded, following, i, SIZE, eps, HAS_FOLLOWING)
 
 
 @triton.jit
