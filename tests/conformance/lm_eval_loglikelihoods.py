@@ -1,6 +1,7 @@
 """lm_eval's log-likelihoods from a running server against lm_eval's own transformers backend.
 
-    tailor models fetch smollm2-135m-instruct           # prints the model's folder
+    tailor models fetch smollm2-135m-instruct --form float32           # prints the model's folder
+    tailor serve --weights float32
     python tests/conformance/lm_eval_loglikelihoods.py --base-url http://127.0.0.1:8000/v1 \\
         --model-folder FOLDER
 
