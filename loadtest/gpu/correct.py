@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.gpu.shapes import SHAPES, Asked, build
-from loadtest.gpu.steps import BLOCK_SIZE
+from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
 from server.engine.batch import Batch, Drawn, DrawParams
 from server.model.gpu.runner import TorchRunner
+from server.model.gpu.spec import TorchModel, Ways
 from server.types import SamplingParams
 
 PROMPT = 48
@@ -90,11 +90,12 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
     chain = slice(PROMPT, total)
     drawn: dict[bool, Drawn] = {}
     for graphs in (False, True) if device.type == "cuda" else (False,):
-        runner = TorchRunner(
-            build(shape, device, dtype), name=name, device=device, num_blocks=64,
-            block_size=BLOCK_SIZE, max_model_len=shape.max_model_len, max_num_seqs=8,
-            max_num_batched_tokens=256, cuda_graphs=graphs,
+        module = build(shape, device, dtype)
+        info = info_of(
+            module, device, num_blocks=64, max_model_len=shape.max_model_len, max_num_seqs=8,
+            max_num_batched_tokens=256,
         )  # fmt: skip
+        runner = TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs))
         prompt = _run(runner, rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1]))
         step = rows_of(ids[chain], PROMPT, root=PROMPT, targets=ids[PROMPT + 1 : total + 1])
         began = time.perf_counter()

@@ -15,11 +15,12 @@ import torch
 import transformers
 
 from drafters import make_drafter
-from loadtest.gpu.shapes import SHAPES, Asked, Shape, build
-from loadtest.gpu.steps import BLOCK_SIZE, named, timed
+from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of
+from loadtest.gpu.steps import named, timed
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.gpu.runner import TorchRunner
+from server.model.gpu.spec import TorchModel, Ways
 from server.types import Request, SamplingParams, SpeculationParams
 
 __all__ = ["engine", "transformers_own"]
@@ -41,12 +42,12 @@ def engine(asked: Asked) -> Iterator[dict[str, Any]]:
     name, device, dtype = asked.name, asked.device, asked.dtype
     shape = SHAPES[name]
     length, new = _lengths(name)
-    runner = TorchRunner(
-        build(shape, device, dtype), name=name, device=device, block_size=BLOCK_SIZE,
-        num_blocks=16 * (-(-(length + new + 64) // BLOCK_SIZE)),
-        max_model_len=min(shape.max_model_len, 1024), max_num_seqs=8,
-        max_num_batched_tokens=2048, cuda_graphs=device.type == "cuda",
+    module = build(shape, device, dtype)
+    info = info_of(
+        module, device, num_blocks=16 * (-(-(length + new + 64) // BLOCK_SIZE)),
+        max_model_len=min(shape.max_model_len, 1024), max_num_seqs=8, max_num_batched_tokens=2048,
     )  # fmt: skip
+    runner = TorchRunner(TorchModel(module), info, Ways(cuda_graphs=device.type == "cuda"))
     made = Engine(
         runner, {"suffix": make_drafter("suffix")},
         EngineSettings(max_num_seqs=8, max_num_batched_tokens=2048, prefix_cache=False),

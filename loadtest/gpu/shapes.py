@@ -8,7 +8,11 @@ from typing import Any, Literal
 import torch
 import transformers
 
-__all__ = ["SHAPES", "Asked", "Shape", "build", "weight_bytes"]
+from server.types import ModelInfo
+
+__all__ = ["BLOCK_SIZE", "SHAPES", "Asked", "Shape", "build", "info_of", "weight_bytes"]
+
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,25 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> transformer
         torch.set_default_dtype(before)
     module.eval()  # type: ignore[no-untyped-call]
     return module
+
+
+def info_of(
+    module: transformers.PreTrainedModel,
+    device: torch.device,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> ModelInfo:
+    """The sizes that a runner is made with; the others are the module's own."""
+    dtype = str(module.dtype).removeprefix("torch.")
+    return ModelInfo(
+        name=module.config.model_type, vocab_size=module.config.vocab_size,
+        max_model_len=max_model_len, eos_token_ids=(), num_blocks=num_blocks,
+        block_size=BLOCK_SIZE, device=str(device), dtype=dtype, fingerprint="",
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_dtype=dtype,
+    )  # fmt: skip
 
 
 def weight_bytes(module: transformers.PreTrainedModel) -> int:

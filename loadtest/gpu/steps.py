@@ -18,18 +18,17 @@ import numpy as np
 import torch
 import transformers
 
-from loadtest.gpu.shapes import SHAPES, Asked, Shape, build, weight_bytes
+from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of, weight_bytes
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu.kv_cache import bytes_per_block
 from server.model.gpu.runner import TorchRunner
+from server.model.gpu.spec import TorchModel, Ways
 from server.types import SamplingParams
 
-BLOCK_SIZE = 16
 MAX_ROWS = 2048
 KV_HEADROOM = 4 << 30  # bytes left for logits, activations and partial attention results
 
 __all__ = [
-    "BLOCK_SIZE",
     "Case",
     "bandwidth",
     "batch_of",
@@ -184,18 +183,15 @@ def make_runner(
     name: str, module: transformers.PreTrainedModel, timed_cases: Sequence[Case], graphs: bool
 ) -> TorchRunner:
     """A runner with room for these cases. The module is its own from now on."""
-    shape = SHAPES[name]
-    return TorchRunner(
+    info = info_of(
         module,
-        name=name,
-        device=module.device,
+        module.device,
         num_blocks=max(map(blocks_needed, timed_cases), default=1),
-        block_size=BLOCK_SIZE,
-        max_model_len=shape.max_model_len,
+        max_model_len=SHAPES[name].max_model_len,
         max_num_seqs=64,
         max_num_batched_tokens=MAX_ROWS,
-        cuda_graphs=graphs,
     )
+    return TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs))
 
 
 def time_shape(asked: Asked, bytes_per_s: float) -> Iterator[dict[str, Any]]:

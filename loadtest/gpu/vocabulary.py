@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.gpu.shapes import SHAPES, Asked, build
+from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
 from loadtest.gpu.shapes import Shape as ModelShape
 from server.engine.batch import Batch, Drawn, DrawParams, HeadSlice, Int32
 from server.model.gpu.runner import TorchRunner
+from server.model.gpu.spec import TorchModel
 from server.types import SamplingParams
 
-BLOCK_SIZE = 16
 PLACES = ("device", "stream", "cpu")
 TOLERANCE = 0.02
 """Most that a logprob may differ between two products of the same numbers in another order."""
@@ -58,25 +58,23 @@ def build_runner(
 ) -> tuple[TorchRunner, int]:
     """(a runner with its head there, bytes of the body's weights and the KV cache)."""
     module: Any = build(shape.model, device, dtype)
-    tables: dict[str, Any] = {}
+    model = TorchModel(module)
     if place != "device":
         table = module.lm_head.weight.detach().cpu()
-        tables = {"embedding": table, "head": table, "verify_on_cpu": place == "cpu"}
+        model = TorchModel(module, table, table, verify_on_cpu=place == "cpu")
         gone = torch.nn.Parameter(torch.empty_like(table, device="meta"), requires_grad=False)
         module.lm_head.weight = module.model.embed_tokens.weight = gone
     embed = module.get_input_embeddings().weight
     body = sum(p.numel() * p.element_size() for p in module.parameters() if p is not embed)
-    runner = TorchRunner(
+    info = info_of(
         module,
-        name=place,
-        device=device,
+        device,
         num_blocks=shape.num_seqs * -(-(shape.history + 1) // BLOCK_SIZE),
-        block_size=BLOCK_SIZE,
         max_model_len=min(2048, shape.model.max_model_len),
         max_num_seqs=shape.num_seqs,
         max_num_batched_tokens=256,
-        **tables,
     )
+    runner = TorchRunner(model, info)
     memory = runner._cache.memory
     return runner, body + memory.numel() * memory.element_size()
 

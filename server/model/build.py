@@ -260,7 +260,7 @@ def _cuda_blocks(
 ) -> int:
     """KV blocks beside the weights, which are loaded, and what a step takes."""
     from server.model.gpu.kv_cache import bytes_per_block
-    from server.model.gpu.runner import HEAD_BYTES, PARTIAL_BYTES
+    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES
     from server.model.kv_memory import num_blocks_for, step_reserve
 
     sizes = spec.sizes
@@ -290,6 +290,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     from server.model.families import family_of
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import TorchRunner
+    from server.model.gpu.spec import TorchModel, Ways
     from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
     from server.model.shape import generic_shape, shape_of
 
@@ -327,27 +328,25 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     module = cast("PreTrainedModel", finish_module(made))
     shape = (generic_shape if by_transformers else shape_of)(module.config)
     num_blocks = _cuda_blocks(spec, shape, dtype, device)
-    max_model_len = _length(spec, shape.max_position_embeddings, num_blocks)
-    runner = TorchRunner(
-        module,
+    dtype_name = str(dtype).removeprefix("torch.")
+    info = ModelInfo(
         name=spec.name,
-        device=device,
+        vocab_size=folder.num_token_ids,
+        max_model_len=_length(spec, shape.max_position_embeddings, num_blocks),
+        eos_token_ids=tuple(folder.eos_token_ids),
         num_blocks=num_blocks,
         block_size=spec.sizes.block_size,
-        max_model_len=max_model_len,
+        device=str(device),
+        dtype=dtype_name,
+        fingerprint=f"{folder.fingerprint}:{dtype_name}",
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
-        eos_token_ids=folder.eos_token_ids,
-        num_token_ids=folder.num_token_ids,
-        fingerprint=folder.fingerprint,
-        embedding=embedding,
-        head=head,
-        verify_on_cpu=spec.full_head == "cpu",
-        cuda_graphs=spec.cuda_graphs and device.type == "cuda",
+        kv_dtype=dtype_name,
+    )
+    runner = TorchRunner(
+        TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu"),
+        info,
+        Ways(cuda_graphs=spec.cuda_graphs and device.type == "cuda"),
     )
     runner.warm_up()
-    dtype_name = runner.info.dtype
-    runner.info = replace(
-        runner.info, fingerprint=f"{folder.fingerprint}:{dtype_name}", kv_dtype=dtype_name
-    )
     return runner

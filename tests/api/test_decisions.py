@@ -25,6 +25,7 @@ from server.types import Delta, Request
 from tests.api.live import TOKENIZER, LiveServer, served
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.model.torch_runners import runner_over
 
 PREDICATE = {"type": "predicate", "instructions": "The customer is angry.", "name": "angry"}
 CHOICE = {
@@ -274,8 +275,6 @@ def test_probabilities_are_those_of_a_plain_forward() -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from server.model.gpu.runner import TorchRunner
-
     torch.manual_seed(3)
     module = LlamaForCausalLM(
         LlamaConfig(
@@ -286,10 +285,9 @@ def test_probabilities_are_those_of_a_plain_forward() -> None:
     ).eval()  # fmt: skip
 
     def make() -> Engine:
-        runner = TorchRunner(
-            deepcopy(module), name="tiny", device=torch.device("cpu"), num_blocks=256,
-            block_size=16, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64,
-        )  # fmt: skip
+        runner = runner_over(
+            deepcopy(module), num_blocks=256, max_model_len=512, max_num_batched_tokens=64
+        )
         settings = EngineSettings(
             max_num_seqs=8, max_num_batched_tokens=64, chunked_prefill_rows=48
         )

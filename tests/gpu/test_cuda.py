@@ -23,11 +23,12 @@ from server.model.loader import finish_module
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
-from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
 from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of
+from tests.model.torch_runners import runner_over
 
 pytestmark = pytest.mark.gpu
 
@@ -41,20 +42,14 @@ KINDS = ["decode", "tree", "chunk", "mixed"]
 
 
 def make(family: str, device: torch.device, **options: object) -> TorchRunner:
-    numbers: dict[str, object] = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": families.MAX_LEN,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 256,
-    }
     module: Any
     if family in GENERIC:
         module = generic_models.build(family).to(device)
         take_over(module, V)
     else:
         module = finish_module(families.build(family).to(device))
-    return TorchRunner(module, name=family, device=device, **(numbers | options))  # type: ignore[arg-type]
+    numbers: dict[str, object] = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 16}
+    return runner_over(module, device=str(device), **(numbers | options))
 
 
 def tokens(num: int, seed: int) -> list[int]:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from server.engine.batch import Runner
 from server.model.gpu.decoder import FusedDecoder
@@ -24,6 +23,7 @@ from server.model.shape import shape_of
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner
+from tests.model.torch_runners import runner_over
 
 TOLERANCE = 1e-4
 NUM_BLOCKS = 64
@@ -35,16 +35,7 @@ RunnerFactory = Callable[[str], Runner]
 
 def torch_runner(family: str) -> Runner:
     """The general path on the CPU, over weights of its own."""
-    return TorchRunner(
-        cast("PreTrainedModel", finish_module(families.build(family))),
-        name=family,
-        device=torch.device("cpu"),
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_model_len=families.MAX_LEN,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-    )
+    return runner_over(finish_module(families.build(family)))
 
 
 def decoder_runner(family: str) -> Runner:

@@ -20,12 +20,12 @@ from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.settings import EngineSettings
-from server.model.gpu.runner import TorchRunner
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import Collector, Result
 from tests.model.cpu_models import cpu_runner
 from tests.model.tiny_models import tiny_config
+from tests.model.torch_runners import runner_over
 
 VOCAB = 400
 TOKENIZER = byte_level_tokenizer()
@@ -141,10 +141,9 @@ def test_drafts_change_nothing(engine: Engine, sampling: dict[str, Any]) -> None
 
 
 def test_the_torch_runner_masks_its_draws_too(tokenizer_file: Path) -> None:
-    runner = TorchRunner(
-        _module(), name="tiny", device=torch.device("cpu"), num_blocks=64, max_model_len=256,
-        max_num_seqs=8, max_num_batched_tokens=128, eos_token_ids=(0,),
-    )  # fmt: skip
+    runner = runner_over(
+        _module(), max_model_len=256, max_num_batched_tokens=128, eos_token_ids=(0,)
+    )
     engine = _engine(runner, tokenizer_file)
     for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 4}):
         runs = [

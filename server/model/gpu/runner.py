@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
 from server.model.gpu.results import Step
 from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
+from server.model.gpu.spec import TorchModel, Ways
 from server.model.gpu.transfers import TURNS, HostTable, SideStream, Upload
 from server.model.gpu.warm_up import warm_up_batch, warm_up_shapes
 from server.types import ModelInfo
@@ -53,8 +53,6 @@ from server.types import ModelInfo
 Array = npt.NDArray[Any]
 
 MAX_IN_FLIGHT = TURNS
-HEAD_BYTES = 512 << 20
-PARTIAL_BYTES = 256 << 20
 
 
 def _check_sizes(config: Any, max_model_len: int, block_size: int) -> None:
@@ -70,17 +68,8 @@ def _check_sizes(config: Any, max_model_len: int, block_size: int) -> None:
 class TorchRunner:
     """server.engine.batch.SlicingRunner on torch.
 
-    module: a causal LM of transformers, in eval mode, on `device`; the runner takes it over and
-    switches its attention. attention: "triton" (the default on CUDA) or "torch". cuda_graphs:
-    replay captured graphs for steps of few rows, trees included. head_bytes: memory that a slab of
-    logits and the work on it may take; more rows go through the head in several slabs.
-    partial_bytes: memory for split attention.
-
-    embedding: [rows, hidden_size] in CPU memory, from which the step's rows are gathered into its
-    upload; None: the module's own, on the device. head: [rows, hidden_size] in CPU memory, where
-    the full head stays; None: the module's own, on the device. What is given here may be on the
-    meta device in the module. verify_on_cpu: `verify` multiplies there, instead of copying the head
-    through the device; only with `head`.
+    model: the weights; taken over. info: the sizes; ids from vocab_size on are padding. ways: how a
+    step is computed. side: the stream of copies, for tests; None makes one.
 
     Raises ValueError when a number does not fit the model, MemoryError when CPU memory cannot be
     page-locked.
@@ -88,64 +77,37 @@ class TorchRunner:
 
     def __init__(
         self,
-        module: PreTrainedModel,
-        *,
-        name: str,
-        device: torch.device,
-        num_blocks: int,
-        block_size: int = 16,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        num_token_ids: int | None = None,
-        fingerprint: str = "",
-        attention: paged.AttentionName | None = None,
-        cuda_graphs: bool = False,
-        head_bytes: int = HEAD_BYTES,
-        partial_bytes: int = PARTIAL_BYTES,
-        embedding: torch.Tensor | None = None,
-        head: torch.Tensor | None = None,
-        verify_on_cpu: bool = False,
+        model: TorchModel,
+        info: ModelInfo,
+        ways: Ways = Ways(),  # noqa: B008  (immutable)
         side: SideStream | None = None,
     ) -> None:
-        _check_sizes(module.config, max_model_len, block_size)
-        self._device = device
+        module, embedding = model.module, model.embedding
+        _check_sizes(module.config, info.max_model_len, info.block_size)
+        self.info = info
+        self._device = device = torch.device(info.device)
         self._on_gpu = device.type == "cuda"
-        self._attention = attention or ("triton" if self._on_gpu else "torch")
-        if cuda_graphs and self._attention != "triton":
+        self._attention = ways.attention or ("triton" if self._on_gpu else "torch")
+        if ways.cuda_graphs and self._attention != "triton":
             raise ValueError("CUDA graphs need the triton attention")
         paged.register()
         module.config._attn_implementation = paged.NAME
         self._side = side or SideStream(device)
         self._host_head: HostTable | None = None
         self._cpu_head: LmHead | None = None
-        self._head = self._make_head(module, head, num_token_ids, verify_on_cpu)
+        self._head = self._make_head(model)
         dtype = self._head.weight.dtype
         self.head_row_bytes = int(self._head.weight.shape[1]) * dtype.itemsize
-        if embedding is not None and self._host_head is not None and embedding is head:
+        if embedding is not None and self._host_head is not None and embedding is model.head:
             embedding = self._host_head.tensor
         if embedding is not None and embedding.dtype != dtype:
             raise ValueError(f"the embedding is {embedding.dtype}, the head {dtype}")
-        self.info = ModelInfo(
-            name=name,
-            vocab_size=self._head.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=tuple(eos_token_ids),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            fingerprint=fingerprint,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-        self._max_blocks = -(-max_model_len // block_size)
+        self._max_blocks = -(-info.max_model_len // info.block_size)
         self._sampler, self._cpu_sampler = Sampler(use_triton=self._on_gpu), Sampler()
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
-        self._body = self._make_body(module, dtype, embedding, partial_bytes, cuda_graphs)
-        self._planner = HeadPlanner(self._slices, self._head.vocab_size, head_bytes)
+        self._body = self._make_body(module, dtype, embedding, ways)
+        self._planner = HeadPlanner(self._slices, self._head.vocab_size, ways.head_bytes)
         self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
         self._num_previous = 0
         self._upload = self._make_upload(embedding is not None)
@@ -162,8 +124,7 @@ class TorchRunner:
         module: PreTrainedModel,
         dtype: torch.dtype,
         embedding: torch.Tensor | None,
-        partial_bytes: int,
-        cuda_graphs: bool,
+        ways: Ways,
     ) -> BodyRun:
         """The body over a KV cache of its own, for the sizes of `info`."""
         config, info = module.config, self.info
@@ -187,7 +148,7 @@ class TorchRunner:
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 max_model_len=info.max_model_len,
-                num_bytes=partial_bytes,
+                num_bytes=ways.partial_bytes,
                 dtype=dtype,
             ),
             attention=self._attention,
@@ -195,7 +156,7 @@ class TorchRunner:
             tables_shape=(info.max_num_seqs, self._max_blocks),
             # Every row may draw, and the choices of a prompt draw from one row.
             max_draws=info.max_num_batched_tokens + info.max_num_seqs,
-            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if cuda_graphs else 0,
+            graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
         )
 
     def _make_upload(self, with_embedding: bool) -> Upload:
@@ -205,23 +166,18 @@ class TorchRunner:
         num_bytes = row_bytes * self.info.max_num_batched_tokens + table_bytes + (1 << 16)
         return Upload(self._device, num_bytes)
 
-    def _make_head(
-        self,
-        module: PreTrainedModel,
-        table: torch.Tensor | None,
-        num_token_ids: int | None,
-        verify_on_cpu: bool,
-    ) -> FullHead:
-        own: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    def _make_head(self, model: TorchModel) -> FullHead:
+        own: Any = model.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         if own is None:
-            raise ValueError(f"{type(module).__name__} has no LM head")
+            raise ValueError(f"{type(model.module).__name__} has no LM head")
         bias = getattr(own, "bias", None)
-        if table is None:
-            if verify_on_cpu:
+        num_token_ids = self.info.vocab_size
+        if model.head is None:
+            if model.verify_on_cpu:
                 raise ValueError("verify_on_cpu needs a head in CPU memory")
             return LmHead(own.weight, bias, num_token_ids)
-        self._host_head = HostTable(table, self._device)
-        if verify_on_cpu:
+        self._host_head = HostTable(model.head, self._device)
+        if model.verify_on_cpu:
             cpu_bias = None if bias is None else bias.cpu()
             self._cpu_head = LmHead(self._host_head.tensor, cpu_bias, num_token_ids)
         return StreamedHead(self._host_head, bias, num_token_ids, self._side)

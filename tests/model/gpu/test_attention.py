@@ -22,11 +22,11 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import sampler
-from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.torch_runners import runner_over
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -167,16 +167,7 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
     results = []
     graphs = FirstCalls(16)
     for attention in ("torch", "triton"):
-        runner = TorchRunner(
-            families.build(family),
-            name=family,
-            device=CPU,
-            num_blocks=64,
-            max_model_len=families.MAX_LEN,
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            attention=attention,
-        )
+        runner = runner_over(families.build(family), attention=attention)
         body = runner._body
         body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:

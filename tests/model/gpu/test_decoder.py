@@ -29,6 +29,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.shape import shape_of
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.torch_runners import runner_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
@@ -116,10 +117,9 @@ def test_triton_embeds_norms_and_gates_as_the_reference(kind: str) -> None:
 
 
 def runner_of(family: str, **options: Any) -> TorchRunner:
-    return TorchRunner(
-        families.build(family), name=family, device=torch.device("cpu"), num_blocks=32,
-        max_model_len=families.MAX_LEN, max_num_seqs=4, max_num_batched_tokens=64, **options,
-    )  # fmt: skip
+    return runner_over(
+        families.build(family), num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, **options
+    )
 
 
 class Launched(TorchDispatchMode):

@@ -10,10 +10,10 @@ import torch
 
 from server.errors import UnsupportedModelError
 from server.model.gpu.generic import take_over
-from server.model.gpu.runner import TorchRunner
-from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
+from tests.model.batches import BatchBuilder, Pages
 from tests.model.cpu import test_bits
 from tests.model.generic_models import MAX_LEN, VOCAB_SIZE, build
+from tests.model.torch_runners import runner_over
 
 
 @pytest.mark.parametrize("name", ["cohere2", "gpt2", "gpt_neox", "phi", "starcoder2"])
@@ -23,16 +23,7 @@ def test_logits_are_those_of_transformers_in_chunks_and_trees(name: str) -> None
         want = torch.log_softmax(build(name)(torch.tensor([ids])).logits[0], -1).numpy()
     module: Any = build(name)
     take_over(module, VOCAB_SIZE)
-    runner: Any = TorchRunner(
-        module,
-        name=name,
-        device=torch.device("cpu"),
-        num_blocks=64,
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_LEN,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-    )
+    runner: Any = runner_over(module, max_model_len=MAX_LEN)
     table = Pages(64, seed=4).sequence(60)
     builder = BatchBuilder()
     got = [test_bits.step(runner, builder, builder.add_rows(table, ids[:37], 0))]

@@ -22,7 +22,8 @@ from server.model.gpu.warm_up import warm_up_shapes
 from server.model.kv_memory import num_blocks_for, step_reserve
 from server.types import SamplingParams
 from tests.model import families
-from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.torch_runners import runner_over
 
 V = families.VOCAB_SIZE
 NUM_BLOCKS = 32
@@ -31,18 +32,9 @@ CPU = torch.device("cpu")
 
 def make(family: str = "llama", **options: object) -> TorchRunner:
     numbers: dict[str, object] = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": families.MAX_LEN,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-    }
-    return TorchRunner(
-        families.build(family),
-        name=family,
-        device=CPU,
-        **(numbers | options),  # type: ignore[arg-type]
-    )
+        "num_blocks": NUM_BLOCKS, "max_num_seqs": 4, "max_num_batched_tokens": 64
+    }  # fmt: skip
+    return runner_over(families.build(family), **(numbers | options))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +141,7 @@ def test_slabs_of_the_head_change_nothing(rows_at_once: int) -> None:
 
 def test_padded_vocabulary_ids_are_never_drawn_nor_listed() -> None:
     ids = [i % 100 for i in tokens(12, 6)]
-    made = make(num_token_ids=100)
+    made = make(vocab_size=100)
     builder = BatchBuilder()
     row = builder.add_rows(Pages(NUM_BLOCKS).sequence(12), ids, 0)[-1]
     for seed in range(200):

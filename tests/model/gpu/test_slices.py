@@ -34,7 +34,7 @@ from server.model.gpu.transfers import Fence, HostTable, SideStream
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
 from tests.engine.scenarios import Collector, Result
 from tests.model import families
-from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, draw_params
+from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.slice_cases import (
     alone,
@@ -47,6 +47,7 @@ from tests.model.slice_cases import (
     verification,
 )
 from tests.model.tiny_models import save_tiny
+from tests.model.torch_runners import runner_over
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -98,16 +99,11 @@ def make(
         tables["embedding"] = tables["head"] if tied else embed.weight.detach().cpu()
         embed.weight = torch.nn.Parameter(embed.weight.to("meta"), requires_grad=False)
     numbers: dict[str, Any] = {
-        "name": "tiny",
-        "num_blocks": 64,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": families.MAX_LEN,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
+        "device": str(device),
         "side": LateSide() if device.type == "cpu" else None,
         "verify_on_cpu": place == "cpu",
     }
-    return TorchRunner(module, device=device, **(numbers | tables | options))
+    return runner_over(module, **(numbers | tables | options))
 
 
 @pytest.fixture(

@@ -1,0 +1,45 @@
+"""What TorchRunner is made of, beside the sizes that ModelInfo tells everybody."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from server.model.gpu.attention import AttentionName
+
+HEAD_BYTES = 512 << 20
+PARTIAL_BYTES = 256 << 20
+
+
+class TorchModel(NamedTuple):
+    """A model's weights, and which of them lie in CPU memory.
+
+    module: a causal LM of transformers, in eval mode, on the runner's device; the runner takes it
+    over and switches its attention. embedding: [rows, hidden_size] in CPU memory, from which a
+    step's rows are gathered into its upload; None: the module's own, on the device. head: [rows,
+    hidden_size] in CPU memory, where the full head stays; None: the module's own, on the device.
+    What is given here may be on the meta device in the module. verify_on_cpu: `verify` multiplies
+    there, instead of copying the head through the device; only with `head`.
+    """
+
+    module: PreTrainedModel
+    embedding: torch.Tensor | None = None
+    head: torch.Tensor | None = None
+    verify_on_cpu: bool = False
+
+
+class Ways(NamedTuple):
+    """How a step is computed.
+
+    attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs: captured graphs are
+    replayed for steps of few rows, trees included; needs "triton". head_bytes: memory that a slab
+    of logits and the work on it may take; more rows go through the head in several slabs.
+    partial_bytes: memory for split attention.
+    """
+
+    attention: AttentionName | None = None
+    cuda_graphs: bool = False
+    head_bytes: int = HEAD_BYTES
+    partial_bytes: int = PARTIAL_BYTES

@@ -1,0 +1,29 @@
+"""TorchRunners over small modules, by keywords: a field of ModelInfo, TorchModel or Ways each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from server.model.gpu.runner import TorchRunner
+from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.transfers import SideStream
+from server.types import ModelInfo
+from tests.model.batches import BLOCK_SIZE
+from tests.model.families import MAX_LEN
+
+SIZES: dict[str, Any] = {
+    "name": "tiny", "max_model_len": MAX_LEN, "eos_token_ids": (), "num_blocks": 64,
+    "block_size": BLOCK_SIZE, "device": "cpu", "fingerprint": "", "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+}  # fmt: skip
+
+
+def runner_over(module: Any, *, side: SideStream | None = None, **options: Any) -> TorchRunner:
+    """Its device and ids are the module's, unless they are given."""
+    own = {"vocab_size": module.config.vocab_size, "dtype": str(module.dtype)}
+    given: list[dict[str, Any]] = []
+    for fields in ([f.name for f in dataclasses.fields(ModelInfo)], TorchModel._fields):
+        given.append({name: options.pop(name) for name in fields if name in options})
+    info = ModelInfo(**(SIZES | own | given[0]))
+    return TorchRunner(TorchModel(module, **given[1]), info, Ways(**options), side)
