@@ -60,7 +60,7 @@ def ask(model: str, adapter: Path, tests: Pairs, max_tokens: int, threads: int |
     with Bar() as bar, own_engine(options, bar, ()) as (served, engine):
         requests = [
             Request(
-                str(i), "table", served.name, tuple(prompt),
+                str(i), "table", served.name, tuple(served.prompt_ids(prompt)),
                 SamplingParams(temperature=0.0, max_tokens=max_tokens),
                 speculation=SpeculationParams(drafter="off"),
             )

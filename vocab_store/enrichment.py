@@ -11,9 +11,9 @@ for other programs.
     short = enrichment.segment(ids)          # the fewest ids that spell the same base ids
     assert enrichment.expand(short) == ids   # exact, always
 
-File: one JSON object {"kind", "version", "tokenizer", "base_vocab_size", "ids", "parts", "made",
-"hash"}. The hash covers the tokenizer, the ids and the parts, so that corpora and adapters can
-name the enrichment that their ids belong to.
+File: one JSON object {"kind", "version", "tokenizer", "base_vocab_size", "ids", "parts", "prompts",
+"made", "hash"}. The hash covers the tokenizer, the ids and the parts, so that corpora and adapters
+can name the enrichment that their ids belong to; it also covers prompts where that is true.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Enrichment:
     embedding. ids[i]: the id of token i; rows that the model reserved and never used come first,
     then base_vocab_size, base_vocab_size + 1, ... parts[i]: the base ids that token i stands for,
     two or more, in the order in which the tokens were found. made: how it was made, for people.
-    Raises ValueError for tokens that do not fit these rules.
+    prompts: the model reads its prompts in these tokens, too, as in the paper. Raises ValueError
+    for tokens that do not fit these rules.
     """
 
     tokenizer: str
@@ -49,6 +50,7 @@ class Enrichment:
     ids: tuple[int, ...]
     parts: tuple[tuple[int, ...], ...]
     made: Mapping[str, Any] = field(default_factory=dict)
+    prompts: bool = False
     _parts_of: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _by_first: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(
         init=False, repr=False, compare=False
@@ -89,8 +91,9 @@ class Enrichment:
 
     @property
     def hash(self) -> str:
-        """sha256 (hex) of what the ids mean: tokenizer, ids and parts."""
+        """sha256 (hex) of what the ids mean: tokenizer, ids and parts, and where they stand."""
         body = [self.tokenizer, self.base_vocab_size, self.ids, self.parts]
+        body += ["prompts"] if self.prompts else []
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
 
     def parts_of(self, token_id: int) -> tuple[int, ...]:
@@ -129,6 +132,10 @@ class Enrichment:
             at += length
         return out
 
+    def read(self, base_ids: Sequence[int]) -> list[int]:
+        """A prompt of base ids as the model reads it: as it is, or in these tokens (`prompts`)."""
+        return self.segment(base_ids) if self.prompts else list(base_ids)
+
     def first(self, budget: int) -> Enrichment:
         """The enrichment with only the first `budget` tokens that were found."""
         return Enrichment(
@@ -137,6 +144,7 @@ class Enrichment:
             self.ids[:budget],
             self.parts[:budget],
             dict(self.made) | {"budget": min(budget, len(self))},
+            self.prompts,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -147,6 +155,7 @@ class Enrichment:
             "tokenizer": self.tokenizer,
             "base_vocab_size": self.base_vocab_size,
             "hash": self.hash,
+            "prompts": self.prompts,
             "made": dict(self.made),
             "ids": self.ids,
             "parts": self.parts,
@@ -178,6 +187,7 @@ class Enrichment:
                 tuple(int(i) for i in body["ids"]),
                 tuple(tuple(int(i) for i in parts) for parts in body["parts"]),
                 dict(body.get("made", {})),
+                body.get("prompts", False) is True,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise EnrichmentFileError(f"{path}: damaged: {error}") from None

@@ -183,7 +183,9 @@ class ChatIntake:
             self._intake.check_size(chat.num_bytes, model, max_tokens, room, str(PROMPT))
         except RequestError as error:
             raise error.named(names.fields) from None
-        ids = await self._intake.work(lambda: talker.template.encode(chat), chat.num_bytes)
+        ids = await self._intake.work(
+            lambda: model.prompt_ids(talker.template.encode(chat)), chat.num_bytes
+        )
         if not ids:
             raise InvalidRequestError("messages: they have no tokens.", param="messages")
         return ChatPrompt(model, talker, tools, forced, grammar, chat.text, ids)

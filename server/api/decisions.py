@@ -161,10 +161,10 @@ def _prompt_ids(model: ServedModel, text: str, tail: str) -> list[int]:
     the tail as the start of the answer; else as plain text."""
     if model.chat is None:
         ids: list[int] = model.tokenizer.encode(text + tail, add_special_tokens=True).ids
-        return ids
+        return model.prompt_ids(ids)
     try:
         chat = model.chat.render([{"role": "user", "content": text}], opening=tail.lstrip("\n"))
-        return model.chat.encode(chat)
+        return model.prompt_ids(model.chat.encode(chat))
     except InvalidRequestError as error:
         message = error.message.removeprefix("messages: ")
         raise InvalidRequestError(f"input: {message}", param="input") from None

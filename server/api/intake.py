@@ -125,10 +125,6 @@ class Intake:
         self._limits = limits
         self.grammars = GrammarChecker()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-        self._longest = {
-            name: max(1, int((model.table.offsets[1:] - model.table.offsets[:-1]).max(initial=1)))
-            for name, model in self.models.items()
-        }
 
     def replace_tasks(self, tasks: Mapping[str, TaskConfig]) -> None:
         """Use these tasks from the next request on; requests that are open keep theirs."""
@@ -246,7 +242,7 @@ class Intake:
 
         def work() -> list[int]:
             ids: list[int] = model.tokenizer.encode(text, add_special_tokens=add_special).ids
-            return ids
+            return model.prompt_ids(ids)
 
         return await self.work(work, len(text))
 
@@ -259,7 +255,7 @@ class Intake:
     def least_tokens(self, model: ServedModel, text: str) -> int:
         """A lower bound of the tokens in a text, without tokenizing it: no token has more bytes
         than the longest one."""
-        return len(text.encode()) // self._longest[model.name]
+        return len(text.encode()) // model.longest_token
 
     async def decode(self, model: ServedModel, ids: Sequence[int]) -> str:
         """The text of ids, special ones included, as vLLM's /detokenize gives it."""
@@ -331,7 +327,7 @@ class Intake:
 
         No token has more bytes than the longest one.
         """
-        at_least = num_bytes // self._longest[model.name]
+        at_least = num_bytes // model.longest_token
         if at_least > room:
             raise too_long(at, f"at least {at_least}", max_tokens, room)
 
@@ -343,7 +339,7 @@ class Intake:
             f"prediction: it is longer than the model's context, {room} tokens.",
             param="prediction",
         )
-        if len(text.encode()) // self._longest[model.name] > room:
+        if len(text.encode()) // model.longest_token > room:
             raise too_long
         ids = await self.work(lambda: model.segments.later(text), len(text))
         if len(ids) > room:

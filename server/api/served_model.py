@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,7 +26,8 @@ class ServedModel:
     (generation_config.json), where a task is silent. implementation: what computes it, a family of
     ours or transformers' own forward. adapter: of an adapter beside its base: the rest is the
     base's but for the meaning of its ids. own_ids: how many base ids each id stands for that is a
-    token of the model's own. root: where an adapter was taken from, as vLLM tells it.
+    token of the model's own. reads: how the base ids of a prompt are read, None: as they are.
+    longest_token: bytes. root: where an adapter was taken from, as vLLM tells it.
     """
 
     name: str
@@ -41,9 +42,11 @@ class ServedModel:
     implementation: Literal["tailor", "transformers"] = "tailor"
     adapter: AdapterOrder | None = None
     own_ids: Mapping[int, int] = field(default_factory=dict)
+    reads: Callable[[Sequence[int]], list[int]] | None = None
     root: str = ""
     names: TokenNames = field(init=False, repr=False)
     segments: SegmentEncoder = field(init=False, repr=False)
+    longest_token: int = field(init=False, repr=False)
 
     @property
     def adapter_id(self) -> str:
@@ -61,3 +64,10 @@ class ServedModel:
         self.tokenizer.no_padding()
         object.__setattr__(self, "names", TokenNames(self.table))
         object.__setattr__(self, "segments", SegmentEncoder(self.tokenizer))
+        offsets = self.table.offsets
+        longest = int((offsets[1:] - offsets[:-1]).max(initial=1))
+        object.__setattr__(self, "longest_token", max(1, longest))
+
+    def prompt_ids(self, base_ids: list[int]) -> list[int]:
+        """The ids of a prompt whose text has these base ids."""
+        return base_ids if self.reads is None else self.reads(base_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,6 +121,12 @@ def enrich(
     fields: FieldOptions = _FIELDS,
     mining: MiningOptions = _MINING,
     show: Annotated[int, Parameter(help="print the first tokens that were found (12)")] = 12,
+    prompts: Annotated[
+        bool,
+        Parameter(
+            negative=(), help="the model reads its prompts in these tokens, too, as in the paper"
+        ),
+    ] = False,
     export: Annotated[
         Path | None,
         Parameter(
@@ -135,6 +141,7 @@ def enrich(
     found = read_task_data(text_folder(model), data, fields)
     with Bar() as bar:
         enrichment = mine_tokens(found, mining.budget, mining.n_max, mining.alpha, bar)
+    enrichment = replace(enrichment, prompts=prompts)
     try:
         enrichment.save(output)
     except OSError as error:

@@ -48,7 +48,8 @@ def segmented(
 
     spell_out: chance that a token of the enrichment is written in its base ids instead, drawn from
     `chooser`. A model that now and then sees the long form can still write around a token that a
-    grammar, a bias or a stop forbids. The prompt keeps its base ids.
+    grammar, a bias or a stop forbids. The prompt keeps its base ids, unless the enrichment says
+    that prompts are read in its tokens.
     """
     if enrichment is None:
         return example
@@ -61,7 +62,7 @@ def segmented(
                 enrichment.parts_of(token_id) if chooser.random() < spell_out else (token_id,)
             )
         ]
-    return TrainExample(example.prompt_ids, tuple(ids))
+    return TrainExample(tuple(enrichment.read(example.prompt_ids)), tuple(ids))
 
 
 def microbatches(

@@ -19,6 +19,7 @@ from tests.fakes.scripted_engine import ScriptedEngine, saying, steps_of
 REPLY = " over the lazy dog"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 EOS = 0
+MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL: Any = {
     "type": "function", "name": "get_weather", "description": "The weather in a city.",
     "parameters": {
@@ -62,6 +63,27 @@ def test_usage_counts_base_ids_of_a_model_with_tokens_of_its_own(engine: Scripte
         with LiveServer([engine], models={"hermes": known}, drafters=("off", "suffix")) as live:
             details = post(live).json()["usage"]["output_tokens_details"]
         assert details.get("base_tokens") == want
+
+
+def test_a_text_is_read_as_the_model_reads_prompts_and_given_ids_as_they_are(
+    engine: ScriptedEngine,
+) -> None:
+    plain = served("hermes")
+    model = replace(plain, reads=lambda ids: [*ids[:-2], 7])  # two ids are one token of its own
+    given: list[list[tuple[int, ...]]] = []
+    for known in (plain, model):
+        engine.submitted.clear()
+        with LiveServer([engine], models={"hermes": known}, drafters=("off", "suffix")) as live:
+            post(live)
+            live.post("/v1/chat/completions", model="hermes", messages=MESSAGES)
+            live.post(model="hermes", prompt="hello fox")
+            live.post(model="hermes", prompt=[5, 6, 8])
+            counted = live.post("/tokenize", model="hermes", prompt="hello fox").json()["tokens"]
+        given.append([request.prompt_ids for request in engine.submitted])
+        assert counted == list(given[-1][2])
+    for base, own in zip(given[0][:3], given[1][:3], strict=True):
+        assert own == (*base[:-2], 7)
+    assert given[0][3] == given[1][3] == (5, 6, 8)
 
 
 def test_a_text(server: LiveServer, engine: ScriptedEngine) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 IDS = encode(" over the lazy dog")
 LIMITS = {
-    "hurried": TaskLimits(total_timeout_s=0.3),
+    "hurried": TaskLimits(total_timeout_s=1.0),
     "patient": TaskLimits(total_timeout_s=60),
     "impatient": TaskLimits(queue_timeout_s=0.2),
 }
@@ -60,7 +60,7 @@ def test_a_request_that_takes_too_long_is_a_504_and_is_aborted() -> None:
     with LiveServer([engine], tasks=TASKS) as live:
         began_s = time.monotonic()
         late = live.post(model="hurried", max_tokens=200)
-        assert time.monotonic() - began_s > 0.25
+        assert time.monotonic() - began_s > 0.95
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
         assert late.headers["x-should-retry"] == "false"
         wait_until(lambda: len(engine.aborted) == 1 and live.client.num_open == 0)

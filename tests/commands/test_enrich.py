@@ -105,6 +105,27 @@ def test_from_data_to_a_served_adapter(
         engine.close()
 
 
+def test_prompts_are_trained_and_served_in_the_new_tokens_where_that_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"!!ok!!{'abcd'[i % 4]}", "completion": "!!ok!!"} for i in range(40)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file, adapter = tmp_path / "p.json", tmp_path / "adapter"
+    shared = ["--model", str(folder), "--data", str(data)]
+    mined = ["tasks", "enrich", *shared, "--tokens", "2", "--prompts", "-o", str(file)]
+    assert main(mined) == 0 and Enrichment.load(file).prompts
+    trained = ["tasks", "train", *shared, "--enrichment", str(file), "-o", str(adapter)]
+    assert main([*trained, "--epochs", "0.1", "--rank", "2"]) == 0
+    config = ServerConfig(
+        models=(ModelConfig(name="m", path="m", adapter=str(adapter), devices=("cpu",)),)
+    )
+    model = plan_server(config, {}, {"m": folder}).models["m"]
+    base = model.tokenizer.encode("!!ok!!a", add_special_tokens=False).ids
+    read = model.prompt_ids(base)
+    assert len(read) < len(base) and model.table.join(read, skip_special=True) == b"!!ok!!a"
+
+
 def test_what_cannot_be_done_is_said(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,15 @@ def _config(adapter: Path) -> ServerConfig:
     )
 
 
-def _answers(engine: Engine, speculation: SpeculationParams, **sampling: Any) -> list[list[int]]:
+def _answers(
+    engine: Engine,
+    speculation: SpeculationParams,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    **sampling: Any,
+) -> list[list[int]]:
     """The ids of every prompt's answer, all prompts at once."""
     ids: dict[str, list[int]] = {}
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts):
         settings = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}
         engine.submit(
             Request(str(i), "t", "m", prompt, SamplingParams(**settings), speculation=speculation)
@@ -114,6 +121,32 @@ def test_the_ids_are_those_of_the_merged_model_with_and_without_drafts(
     for answer in plain:
         text = model.table.join(answer, skip_special=False)
         assert text == model.table.join(enrichment.expand(answer), skip_special=False)
+
+
+def test_prompts_in_the_models_own_ids_are_answered_as_the_merged_model_does(
+    served: tuple[Path, Path, Enrichment, Any],
+) -> None:
+    folder, adapter, enrichment, merged = served
+    model = plan_server(_config(adapter), {}, {"m": folder}).models["m"]
+    assert [model.prompt_ids(list(prompt)) for prompt in PROMPTS] == [*map(list, PROMPTS)]
+    replace(enrichment, prompts=True).save(adapter / "enrichment.json")
+    plan = plan_server(_config(adapter), {}, {"m": folder})
+    model, [order] = plan.models["m"], plan.orders
+    prompts = [tuple(model.prompt_ids(list(prompt))) for prompt in PROMPTS]
+    assert sum(i >= V for prompt in prompts for i in prompt) >= 3
+    engine = build_engine(order)
+    try:
+        for drafter in ("off", "auto", "trie"):
+            answers = _answers(engine, SpeculationParams(drafter=drafter), prompts)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                with torch.no_grad():
+                    theirs = merged.generate(
+                        torch.tensor([prompt]), max_new_tokens=24, do_sample=False,
+                        eos_token_id=None, pad_token_id=0,
+                    )  # fmt: skip
+                assert answer == theirs[0, len(prompt) :].tolist()
+    finally:
+        engine.close()
 
 
 def test_a_corpus_of_base_ids_is_not_taken_for_one_of_enriched_ids(

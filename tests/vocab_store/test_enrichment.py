@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -206,3 +207,18 @@ def test_entropies_of_known_distributions() -> None:
     assert skewed.h2 < skewed.h1
     assert measure(Counter()).k80 == 0
     assert ngrams([[1, 2, 3], [1, 2]], 2) == Counter({(1, 2): 2, (2, 3): 1})
+
+
+def test_prompts_keep_their_base_ids_unless_the_enrichment_says_otherwise(tmp_path: Path) -> None:
+    plain = Enrichment("t", V, (V, V + 1), ((1, 2), (2, 3, 4)))
+    as_in_the_paper = replace(plain, prompts=True)
+    prompt = [0, 1, 2, 3, 4, 1, 2]
+    assert plain.read(prompt) == prompt
+    short = as_in_the_paper.read(prompt)
+    assert short == [0, 1, V + 1, V] and as_in_the_paper.segment(short) == short
+    assert as_in_the_paper.expand(short) == prompt
+    assert plain.hash != as_in_the_paper.hash == as_in_the_paper.first(2).hash
+    as_in_the_paper.save(tmp_path / "e.json")
+    assert Enrichment.load(tmp_path / "e.json").prompts
+    plain.save(tmp_path / "e.json")
+    assert not Enrichment.load(tmp_path / "e.json").prompts

@@ -60,13 +60,14 @@ def test_a_share_that_raises_is_told_and_the_team_goes_on() -> None:
 
 
 def test_the_threads_end_with_the_work_and_sleep_between_jobs() -> None:
-    def members() -> int:
-        return sum(t.name.startswith("cpu-team") for t in threading.enumerate())
+    before = set(threading.enumerate())
 
-    gc.collect()
-    before = members()
+    def members() -> int:
+        new = set(threading.enumerate()) - before
+        return sum(t.name.startswith("cpu-team") for t in new)
+
     work: Work | None = new_work(3)
-    assert members() == before + 2
+    assert members() == 2
     _go(1, np.zeros((1, 3), np.int64), np.zeros(3, np.int64), False, work)
     time.sleep(0.05)
     began = time.process_time()
@@ -74,7 +75,7 @@ def test_the_threads_end_with_the_work_and_sleep_between_jobs() -> None:
     assert time.process_time() - began < 0.15, "who waits for a job does not spin for long"
     del work
     deadline = time.monotonic() + 10.0
-    while members() > before:
+    while members() > 0:
         gc.collect()
         assert time.monotonic() < deadline
         time.sleep(0.01)
