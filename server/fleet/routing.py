@@ -8,13 +8,15 @@ two choices), the request goes where it costs least: the wait there, the prompt 
 in the prefix cache, the steps at that replica's measured cost, what it takes from those that run
 there, and away from home what the task is slower by.
 
+A choice looks at these few alone, however many replicas there are; a task's homes are ranked anew
+where replicas come or go.
+
 Pure: no Ray, no clock but what is given, no randomness but what is given.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 import random
 import time
@@ -22,6 +24,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from server.fleet.costs import StepCosts, TaskHabit
 
@@ -32,6 +37,9 @@ _MAX_PLACES = 4  # replicas remembered of a link
 _RATE_S = 30.0  # seconds over which a task's load is averaged
 _SHRINK = 0.3  # of a home that must be spare before one is given up
 _KEPT_HOMES = 16  # of a task's ranking
+_DRAWN = 8  # replicas that are drawn by chance: two to compare, the others to try after those
+
+UInt64 = npt.NDArray[np.uint64]
 
 
 def prefix_chain(scope: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
@@ -98,8 +106,9 @@ class TaskRouting:
         self._max_links = max_links
         self._clock = clock
         self._chance = chance or random.Random()
-        self._seeds: dict[str, int] = {}
         self._ids: list[str] = []
+        self._there: frozenset[str] = frozenset()
+        self._seeds: UInt64 = np.empty(0, np.uint64)  # of _ids
         self._ranked: dict[str, list[str]] = {}  # the best homes of a task
         self._rates: dict[str, tuple[float, float, int]] = {}  # work a second, when, homes
         self._places: OrderedDict[int, tuple[str, ...]] = OrderedDict()
@@ -109,11 +118,13 @@ class TaskRouting:
 
     def set_replicas(self, replica_ids: Iterable[str]) -> None:
         """These replicas are there. Rankings are made anew only where the set changed."""
-        seeds = {name: self._seeds.get(name) or _hash(name) for name in replica_ids}
-        if seeds.keys() != self._seeds.keys():
-            self._ranked.clear()
-        self._seeds = seeds
-        self._ids = list(seeds)
+        ids = list(dict.fromkeys(replica_ids))
+        there = frozenset(ids)
+        if there == self._there:
+            return
+        self._ranked.clear()
+        self._ids, self._there = ids, there
+        self._seeds = np.array([_hash(name) for name in ids], np.uint64)
 
     @property
     def num_links(self) -> int:
@@ -124,10 +135,10 @@ class TaskRouting:
         """The `num` best homes of a task, best first."""
         ranked = self._ranked.get(task)
         if ranked is None or len(ranked) < min(num, len(self._ids)):
-            own = _hash(task)
-            ranked = heapq.nlargest(
-                max(num, _KEPT_HOMES), self._ids, key=lambda name: _mix(own ^ self._seeds[name])
-            )
+            scores = _mix(self._seeds ^ np.uint64(_hash(task)))
+            kept = min(max(num, _KEPT_HOMES), len(self._ids))
+            best = np.argpartition(scores, len(scores) - kept)[-kept:] if kept else np.arange(0)
+            ranked = [self._ids[i] for i in best[np.argsort(scores[best])[::-1]]]
             self._ranked[task] = ranked
         return ranked[:num]
 
@@ -142,41 +153,47 @@ class TaskRouting:
         matched: dict[str, int] = {}
         for i in range(len(job.chain) - 1, -1, -1):
             for name in self._places.get(job.chain[i], ()):
-                if name in self._seeds:
+                if name in self._there:
                     matched.setdefault(name, (i + 1) * CHUNK)
         return matched
 
     # -- the choice ------------------------------------------------------------------------
 
     def choose(self, job: Job, views: Mapping[str, ReplicaView]) -> list[str]:
-        """The replicas to try, best first: all of `views` that make progress and are not to be
-        avoided, or else those that make progress, or else all.
+        """The replicas to try, best first, none twice: its homes, the one with the longest shared
+        start, and some by chance; where there are no more than those, all. One that hangs or is to
+        be avoided is among them only where all do or are.
 
-        views: of those that can take a request now. A replica that set_replicas has not named is
-        never a home.
+        views: of those that can take a request now; it is asked for few of them. A replica that
+        set_replicas has not named is never chosen, where it has named any.
         """
-        views = _without(job.avoid, views)
-        there = list(views)
-        if len(there) < 2:
-            return there
         matched = self.matched_tokens(job)
-        homes = [n for n in self.ranking(job.task, self.num_homes(job.task)) if n in views]
-        asked = dict.fromkeys(homes)
-        others = [name for name in there if name not in asked]
-        asked.update(dict.fromkeys(self._chance.sample(others, min(2, len(others)))))
         longest = max(matched, key=lambda n: matched[n], default=None)
-        if longest is not None and longest in views:
-            asked.setdefault(longest)
-        usual = _usual([views[name].costs for name in asked])
-        at_home = set(homes)
+        at_home = dict.fromkeys(self.ranking(job.task, self.num_homes(job.task)))
+        drawn = self._chance.sample(self._ids, min(_DRAWN, len(self._ids)))
+        few = dict.fromkeys((*at_home, *drawn))
+        if longest is not None:
+            few.setdefault(longest)
+        there = {name: views[name] for name in few if name in views}
+        there = {n: v for n, v in there.items() if not v.is_stuck and n not in job.avoid}
+        if not there:  # all are to be looked at, but this is rare
+            there = dict(_without(job.avoid, views))
+        others = [name for name in there if name not in at_home and name != longest]
+        later = others[2:]
+        asked = [name for name in there if name not in later]
+        usual = _usual([there[name].costs for name in asked])
         costs = {
             name: self.cost_s(
-                job, views[name], usual, is_home=name in at_home, matched=matched.get(name, 0)
+                job,
+                there[name],
+                usual,
+                is_home=name in at_home,
+                matched=matched.get(name, 0),
             )
             for name in asked
         }
         ranked = sorted(asked, key=lambda name: costs[name])  # stable: homes first, in their order
-        return ranked + [name for name in there if name not in costs]
+        return ranked + later
 
     def cost_s(
         self, job: Job, view: ReplicaView, usual: StepCosts, *, is_home: bool, matched: int = 0
@@ -247,9 +264,8 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _mix(value: int) -> int:
-    """64 bits, each of which depends on all of `value` (splitmix64's last part)."""
-    mask = (1 << 64) - 1
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
-    return value ^ (value >> 31)
+def _mix(values: UInt64) -> UInt64:
+    """64 bits each, every one of which depends on all of its value (splitmix64's last part)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

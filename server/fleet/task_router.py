@@ -8,6 +8,7 @@ their costs, their tasks' habits and whether they hang by record_routing_stats.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -18,12 +19,33 @@ from server.fleet.routing import Job, ReplicaView, TaskRouting
 _STALE_S = 0.5  # how old the views may be before they are read again
 
 
+class _Views(Mapping[str, ReplicaView]):
+    """What is known of the replicas now, read when it is asked for: of few, for each request."""
+
+    def __init__(self, router: TaskRouter) -> None:
+        self._router = router
+
+    def __getitem__(self, name: str) -> ReplicaView:
+        return self._router.view(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._router.by_id
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._router.by_id)
+
+    def __len__(self) -> int:
+        return len(self._router.by_id)
+
+
 class TaskRouter(RequestRouter):
     """See the top of this file. Its keyword arguments are TaskRouting's numbers."""
 
     def initialize_state(self, **numbers: Any) -> None:
         """What RequestRouterConfig.request_router_kwargs says."""
         self._routing = TaskRouting(**numbers)
+        self.by_id: dict[str, RunningReplica] = {}
+        self._views = _Views(self)
         self._costs: dict[str, StepCosts] = {}
         self._stuck: set[str] = set()
         self._read_s = 0.0
@@ -31,8 +53,16 @@ class TaskRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve tells which replicas there are."""
         super().update_replicas(replicas)
-        self._routing.set_replicas(replica.replica_id.unique_id for replica in replicas)
+        self.by_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._routing.set_replicas(self.by_id)
+        self._costs = {name: c for name, c in self._costs.items() if name in self.by_id}
+        self._stuck &= self.by_id.keys()
         self._read_s = 0.0
+
+    def view(self, name: str) -> ReplicaView:
+        """A replica that is there, as it is now. Raises KeyError."""
+        queued = self._replica_queue_len_cache.get(self.by_id[name].replica_id)
+        return ReplicaView(queued or 0, self._costs.get(name), name in self._stuck)
 
     async def choose_replicas(
         self,
@@ -43,23 +73,14 @@ class TaskRouter(RequestRouter):
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         wanted = pending_request.kwargs.get("replica")
         if wanted is not None:
-            return [[by_id[wanted]]] if wanted in by_id else []
+            return [[self.by_id[wanted]]] if wanted in self.by_id else []
         job = _job_of(pending_request)
         if job is None:
             return [candidate_replicas]
         self._read(candidate_replicas)
-        views = {
-            name: ReplicaView(
-                self._replica_queue_len_cache.get(replica.replica_id) or 0,
-                self._costs.get(name),
-                name in self._stuck,
-            )
-            for name, replica in by_id.items()
-        }
-        return [[by_id[name]] for name in self._routing.choose(job, views)]
+        return [[self.by_id[name]] for name in self._routing.choose(job, self._views)]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
