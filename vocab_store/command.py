@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vocab_store.documents import Progress, tokenize_pairs
+import numpy as np
+
+from vocab_store.documents import Example, Progress, tokenize_pairs
 from vocab_store.edge_llm import export_vocab_map
+from vocab_store.enrichment import Enrichment
 from vocab_store.errors import VocabStoreError
 from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, report_of
 from vocab_store.slice import RequiredIds, TokenTexts
@@ -50,7 +53,8 @@ class ProfileOrder:
     """A profile to be made. model: the model's folder. data: prompts and completions. heldout:
     those to report on; None: every 10th of the data. joint: put between prompt and completion where
     neither has a blank. edge_llm: a folder where the ids are also written as
-    vocab_map.safetensors."""
+    vocab_map.safetensors. enrichment: tokens of the model's own, which outputs are written in; all
+    of them are in the profile."""
 
     model: Path
     data: Sequence[tuple[str, str]]
@@ -58,6 +62,7 @@ class ProfileOrder:
     heldout: Sequence[tuple[str, str]] | None = None
     joint: str = " "
     edge_llm: Path | None = None
+    enrichment: Enrichment | None = None
 
 
 def profile(
@@ -68,6 +73,7 @@ def profile(
 ) -> str:
     """Build a profile, write it, and return the report.
 
+    tokens_of: gives the token texts with those of the order's enrichment.
     Raises VocabStoreError (and its subclasses), UnknownBlockError, OSError.
     """
     from tokenizers import Tokenizer
@@ -78,9 +84,16 @@ def profile(
     tokenizer.no_padding()
     tokens = tokens_of(tokenizer, vocab_size)
     required = RequiredIds.from_tokens(tokens, eos_ids)
-    examples = tokenize_pairs(order.data, tokenizer, joint=order.joint, progress=progress)
+    if order.enrichment is not None:
+        required = required.with_own(order.enrichment.ids)
+
+    def ids_of(pairs: Sequence[tuple[str, str]]) -> list[Example]:
+        found = tokenize_pairs(pairs, tokenizer, joint=order.joint, progress=progress)
+        return found if order.enrichment is None else [_spelled(e, order.enrichment) for e in found]
+
+    examples = ids_of(order.data)
     if order.heldout:
-        heldout = tokenize_pairs(order.heldout, tokenizer, joint=order.joint, progress=progress)
+        heldout = ids_of(order.heldout)
     else:
         heldout = examples[9::10]
         examples = [example for i, example in enumerate(examples) if i % 10 != 9]
@@ -97,6 +110,13 @@ def profile(
     if order.edge_llm:
         export_vocab_map(made.slice, order.edge_llm)
     return f"{report_of(made.manifest).text()}\nwritten to         {order.output}"
+
+
+def _spelled(example: Example, enrichment: Enrichment) -> Example:
+    """The example as a model with tokens of its own reads and writes it."""
+    prompt = enrichment.read(example.input_ids.tolist())
+    output = enrichment.segment(example.output_ids.tolist())
+    return Example(np.asarray(prompt, np.int32), np.asarray(output, np.int32))
 
 
 def show(file: Path) -> str:

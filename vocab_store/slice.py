@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,6 +135,10 @@ class RequiredIds:
             special_ids=special,
             byte_ids=[i for i in range(num) if len(tokens.bytes_of(i)) == 1],
         )
+
+    def with_own(self, ids: Ids) -> RequiredIds:
+        """These and the ids of tokens of a model's own. Raises IndexError for an id outside."""
+        return replace(self, ids=_merge(self.ids, _sorted_ids(ids, self.vocab_size)))
 
     def check(self, ids: Int32, tokens: TokenTexts | None = None) -> None:
         """Refuse a map (ascending ids) that lacks any required id.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -37,7 +37,18 @@ class FilterOptions:
     ] = 0.01
 
 
-_FILTERS, _FIELDS = FilterOptions(), FieldOptions()
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdOptions:
+    """Whose ids a profile holds."""
+
+    model: Annotated[str, Parameter(help=f"the model ({DEFAULT_MODEL})")] = DEFAULT_MODEL
+    adapter: Annotated[
+        str | None, Parameter(metavar="DIR", help="merged into it; its own tokens are in the ids")
+    ] = None
+
+
+_FILTERS, _FIELDS, _IDS = FilterOptions(), FieldOptions(), IdOptions()
 
 
 def profile(
@@ -48,7 +59,7 @@ def profile(
     ],
     output: OutputFile,
     fields: FieldOptions = _FIELDS,
-    model: Annotated[str, Parameter(help=f"the model ({DEFAULT_MODEL})")] = DEFAULT_MODEL,
+    ids: IdOptions = _IDS,
     heldout: Annotated[
         Path | None,
         Parameter(metavar="FILE", help="report on these; default: every 10th line of --data"),
@@ -61,16 +72,26 @@ def profile(
         Path | None, Parameter(metavar="DIR", help="also write vocab_map.safetensors here")
     ] = None,
 ) -> int:
-    from server import token_bytes
     from server.model.gguf_folder import text_folder
+    from server.token_bytes import TokenBytes, build, enriched
+    from server.wiring.model import enrichment_of
     from vocab_store import command
     from vocab_store.profile import ProfileSettings
 
     pairs = _pairs(data, fields)
     held = None if heldout is None else _pairs(heldout, fields)
     with Stages() as stages:
-        folder = text_folder(model, report=stages)
-    order = command.ProfileOrder(folder, pairs, output, held, joint, export_edge_llm)
+        folder = text_folder(ids.model, report=stages)
+    own = enrichment_of(ids.adapter)
+
+    def tokens_of(tokenizer: Any, vocab_size: int) -> TokenBytes:
+        table = build(tokenizer, vocab_size)
+        if own is None:
+            return table
+        enrichment_of(ids.adapter, table)  # raises where it is of another tokenizer
+        return enriched(table, own.ids, own.parts, own.hash)
+
+    order = command.ProfileOrder(folder, pairs, output, held, joint, export_edge_llm, own)
     with Bar() as bar, _errors():
         settings = ProfileSettings(
             input_aware=not filters.no_input_aware,
@@ -78,7 +99,7 @@ def profile(
             extra_blocks=filters.block,
             tolerance=filters.tolerance,
         )
-        report = command.profile(order, settings, token_bytes.build, bar)
+        report = command.profile(order, settings, tokens_of, bar)
     print(report)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,21 @@ import pytest
 import torch
 
 from drafters.corpus import build_corpus
+from server.commands.cli import main
 from server.config import EngineConfig, ModelConfig, ServerConfig
 from server.engine.engine import Engine
 from server.errors import ModelError
 from server.training.lora import LoraOptions, prepare, save
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 from server.wiring.drafter import EnrichedDrafter, make_task_drafter
 from server.wiring.engine import build_engine
 from server.wiring.model import served_model
 from server.wiring.server import plan_server
+from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.model.tiny_models import save_tiny
 from vocab_store.enrichment import Enrichment
+from vocab_store.errors import ProfileFileError
+from vocab_store.profile import VocabProfile
 
 pytest.importorskip("peft")
 
@@ -42,10 +47,16 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path,
     monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "tiny"
     folder.mkdir()
-    model = save_tiny(folder, "llama")
+    return _tuned(save_tiny(folder, "llama"), folder)
+
+
+def _tuned(model: Any, folder: Path) -> tuple[Path, Path, Enrichment, Any]:
+    """The same of a saved model; the adapter is written beside its folder."""
+    vocab_size, adapter = model.config.vocab_size, folder.parent / "adapter"
     fingerprint = _fingerprint(folder)
     parts = ((60, 61), (70, 71, 72), (61, 62), (9, 40), (62, 60), (100, 101, 102))
-    enrichment = Enrichment(fingerprint, V, tuple(range(V, V + NEW)), parts)
+    ids = tuple(range(vocab_size, vocab_size + NEW))
+    enrichment = Enrichment(fingerprint, vocab_size, ids, parts)
     tuned = prepare(model, enrichment, LoraOptions(rank=4), tokenizer=fingerprint)
     torch.manual_seed(9)
     with torch.no_grad():
@@ -54,8 +65,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path,
                 # Head rows that are large: the new ids win often.
                 factor = 1.0 if "lm_head" in name else 0.05
                 parameter.add_(torch.randn_like(parameter) * factor)
-    save(tuned, tmp_path / "adapter")
-    return folder, tmp_path / "adapter", enrichment, tuned.model.merge_and_unload().eval()
+    save(tuned, adapter)
+    return folder, adapter, enrichment, tuned.model.merge_and_unload().eval()
 
 
 def _config(adapter: Path) -> ServerConfig:
@@ -69,6 +80,7 @@ def _answers(
     engine: Engine,
     speculation: SpeculationParams,
     prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    vocabulary: VocabularyParams | None = None,
     **sampling: Any,
 ) -> list[list[int]]:
     """The ids of every prompt's answer, all prompts at once."""
@@ -76,7 +88,15 @@ def _answers(
     for i, prompt in enumerate(prompts):
         settings = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}
         engine.submit(
-            Request(str(i), "t", "m", prompt, SamplingParams(**settings), speculation=speculation)
+            Request(
+                str(i),
+                "t",
+                "m",
+                prompt,
+                SamplingParams(**settings),
+                speculation=speculation,
+                vocabulary=vocabulary or VocabularyParams(),
+            )
         )
         ids[str(i)] = []
     deltas = engine.take_deltas()
@@ -145,6 +165,46 @@ def test_prompts_in_the_models_own_ids_are_answered_as_the_merged_model_does(
                         eos_token_id=None, pad_token_id=0,
                     )  # fmt: skip
                 assert answer == theirs[0, len(prompt) :].tolist()
+    finally:
+        engine.close()
+
+
+def test_a_profile_in_the_models_own_ids_cuts_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "bytes"
+    folder.mkdir()
+    tokenizer = byte_level_tokenizer()  # ids that are no single bytes, so that some may be left out
+    size = tokenizer.get_vocab_size()
+    base_model = save_tiny(folder, "llama", vocab_size=size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _, adapter, enrichment, _ = _tuned(base_model, folder)
+    plan = plan_server(_config(adapter), {}, {"m": folder})
+    table, [order] = plan.models["m"].table, plan.orders
+    data, base, own = tmp_path / "d.jsonl", tmp_path / "base.vocab", tmp_path / "own.vocab"
+    row = {"prompt": "a", "completion": tokenizer.decode([60, 61, 70, 71, 72])}
+    data.write_text(20 * (json.dumps(row) + "\n"))
+    made = ["vocab", "profile", "--model", str(folder), "--data", str(data), "-o"]
+    assert main([*made, str(base)]) == 0
+    assert main([*made, str(own), "--adapter", str(adapter)]) == 0
+    with pytest.raises(ProfileFileError, match="another tokenizer"):
+        VocabProfile.load(base, fingerprint=table.fingerprint)
+    profile = VocabProfile.load(own, fingerprint=table.fingerprint)
+    assert profile.slice.vocab_size == size + NEW and profile.slice.num_ids < 0.9 * size
+    assert set(enrichment.ids) <= set(profile.slice.ids.tolist())
+    engine = build_engine(order)
+    try:
+        off = SpeculationParams(drafter="off")
+        drafts = SpeculationParams(drafter="auto", max_draft_tokens=8)
+        exact, cut = (VocabularyParams(mode, str(own)) for mode in ("exact", "slice"))
+        full = _answers(engine, off)
+        assert _answers(engine, drafts, vocabulary=exact) == full
+        plain = _answers(engine, off, vocabulary=cut)
+        assert _answers(engine, drafts, vocabulary=cut) == plain != full
+        for prompt, answer in zip(PROMPTS, plain, strict=True):
+            assert set(answer) <= {*profile.slice.ids.tolist(), *prompt}
+        assert any(i >= size for answer in plain for i in answer)
     finally:
         engine.close()
 
