@@ -27,7 +27,7 @@ from server.model.families import WeightNames
 from server.model.shape import ModelShape
 from vocab_store.atomic_file import replace_file
 
-__all__ = ["KnownConfig", "find", "keep", "keep_ropes"]
+__all__ = ["KnownConfig", "find", "keep", "keep_ropes", "last_token_id"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -48,16 +48,15 @@ class KnownConfig:
     expected: Mapping[str, tuple[int, ...]]
 
     def ropes(self, num_positions: int) -> tuple[Float32, Float32] | None:
-        """The first positions of rope_tables, when so many are kept."""
+        """rope_tables of at least so many positions, when they are kept: mapped, because tables
+        of a long context are larger than what is ever read of them."""
         try:
-            with np.load(_file(self.key, "npz")) as kept:
-                cos, sin = kept["cos"], kept["sin"]
-        except (OSError, ValueError, KeyError, EOFError):
+            cos, sin = (_mapped(_file(self.key, f"{name}.npy")) for name in ("cos", "sin"))
+        except (OSError, ValueError, EOFError):
             return None
         if cos.shape != sin.shape or cos.ndim != 3 or cos.shape[1] < num_positions:
             return None
-        first = (np.ascontiguousarray(t[:, :num_positions]) for t in (cos, sin))
-        return next(first), next(first)
+        return cos, sin
 
 
 def find(raw: Mapping[str, Any]) -> KnownConfig | None:
@@ -91,9 +90,26 @@ def keep_ropes(raw: Mapping[str, Any], ropes: tuple[Float32, Float32]) -> None:
     """Keep tables that rope_tables made."""
     from io import BytesIO
 
-    out = BytesIO()
-    np.savez(out, cos=ropes[0], sin=ropes[1])
-    _write(_key(raw), "npz", out.getvalue())
+    for name, table in zip(("cos", "sin"), ropes, strict=True):
+        out = BytesIO()
+        np.save(out, table)
+        _write(_key(raw), f"{name}.npy", out.getvalue())
+
+
+def last_token_id(tokenizer_file: Path, fingerprint: str) -> int:
+    """The highest id that a tokenizer.json knows, -1 for none; kept by the file's sha256, because
+    the tokenizer takes five times its file's size to read."""
+    key = f"{fingerprint[:32]}-ids"
+    try:
+        return int(json.loads(_file(key, "json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
+    last: int = max(known.values(), default=-1)
+    _write(key, "json", json.dumps(last).encode())
+    return last
 
 
 def _key(raw: Mapping[str, Any]) -> str:
@@ -106,6 +122,14 @@ def _key(raw: Mapping[str, Any]) -> str:
 
 def _file(key: str, suffix: str) -> Path:
     return cache_dir() / "configs" / f"{key}.{suffix}"
+
+
+def _mapped(file: Path) -> Float32:
+    """An array of a file. Private pages: compiled code takes no array that is read-only."""
+    table: Float32 = np.asarray(np.load(file, mmap_mode="c"))
+    if table.dtype != np.float32:
+        raise ValueError(f"{file} holds {table.dtype}")
+    return table
 
 
 def _write(key: str, suffix: str, content: bytes) -> None:

@@ -258,10 +258,7 @@ class ModelFolder:
     @property
     def num_token_ids(self) -> int:
         """Ids that have a text; rows past them pad the tables and are never drawn."""
-        from tokenizers import Tokenizer
-
-        known = Tokenizer.from_file(str(self.tokenizer_file)).get_vocab(with_added_tokens=True)
-        last = max(known.values(), default=-1)
+        last = known_config.last_token_id(self.tokenizer_file, self.tokenizer_fingerprint)
         if self.enrichment is not None:
             last = max(last, *self.enrichment.ids)
         return min(int(self.config.vocab_size), last + 1)

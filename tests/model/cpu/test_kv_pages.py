@@ -16,7 +16,7 @@ from server.model.cpu.kv_pages import KvPages
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
 PLANES = 6
-NUM_BLOCKS = 3000  # of 4 KiB: four short stretches of 32, then 512 make one
+NUM_BLOCKS = 3000  # of 4 KiB: eight short stretches of 16, then 512 make one
 
 
 def num_faults() -> int:
@@ -42,12 +42,12 @@ def test_blocks_are_ready_a_stretch_ahead_and_keep_what_they_hold() -> None:
     pages = KvPages((keys,))
     if pages.num_ready == 0:
         pytest.skip("this kernel cannot populate pages")
-    assert pages.num_ready == 32
+    assert pages.num_ready == 16
     pages.use(40)
-    wait_ready(pages, 73)
-    assert pages.num_ready == 96  # whole stretches, and none that nobody is near
-    pages.use(100)
-    wait_ready(pages, 613)
+    wait_ready(pages, 57)
+    assert pages.num_ready == 64  # whole stretches, and none that nobody is near
+    pages.use(120)
+    wait_ready(pages, 633)
     assert pages.num_ready == 640
     before = num_faults()
     keys[:, :, :640] = 1.0
