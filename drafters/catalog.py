@@ -123,7 +123,7 @@ class AutoOptions:
 class TrieOptions:
     """N-Gram-Trie's parameters (EMNLP 2025)."""
 
-    n: int = option(13, ge=2, le=64, help="window length in tokens")
+    n: int = option(13, ge=2, le=64, help="length of the n-grams in tokens")
     prefix_length: int = option(3, ge=1, le=63, help="L_p: most generated tokens that are matched")
     num_draft: int = option(32, ge=1, le=256, counts_nodes=True, help="nodes kept of a sub-tree")
 

@@ -76,8 +76,8 @@ class Corpus:
         inside = np.flatnonzero(document[:num] == document[n - 1 : n - 1 + num])
         if inside.shape[0] == 0:
             return np.empty((0, n), np.int32), np.empty(0, np.int64)
-        windows = ids[inside[:, None] + np.arange(n)]
-        grams, counts = np.unique(windows, axis=0, return_counts=True)
+        all_grams = ids[inside[:, None] + np.arange(n)]
+        grams, counts = np.unique(all_grams, axis=0, return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return grams[order], counts[order]
 

@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True)
     class EchoOptions:
-        window: int = option(8, ge=1, le=64, help="tokens looked back at")
+        reach: int = option(8, ge=1, le=64, help="tokens looked back at")
 
 A field's name is the parameter of the drafter's class, its default is the drafter's default. From
 such a class come the section of task files, the field of requests, `--option` of the replay and the

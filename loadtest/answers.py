@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from server.token_bytes import TokenBytes
     from vocab_store.documents import Example
 
-_NO_SUMS = ("num_ids", "window")  # of VocabularyCounts: what is so now
+_NO_SUMS = ("num_ids", "verify_every")  # of VocabularyCounts: what is so now
 _TICK_S = 20.0
 
 
@@ -86,7 +86,7 @@ def make_engine(
     drafters: Iterable[str] = (),
     at_once: int = 16,
     threads: int | None = None,
-    adapts_windows: bool = True,
+    may_use_full_head: bool = True,
     weights: str = "auto",
 ) -> Engine:
     """An Engine on the CPU. profiles: looked up when a request arrives, so it may still grow.
@@ -113,7 +113,9 @@ def make_engine(
         runner,
         {name: make_drafter(name) for name in drafters},
         EngineSettings(
-            max_num_seqs=at_once, max_waiting_requests=4 * at_once, adapts_windows=adapts_windows
+            max_num_seqs=at_once,
+            max_waiting_requests=4 * at_once,
+            may_use_full_head=may_use_full_head,
         ),
         stop_table=StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids)),
         profiles=profiles.__getitem__,
@@ -144,7 +146,7 @@ class Answer:
 
 
 def add_counts(a: VocabularyCounts, b: VocabularyCounts) -> VocabularyCounts:
-    """Sums; slice size and window are b's."""
+    """Sums; slice size and verify_every are b's."""
     return VocabularyCounts(
         **{
             f.name: getattr(b, f.name) + (0 if f.name in _NO_SUMS else getattr(a, f.name))

@@ -1,18 +1,18 @@
-"""Does `exact` have the text of `full`? Real model, real prompts, windows x drafts, bit for bit.
+"""Does `exact` have the text of `full`? Real model, real prompts, with and without drafts.
 
     python -m loadtest.vocab_lossless --model gemma-3-270m --data DIR [--limit 200]
 
 DIR holds a folder per task with train.jsonl and test.jsonl. Each task gets the profile of (a part
 of) its training data; test prompts are taken from the tasks in turn. Every prompt is asked in every
 setting: once with the full head and no drafts, the reference, and then with `exact`: without drafts
-and with the drafter `auto` (trees), in verification windows that turn from prompt to prompt
-(adapted, and 1, 3, 7, 16 tokens). `exact` requests of one window (a verification takes every window
-of the batch, so the shortest one rules) and of all tasks, settings and drafters are shuffled and
-run --at-once side by side. Ids, finish reasons and the logprobs of every token must be equal to the
-last bit.
+and with the drafter `auto` (trees), with a verify_every that turns from prompt to prompt
+(adapted, and 1, 3, 7, 16 tokens). `exact` requests of one verify_every (a verification takes every
+sequence of the batch, so the smallest one rules) and of all tasks, settings and drafters are
+shuffled and run --at-once side by side. Ids, finish reasons and the logprobs of every token must
+be equal to the last bit.
 
 The engine runs in this process. The full head may not take over where it is cheaper, so that
-windows are tested whatever the machine is busy with; --may-fall-back lets it, as a server does.
+verifications are tested on a busy machine too; --may-fall-back lets it, as a server does.
 
 Exits 0 when all are equal, 1 on a difference, 3 when nothing was shown: no token was ever missed,
 or no draft accepted. Ends in one JSON line.
@@ -48,7 +48,7 @@ SETTINGS: dict[str, SamplingParams] = {
         temperature=0.8, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1
     ),
 }
-WINDOWS = (7, 1, 16, 0, 3)
+VERIFY_EVERY = (7, 1, 16, 0, 3)
 """verify_every, by prompt in turn; 0 is adapted."""
 DRAFTERS = ("off", "auto")
 CHUNK = 32
@@ -62,7 +62,7 @@ class Case:
     prompt_id: int
     setting: str
     drafter: str
-    window: int
+    every: int
 
     @property
     def request_id(self) -> str:
@@ -72,7 +72,7 @@ class Case:
 def cases_of(num_prompts: int, settings: Sequence[str], drafters: Sequence[str]) -> list[Case]:
     """All cases, shuffled: neighbours differ in task, setting and drafter."""
     cases = [
-        Case(p, setting, drafter, WINDOWS[(p + s + d) % len(WINDOWS)])
+        Case(p, setting, drafter, VERIFY_EVERY[(p + s + d) % len(VERIFY_EVERY)])
         for p in range(num_prompts)
         for s, setting in enumerate(settings)
         for d, drafter in enumerate(drafters)
@@ -142,21 +142,21 @@ def _answers(
         for setting in settings:  # not at once: the second reads the prompts from the cache
             requests = [reference(p, setting, f"{p}/{setting}") for p in chunk]
             full |= answer_all(engine, requests, where + "full", console)
-        # The first window's misses are learned, and missed by no later one: the order turns.
-        turn = first // CHUNK % len(WINDOWS)
-        for window in WINDOWS[turn:] + WINDOWS[:turn]:
-            group = [case for case in cases if case.prompt_id in chunk and case.window == window]
+        # The misses of the first are learned, and missed by no later one: the order turns.
+        turn = first // CHUNK % len(VERIFY_EVERY)
+        for every in VERIFY_EVERY[turn:] + VERIFY_EVERY[:turn]:
+            group = [case for case in cases if case.prompt_id in chunk and case.every == every]
             requests = [
                 replace(
                     reference(case.prompt_id, case.setting, case.request_id),
                     vocabulary=VocabularyParams(
-                        "exact", examples[case.prompt_id].task, verify_every=window
+                        "exact", examples[case.prompt_id].task, verify_every=every
                     ),
                     speculation=SpeculationParams(case.drafter, 0 if case.drafter == "off" else 16),
                 )
                 for case in group
             ]
-            name = f"exact, window {window or 'adapted'}"
+            name = f"exact, verify_every {every or 'adapted'}"
             exact |= answer_all(engine, requests, where + name, console)
     return full, exact
 
@@ -181,7 +181,8 @@ def check(
     for case in cases:
         want, got = full[f"{case.prompt_id}/{case.setting}"], exact[case.request_id]
         for part in (
-            "all", case.setting, f"drafter {case.drafter}", f"window {case.window or 'adapted'}",
+            "all", case.setting, f"drafter {case.drafter}",
+            f"verify_every {case.every or 'adapted'}",
         ):  # fmt: skip
             by_part.setdefault(part, []).append(got)
         if not got.same_as(want):
@@ -192,7 +193,7 @@ def check(
                     "example": example.example_id,
                     "setting": case.setting,
                     "drafter": case.drafter,
-                    "window": case.window,
+                    "verify_every": case.every,
                     "difference": first_difference(want, got),
                 }
             )
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drafters=[name for name in drafters if name != "off"],
         at_once=options.at_once,
         threads=options.threads,
-        adapts_windows=options.may_fall_back,
+        may_use_full_head=options.may_fall_back,
         weights=options.weights,
     )
     try:
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = figures["exact"]["all"]
     console.print(
         f"{figures['num_different']} of {figures['num_compared']} answers differ; "
-        f"{every['num_missed']} misses in {every['num_windows']} windows, "
+        f"{every['num_missed']} misses in {every['num_verifications']} verifications, "
         f"{every['num_accepted']} drafts accepted"
     )
     emit(result, options.json)

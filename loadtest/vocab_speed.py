@@ -57,7 +57,7 @@ class Run:
     seconds: float = 0.0
     num_steps: int = 0
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    num_windows: int = 0
+    num_verifications: int = 0
     num_checked: int = 0
     num_missed: int = 0
     num_dropped: int = 0
@@ -109,7 +109,7 @@ def run_mode(
                 if delta.vocabulary is not None:
                     counts = delta.vocabulary
                     verify_s += counts.verify_s
-                    run.num_windows += counts.num_windows
+                    run.num_verifications += counts.num_verifications
                     run.num_checked += counts.num_checked
                     run.num_missed += counts.num_missed
                     run.num_dropped += counts.num_dropped
@@ -174,7 +174,7 @@ def figures(rounds: dict[str, list[Run]]) -> dict[str, Any]:
                 for part in PARTS
             },
             "tokens": sum(run.num_tokens for run in runs),
-            "windows": sum(run.num_windows for run in runs),
+            "verifications": sum(run.num_verifications for run in runs),
             "misses": sum(run.num_missed for run in runs),
             "verified": sum(run.num_checked for run in runs),
             "dropped": sum(run.num_dropped for run in runs),

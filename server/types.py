@@ -121,7 +121,8 @@ class VocabularyParams:
 
     mode: "full"; "slice": the profile's ids and the request's own, which may change the text;
     "exact": the slice proposes, the full head verifies, and the text is that of "full".
-    profile: the task's profile file. verify_every: tokens in a verification window, 0 = adapted.
+    profile: the task's profile file. verify_every: unverified tokens before
+    a verification, 0 = adapted.
     """
 
     mode: VocabularyMode = "full"
@@ -251,10 +252,10 @@ class VocabularyCounts:
 
     num_ids: ids of its slice now (no sum). num_loaded: head rows copied for it. num_slice_steps,
     num_full_steps: decode steps drawn from the slice, from the full head. head_rows: head rows
-    computed for its draws, its share of verifications included. num_windows: verifications.
-    num_checked: tokens they looked at. num_missed: windows that were cut at a wrong token.
-    num_dropped: emitted tokens that were taken back, never released. window: tokens in a window
-    now (no sum). verify_s: seconds of verifications this choice waited for.
+    computed for its draws, its share of verifications included. num_verifications: verifications.
+    num_checked: tokens they looked at. num_missed: verifications that found a wrong one.
+    num_dropped: emitted tokens that were taken back, never released. verify_every: tokens
+    between verifications now (no sum). verify_s: seconds of verifications this choice waited for.
     """
 
     num_ids: int = 0
@@ -262,11 +263,11 @@ class VocabularyCounts:
     num_slice_steps: int = 0
     num_full_steps: int = 0
     head_rows: int = 0
-    num_windows: int = 0
+    num_verifications: int = 0
     num_checked: int = 0
     num_missed: int = 0
     num_dropped: int = 0
-    window: int = 0
+    verify_every: int = 0
     verify_s: float = 0.0
 
 
@@ -332,8 +333,8 @@ class EngineStats:
     """A snapshot of one engine, sent with the Deltas of a step and when idle.
 
     slice_rows, slice_bytes: LM-head rows copied beside the head, now. slice_hits, slice_loads,
-    slice_evictions: dynamic rows found, copied and forgotten since the start. verify_window:
-    tokens in an exact window, as adapted last.
+    slice_evictions: dynamic rows found, copied and forgotten since the start. verify_every:
+    unverified tokens before a verification, as adapted last.
     learned: (task, learned tokens held, outputs learned since the engine's start).
     draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
     """
@@ -360,7 +361,7 @@ class EngineStats:
     slice_hits: int = 0
     slice_loads: int = 0
     slice_evictions: int = 0
-    verify_window: int = 0
+    verify_every: int = 0
     learned: tuple[tuple[str, int, int], ...] = ()
     adapters: tuple[AdapterFigures, ...] = ()
 

@@ -9,7 +9,7 @@ that need them. Never torch, and nothing of the server.
     enrich          Algorithm 1 of TASC-ft: which output n-grams become tokens
     entropy         H_1, H_2 and K80 of a task's outputs
     unicode_blocks  Unicode blocks and the languages written in them
-    cost            which fill of T and which verification window pay
+    cost            which fill of T and how many unverified tokens pay
     edge_llm        the vocab_map.safetensors form of TensorRT-Edge-LLM
     command         `tailor vocab profile` and `tailor vocab show` as functions
 """

@@ -1,19 +1,21 @@
-"""What a slice, a window and a fill of T cost: pure functions (docs/DESIGN.md section 6).
+"""What a slice, a verification and a fill of T cost: pure functions (docs/DESIGN.md section 6).
 
-`exact` proposes with a slice and verifies with the full head. In one window the model runs up to N
-steps of `body_s + slice_s` each, then one product with the full head draws all N positions again.
+`exact` proposes with a slice and verifies with the full head every N tokens (`verify_every`): the
+model runs up to N steps of `body_s + slice_s` each, then one product with the full head draws all
+N positions again.
 With an independent miss chance m per token, the tokens kept are those before the first miss and
 the corrected token itself:
 
     E[kept] = sum_{j=0}^{N-1} (1 - m)^j = (1 - (1 - m)^N) / m          (N when m = 0)
     cost per token = (N (body_s + slice_s) + verify_s + N verify_row_s) / E[kept]
 
-Where a sequence of the batch ends, every window is verified, full or not: with a chance c per step
-a window runs (1 - (1 - c)^N) / c steps instead of N, and E[kept] has (1 - m)(1 - c) for 1 - m.
+Where a sequence of the batch ends, all sequences are verified at once: with a chance c per step
+a verification comes after (1 - (1 - c)^N) / c steps instead of N, and E[kept] has (1 - m)(1 - c)
+for 1 - m.
 
 For small m N this is about (body + slice)(1 + m N / 2) + verify / N, which is least near
 N = sqrt(2 verify / (m (body + slice))): the rule of docs/DESIGN.md. The functions below minimise
-the exact expression over whole N; the rule is there as `asymptotic_window`.
+the exact expression over whole N; the rule is there as `asymptotic_verify_every`.
 
 All times are seconds of one step of *this batch*: the caller passes the body cost of the batch it
 runs, so N counts steps of it. Miss chances are per emitted token.
@@ -38,9 +40,9 @@ class HeadCosts:
 
     body_s: everything but the head. full_s: the head over all V rows, for this batch's rows.
     vocab_size: V. slice_fixed_s: what a slice product costs with no rows at all (launch, mask).
-    verify_s: one product of a window with the full head, fixed part (default: full_s, a read of
+    verify_s: one verification with the full head, its fixed part (default: full_s, a read of
     the whole head); verify_row_s: further seconds for each waiting position. early_end: chance per
-    step that a window is verified before it is full, because a sequence of the batch ends.
+    step that a verification comes before N tokens wait, because a sequence of the batch ends.
     """
 
     body_s: float
@@ -58,7 +60,7 @@ class HeadCosts:
             raise ValueError("early_end must lie in 0..1")
 
     @property
-    def window_s(self) -> float:
+    def fixed_verify_s(self) -> float:
         """The fixed seconds of one verification."""
         return self.full_s if self.verify_s is None else self.verify_s
 
@@ -73,80 +75,80 @@ def full_cost_s(costs: HeadCosts) -> float:
     return costs.body_s + costs.full_s
 
 
-def expected_yield(miss: float, window: int) -> float:
-    """Tokens a window of N steps yields, the corrected one included; in [1, N]."""
-    if not 0.0 <= miss <= 1.0 or window < 1:
-        raise ValueError("miss must lie in 0..1 and window be at least 1")
+def expected_yield(miss: float, verify_every: int) -> float:
+    """Tokens that stand after N = `verify_every` steps, the corrected one included; in [1, N]."""
+    if not 0.0 <= miss <= 1.0 or verify_every < 1:
+        raise ValueError("miss must lie in 0..1 and verify_every be at least 1")
     # expm1/log1p keep the difference exact where 1 - (1 - m)^N would cancel.
     if miss == 0.0:
-        return float(window)
+        return float(verify_every)
     if miss == 1.0:
         return 1.0
-    return -math.expm1(window * math.log1p(-miss)) / miss
+    return -math.expm1(verify_every * math.log1p(-miss)) / miss
 
 
 def _miss_or_end(costs: HeadCosts, miss: _Chance) -> _Chance:
-    """Chance per step that a window brings no further token: a miss, or an end before it is full.
+    """Chance per step that no further token will stand: a miss, or an end before N tokens wait.
 
     Not miss + end - miss * end, which rounding can carry out of 0..1.
     """
     return 1.0 - (1.0 - miss) * (1.0 - costs.early_end)
 
 
-def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, window: int) -> float:
+def exact_cost_s(costs: HeadCosts, num_ids: float, miss: float, verify_every: int) -> float:
     """Expected seconds per released token in `exact` mode with a slice of `num_ids` rows."""
     step_s = costs.body_s + slice_head_s(costs, num_ids)
-    run = expected_yield(costs.early_end, window)  # steps until the window is full or ends early
-    kept = expected_yield(_miss_or_end(costs, miss), window)
-    return (run * (step_s + costs.verify_row_s) + costs.window_s) / kept
+    run = expected_yield(costs.early_end, verify_every)  # steps until N tokens wait or one ends
+    kept = expected_yield(_miss_or_end(costs, miss), verify_every)
+    return (run * (step_s + costs.verify_row_s) + costs.fixed_verify_s) / kept
 
 
-def asymptotic_window(costs: HeadCosts, num_ids: float, miss: float) -> float:
+def asymptotic_verify_every(costs: HeadCosts, num_ids: float, miss: float) -> float:
     """sqrt(2 verify / (miss step)): docs/DESIGN.md's rule for few misses; inf without any."""
     if miss == 0.0:
         return math.inf
     step_s = costs.body_s + slice_head_s(costs, num_ids)
-    return math.sqrt(2.0 * costs.window_s / (miss * step_s))
+    return math.sqrt(2.0 * costs.fixed_verify_s / (miss * step_s))
 
 
-def _yields(miss: Float64, window: int) -> Float64:
+def _yields(miss: Float64, verify_every: int) -> Float64:
     with np.errstate(divide="ignore", invalid="ignore"):
-        kept = -np.expm1(window * np.log1p(-miss)) / miss
-    return np.where(miss == 0.0, float(window), np.where(miss == 1.0, 1.0, kept))
+        kept = -np.expm1(verify_every * np.log1p(-miss)) / miss
+    return np.where(miss == 0.0, float(verify_every), np.where(miss == 1.0, 1.0, kept))
 
 
-def _best_windows(
-    costs: HeadCosts, num_ids: Float64, miss: Float64, max_window: int
+def _best_verify_every(
+    costs: HeadCosts, num_ids: Float64, miss: Float64, max_verify_every: int
 ) -> tuple[npt.NDArray[np.int64], Float64]:
     """The best N and its cost for each (num_ids, miss) pair; the smaller N on ties."""
-    if max_window < 1:
-        raise ValueError("max_window must be at least 1")
+    if max_verify_every < 1:
+        raise ValueError("max_verify_every must be at least 1")
     step_s = costs.body_s + costs.verify_row_s + costs.slice_fixed_s
     step = step_s + costs.full_s * num_ids / costs.vocab_size
     best = np.full(miss.shape, np.inf)
-    windows = np.ones(miss.shape, np.int64)
+    every = np.ones(miss.shape, np.int64)
     stop = _miss_or_end(costs, miss)
-    for window in range(1, max_window + 1):
-        run = expected_yield(costs.early_end, window)
-        cost = (run * step + costs.window_s) / _yields(stop, window)
+    for verify_every in range(1, max_verify_every + 1):
+        run = expected_yield(costs.early_end, verify_every)
+        cost = (run * step + costs.fixed_verify_s) / _yields(stop, verify_every)
         better = cost < best
         best[better] = cost[better]
-        windows[better] = window
-    return windows, best
+        every[better] = verify_every
+    return every, best
 
 
-def best_window(
-    costs: HeadCosts, num_ids: float, miss: float, max_window: int = 64
+def best_verify_every(
+    costs: HeadCosts, num_ids: float, miss: float, max_verify_every: int = 64
 ) -> tuple[int, float]:
-    """(N, seconds per token): the whole N in 1..max_window that costs least.
+    """(N, seconds per token): the whole N in 1..max_verify_every that costs least.
 
-    max_window bounds the text that is held back and the hidden states that are kept. Compare the
-    cost with full_cost_s: where it is higher, the full head takes over.
+    max_verify_every bounds the text that is held back and the hidden states that are kept. Compare
+    the cost with full_cost_s: where it is higher, the full head takes over.
     """
     if not 0.0 <= miss <= 1.0:
         raise ValueError("miss must lie in 0..1")
-    windows, cost = _best_windows(costs, np.array([num_ids]), np.array([miss]), max_window)
-    return int(windows[0]), float(cost[0])
+    every, cost = _best_verify_every(costs, np.array([num_ids]), np.array([miss]), max_verify_every)
+    return int(every[0]), float(cost[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +156,14 @@ class Fill:
     """How many frequent tokens to add to T, and what is expected then.
 
     num_fill: candidates to take, from the front of the given order. num_ids: rows of T with them.
-    miss: expected miss rate. window: its best N. cost_s: seconds per token; full_s: those of the
-    full head.
+    miss: expected miss rate. verify_every: the best N for it. cost_s: seconds per token; full_s:
+    those of the full head.
     """
 
     num_fill: int
     num_ids: int
     miss: float
-    window: int
+    verify_every: int
     cost_s: float
     full_s: float
 
@@ -173,29 +175,29 @@ def best_fill(
     gains: npt.ArrayLike,
     *,
     num_dynamic: float = 0.0,
-    max_window: int = 64,
+    max_verify_every: int = 64,
 ) -> Fill:
-    """The number of candidates to add to T that makes `exact` cheapest, with its best window.
+    """The number of candidates to add to T that makes `exact` cheapest, with its best N.
 
     num_ids: rows of T now. miss: miss rate with T as it is. gains: float [F], by how much each
     candidate, in order, lowers the miss rate (VocabProfile.fill_gains; descending, but any order
     is handled). num_dynamic: mean dynamic rows a step computes beside T.
 
     Every prefix of the order is priced, not only until the first that does not help: the cost is
-    not convex where gains are not. Ties go to the smaller T. O(F max_window).
+    not convex where gains are not. Ties go to the smaller T. O(F max_verify_every).
     """
     if not 0.0 <= miss <= 1.0:
         raise ValueError("miss must lie in 0..1")
     lowered = np.concatenate(([0.0], np.cumsum(np.asarray(gains, np.float64))))
     misses = np.clip(miss - lowered, 0.0, 1.0)
     rows = num_ids + num_dynamic + np.arange(misses.shape[0], dtype=np.float64)
-    windows, cost = _best_windows(costs, rows, misses, max_window)
+    every, cost = _best_verify_every(costs, rows, misses, max_verify_every)
     best = int(np.argmin(cost))
     return Fill(
         best,
         num_ids + best,
         float(misses[best]),
-        int(windows[best]),
+        int(every[best]),
         float(cost[best]),
         full_cost_s(costs),
     )

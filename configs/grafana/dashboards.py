@@ -557,11 +557,11 @@ VOCABULARY = Dashboard(
                 unit="percentunit",
             ),
             Panel(
-                "Tokens taken back", "Emitted in a window behind a miss, and never sent.",
+                "Tokens taken back", "Emitted behind a miss, and never sent.",
                 (Query(rate("vocab_dropped_tokens_total", "task, mode"), MODE),),
             ),
             Panel(
-                "Tokens of a window", "Verified tokens per window; and the size adapted last.",
+                "Tokens of a verification", "Verified tokens each; and verify_every now.",
                 (
                     Query(
                         share(
@@ -575,7 +575,7 @@ VOCABULARY = Dashboard(
                 ),
             ),
             Panel(
-                "Windows", "Verifications a second.",
+                "Verifications", "Verifications a second.",
                 (Query(rate("vocab_verify_windows_total", "task, mode"), MODE),),
             ),
             Panel(

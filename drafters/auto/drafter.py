@@ -46,8 +46,8 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 NUM_RETRIEVED = 12  # examples whose outputs are retrieved for a request
-RESYNC_WINDOW = 12  # tokens of a prediction that are searched for where the output goes on
-NEAR_WINDOW = 48  # places this near to where the output stands count fully, others less
+RESYNC_TOKENS = 12  # tokens of a prediction that are searched for where the output goes on
+NEAR_TOKENS = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
 SHARPNESS = 4.0  # a retrieved output counts as its likeness to the likest to this power
 TEMPLATE_WEIGHT = 0.15  # what a place of the prompt counts that stands in every prompt
@@ -272,7 +272,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         assert docs is not None
         anchor, off = self._anchors[-1]
         # A changed token first, then an inserted one, then what a deletion skips.
-        places = (anchor + 1 + off, *range(anchor + 1, anchor + 1 + off + RESYNC_WINDOW))
+        places = (anchor + 1 + off, *range(anchor + 1, anchor + 1 + off + RESYNC_TOKENS))
         for place in places:
             if place < docs.size and docs.text[0, place] == token:
                 self._anchors.append((place, 0))
@@ -286,7 +286,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         anchor, _ = self._anchors[-1]
         first = docs.size - len(self._prediction) - 1
         self._marks[0, first : docs.size] = FAR_WEIGHT
-        self._marks[0, max(first, anchor - NEAR_WINDOW) : anchor + NEAR_WINDOW] = 1.0
+        self._marks[0, max(first, anchor - NEAR_TOKENS) : anchor + NEAR_TOKENS] = 1.0
 
     def _hints(self) -> npt.NDArray[np.int32]:
         """Places of the prediction that may come next after it was left; none while it holds."""
@@ -295,7 +295,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         anchor, off = self._anchors[-1]
         docs = self._retrieved
         assert docs is not None
-        if off == 0 or off > RESYNC_WINDOW:
+        if off == 0 or off > RESYNC_TOKENS:
             return NO_HINTS
         # After as many changes (the likeliest: named thrice), or after insertions.
         places = (*(anchor + 1 + off,) * 3, anchor + 1)

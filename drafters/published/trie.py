@@ -1,14 +1,14 @@
 """`trie`: N-Gram-Trie speculative decoding, as published.
 
 "Faster In-Context Learning for LLMs via N-Gram Trie Speculative Decoding", EMNLP 2025 main,
-section 3. A window of n tokens slides over the prompt's context. Split at L_p, every sub-prefix
-with the window's rest, window[j:] for j in 0..L_p-1, is inserted into a trie, which adds to the
-frequency of every node passed. To draft, the last L_p *generated* tokens are matched from the
+section 3. Every n-gram of the prompt's context is split at L_p, and every sub-prefix with the
+n-gram's rest, gram[j:] for j in 0..L_p-1, is inserted into a trie, which adds to the frequency of
+every node passed. To draft, the last L_p *generated* tokens are matched from the
 root, one fewer at a time until they match, and the sub-tree below is cut to `num_draft` nodes by
 frequency.
 
-Where the paper leaves it open: windows at the text's end are shorter, down to L_p tokens; a span
-of the text that two windows yield counts once; the cut keeps exactly num_draft nodes when there
+Where the paper leaves it open: n-grams at the text's end are shorter, down to L_p tokens; a span
+of the text that two n-grams yield counts once; the cut keeps exactly num_draft nodes when there
 are that many, ties going to the shallower and then to the earlier node, so that it stays closed
 under parents. (The authors' code drops the longest branches first and loses nodes by it.)
 """
@@ -53,24 +53,24 @@ def find_child(nodes: Int32, table: Int32, node: int, token: int) -> int:
 
 @compiled
 def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32, table: Int32) -> int:
-    """Insert all windows of `context`; returns the number of nodes (node 0 is the root)."""
+    """Insert all n-grams of `context`; returns the number of nodes (node 0 is the root)."""
     size = context.shape[0]
     nodes[:, 0] = -1
     nodes[2, 0] = 0
     nodes[5, 0] = 0
     num = 1
     for start in range(size):
-        # Spans that start here: from the windows at start - j, j < L_p, when these exist. Their
+        # Spans that start here: from the n-grams at start - j, j < L_p, when these exist. Their
         # ends differ until the text's end cuts them; equal spans count once.
         longest = min(start + n, size) - start
         fewest = longest + 1
         spans = np.zeros(prefix_length, np.int32)
         num_spans = 0
         for j in range(prefix_length):
-            window = start - j
-            if window < 0 or size - window < prefix_length:
+            first = start - j
+            if first < 0 or size - first < prefix_length:
                 continue
-            length = min(window + n, size) - start
+            length = min(first + n, size) - start
             if length >= 1 and length < fewest:
                 fewest = length
                 spans[num_spans] = length
@@ -186,7 +186,8 @@ class NGramTrie:
 class TrieDrafter:
     """Makes TrieSessions.
 
-    n: window length. prefix_length: the paper's L_p. num_draft: most nodes kept per draft.
+    n: length of the n-grams in tokens. prefix_length: the paper's L_p. num_draft: most nodes kept
+    per draft.
     """
 
     name = "trie"
@@ -276,7 +277,7 @@ class TrieSession(TextSession):
             frequency = trie.nodes[2, kept[0]].astype(np.float64)
             parents = kept[1].copy()
             below = np.where(parents < 0, trie.nodes[2, node], frequency[parents])
-            # A window's last tokens belong to fewer spans, so shares fall there by rule, not by
+            # An n-gram's last tokens belong to fewer spans, so shares fall there by rule, not by
             # evidence; the calibration sees the share and the match's length with the path.
             share = frequency / below
             cells = drafter.calibration.cells(0, length + kept[2] - 1, share)

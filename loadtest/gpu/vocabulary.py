@@ -3,7 +3,7 @@
 A shape with random weights, its full head on the device ("device"), streamed from CPU memory
 ("stream") or multiplied there in `verify` ("cpu"). For each: is a slice the full head restricted,
 and `verify` the full head; milliseconds of a decode step and of its head for the full head and for
-slices of 1 % and 10 %; milliseconds of verifying windows; and the peak of device memory beside the
+slices of 1 % and 10 %; milliseconds of verifications; and the peak of device memory beside the
 body's weights and the KV cache, which is head, embedding and the work on logits.
 """
 
@@ -34,12 +34,12 @@ __all__ = ["PLACES", "check"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, and what is asked of it. windows: rows that are verified at once."""
+    """A model's shape, and what is asked of it. verified: rows that are verified at once."""
 
     model: ModelShape
     num_seqs: int
     history: int
-    windows: tuple[int, ...]
+    verified: tuple[int, ...]
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +112,7 @@ def decode(shape: Shape, num_seqs: int, *, logprobs: bool = False) -> Batch:
     )
 
 
-def windows_of(step: Batch, num: int) -> tuple[Batch, Int32]:
+def unverified_of(step: Batch, num: int) -> tuple[Batch, Int32]:
     """(a Batch for `verify` of num rows, the kept places it reads in turn)."""
     rows, zeros = np.arange(num, dtype=np.int32), np.zeros(num, np.int32)
     batch = replace(
@@ -195,11 +195,11 @@ class Place:
             slices = load_slices(self._runner, self._shape, share, table)
             yield from self._slice_lines(name, slices)
             if table == 0:
-                yield from self._window_lines(slices)
+                yield from self._verify_lines(slices)
             self._runner.drop_table(table)
         many = self._shape.num_seqs
         want = run(self._runner, decode(self._shape, many, logprobs=True))
-        batch, places = windows_of(decode(self._shape, many, logprobs=True), many)
+        batch, places = unverified_of(decode(self._shape, many, logprobs=True), many)
         found = differences(self._runner.verify(batch, places), want)
         yield {"what": "verify = full", "place": self._place, **found}
         self._peak()
@@ -247,13 +247,13 @@ class Place:
         yield {"what": f"{name} = full restricted", "place": self._place, **found}
         self._peak()
 
-    def _window_lines(self, slices: list[HeadSlice]) -> Iterator[dict[str, Any]]:
+    def _verify_lines(self, slices: list[HeadSlice]) -> Iterator[dict[str, Any]]:
         many = self._shape.num_seqs
         chosen = self._chosen[many]
         kept = replace(self._steps[many], draw_slice=chosen, slices=tuple(slices), draw_keep=chosen)
         run(self._runner, kept)
-        for num in self._shape.windows:
-            batch, places = windows_of(self._steps[many], num)
+        for num in self._shape.verified:
+            batch, places = unverified_of(self._steps[many], num)
             self._runner.verify(batch, places)
             seconds = []
             for _ in range(self._asked.repeats):

@@ -148,7 +148,8 @@ def _options_of(
 
 
 def vocabulary_of(body: CompletionBody, task: TaskConfig) -> VocabularyParams:
-    """The request's mode and window within what the task allows. Raises InvalidRequestError."""
+    """The request's mode and verify_every within what the task allows. Raises
+    InvalidRequestError."""
     own, asked = task.vocabulary, body.vocabulary
     mode, verify_every = own.mode, own.verify_every
     if asked is not None and asked.mode is not None:

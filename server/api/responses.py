@@ -91,7 +91,8 @@ class VocabularyUse(Shape, kw_only=True):
     slice_size: ids of the largest slice. steps_from_slice, steps_from_full_head: decode steps by
     what they were drawn from; head_rows: head rows computed, verification included. loaded_rows:
     rows copied for these requests. misses: proposed tokens that the full head replaced (`exact`);
-    dropped_tokens: tokens taken back with them, never sent. verify_every: tokens in a window now.
+    dropped_tokens: tokens taken back with them, never sent. verify_every: unverified
+    tokens before a verification, now. windows: verifications.
     """
 
     mode: str

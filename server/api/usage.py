@@ -45,7 +45,7 @@ class RequestAccount:
         self.by_source: dict[str, list[int]] = {}
         self.vocabulary: dict[str, float] = dict.fromkeys(_VOCABULARY_SUMS, 0)
         self.num_slice_ids = 0
-        self.window = 0
+        self.verify_every = 0
         self.verify_s = 0.0
         self.queue_s = 0.0
         self.started = False
@@ -105,7 +105,7 @@ class RequestAccount:
             for name in _VOCABULARY_SUMS:
                 self.vocabulary[name] += getattr(delta.vocabulary, name)
             self.num_slice_ids = max(self.num_slice_ids, delta.vocabulary.num_ids)
-            self.window = delta.vocabulary.window or self.window
+            self.verify_every = delta.vocabulary.verify_every or self.verify_every
         if delta.finish_reason is not None:
             self._metrics.count_choice(request.task, request.model, delta.finish_reason)
             total = self._tokens.get(choice, 0)
@@ -132,7 +132,7 @@ class RequestAccount:
 
 
 _VOCABULARY_SUMS = tuple(
-    f.name for f in fields(VocabularyCounts) if f.name not in ("num_ids", "window")
+    f.name for f in fields(VocabularyCounts) if f.name not in ("num_ids", "verify_every")
 )
 
 
@@ -234,8 +234,8 @@ def _vocabulary_use(accounts: Iterable[RequestAccount]) -> VocabularyUse | Unset
         head_rows=sums["head_rows"],
     )
     if use.mode == "exact":
-        use.verify_every = max(a.window for a in sliced)
-        use.windows = sums["num_windows"]
+        use.verify_every = max(a.verify_every for a in sliced)
+        use.windows = sums["num_verifications"]
         use.verified_tokens = sums["num_checked"]
         use.misses = sums["num_missed"]
         use.dropped_tokens = sums["num_dropped"]

@@ -5,7 +5,7 @@
     held-back outputs -> every drafter, corpus and node budget, replayed (server.engine.forecast)
     tokens per step x this machine's cost of a step -> expected speedup -> the choice
     -> NAME.yaml, NAME.corpus and, in the file's comments, what was expected and why; where a
-       slice of the LM head saves more than its windows cost, NAME.vocab and mode `exact`
+       slice of the LM head saves more than its verifications cost, NAME.vocab and mode `exact`
 
 What is measured is measured on examples that the corpus of that replay did not hold. The corpus
 that is written holds them all.

@@ -33,7 +33,7 @@ _TIE = 0.01  # speedups this close are equal: the choice is then made by what is
 WORTH = 1.01  # below this expected speedup a task drafts nothing
 _FITS = 1.02  # times the tokens a step without it, below which a corpus does not fit
 _SLACK = 1.5  # the head may take so many times its share of the bytes
-_WORTH_WINDOWS = 1.05  # ... and a task's text does not come in windows
+_WORTH_EXACT = 1.05  # ... and a task's text does not come in groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,11 @@ def vocabulary(
     settings: TuneSettings,
 ) -> tuple[dict[str, Any], VocabProfile | None]:
     """What a slice of the LM head would miss and save in the chosen way of drafting (VocabTailor's
-    Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth its windows.
+    Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth
+    its verifications.
 
     Costs are per token, as server.engine.exact_control takes them: a step with drafts has more rows
-    and emits more tokens, and a window still reads the whole head once.
+    and emits more tokens, and a verification still reads the whole head once.
     """
     import numpy as np
 
@@ -140,8 +141,8 @@ def vocabulary(
     )
     slice_s = costs.body_s + slice_head_s(costs, profile.slice.num_ids + held["mean_dynamic"])
     speedup = fill.full_s / fill.cost_s
-    # Slices are there on the CPU only; text that comes in windows should be worth the wait.
-    exact = engine.info.device == "cpu" and speedup >= _WORTH_WINDOWS and settings.busy <= BUSY
+    # Slices are there on the CPU only; text that comes in groups should be worth the wait.
+    exact = engine.info.device == "cpu" and speedup >= _WORTH_EXACT and settings.busy <= BUSY
     return {
         "mode": "exact" if exact else "full",
         "ids": profile.slice.num_ids,
@@ -151,7 +152,7 @@ def vocabulary(
         "head_share": round(share, 3),
         "exact_speedup": round(speedup, 3),
         "exact_ids": fill.num_ids,
-        "exact_window": fill.window,
+        "exact_window": fill.verify_every,
         "slice_speedup": round(fill.full_s / slice_s, 3),
     }, (profile if exact else None)
 

@@ -277,7 +277,7 @@ class SlicingRunner(Runner, Protocol):
 
         batch: no forward pass; row r's hidden state is the one kept at place kept[r]. token_ids,
         the draws, params and masks are read: draw r of row r, its parent the draw before it where
-        that belongs to the same window. Raises DrawError as wait() does.
+        that belongs to the same sequence. Raises DrawError as wait() does.
         """
 
 

@@ -52,7 +52,7 @@ def next_delta(sequence: Sequence, slices: SliceBook, ending: Ending = GOES_ON) 
         counts=counts,
         sources=tuple(sequence.token_sources[start : start + len(token_ids)]),
         label_logprobs=sequence.label_logprobs if is_first else (),
-        vocabulary=None if head is None else head.take_counts(slices.window_of(head)),
+        vocabulary=None if head is None else head.take_counts(slices.verify_every(head)),
         rejected_drafts=sequence.rejected_since(start) if request.report_rejected else (),
     )
 

@@ -22,7 +22,7 @@ from server.engine.accept import (
 )
 from server.engine.batch import NO_TOKEN_LEFT, Int32
 from server.engine.drafting import CheckedTree
-from server.engine.exact import ExactWindows, Outcome
+from server.engine.exact import ExactVerifier, Outcome
 from server.engine.results import Results
 from server.engine.sequence import Sequence
 from server.engine.sessions import DraftSessions
@@ -82,18 +82,18 @@ class KvMoves:
 class Emission:
     """Appends drawn tokens to sequences. `moves`: what the runner has to copy after the step."""
 
-    def __init__(self, slices: SliceBook, sessions: DraftSessions, windows: ExactWindows) -> None:
+    def __init__(self, slices: SliceBook, sessions: DraftSessions, exact: ExactVerifier) -> None:
         self.moves = KvMoves()
         self._slices = slices
         self._sessions = sessions
-        self._windows = windows
+        self._exact = exact
 
     def emit(
         self, sequence: Sequence, tree: CheckedTree | None, draw: int, results: Results
     ) -> Outcome | None:
         """Emit what was drawn for one choice, whose root draw is `draw`.
 
-        None: its tokens wait in a window, or wait to be drawn again.
+        None: its tokens are unverified, or wait to be drawn again.
         """
         run = _run_of(tree, draw, results.ids)
         head = sequence.head
@@ -109,7 +109,7 @@ class Emission:
             del run.path[max(0, len(run.ids) - 1) :]
             if not run.ids:
                 sequence.num_computed -= 1
-                self._windows.add(sequence, StopCut(0), True)
+                self._exact.add(sequence, StopCut(0), True)
                 return None
         end = cut(run.ids, sequence.num_output, sequence.rules, sequence.matcher, sequence.grammar)
         if sequence.grammar is not None and sequence.grammar.problem:
@@ -126,7 +126,7 @@ class Emission:
         self._sessions.note_likely(sequence, tree, likely)
         self._append(sequence, tree, run, results.model_s)
         if waits:
-            self._windows.add(sequence, end, is_due)
+            self._exact.add(sequence, end, is_due)
             return None
         if head is not None and head.mode == "exact":
             self._slices.learn(sequence, run.ids)

@@ -7,7 +7,7 @@ HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit`
 `step` returns Deltas. A request that fails fails alone; the others of its step are computed again.
 
 Its parts hand data back and never call it: admission.py (who may be served), planner.py (who
-drafts), emission.py (from drawn ids to tokens), exact.py (windows of `exact`), deltas.py (what is
+drafts), emission.py (from drawn ids to tokens), exact.py (verification), deltas.py (what is
 handed out), recovery.py (after a failed step), control.py (what is kept of tasks).
 """
 
@@ -33,7 +33,7 @@ from server.engine.control import TaskControl
 from server.engine.deltas import Ending, next_delta, refused
 from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry
 from server.engine.emission import Emission
-from server.engine.exact import ExactWindows, Outcome
+from server.engine.exact import ExactVerifier, Outcome
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
 from server.engine.masks import step_masks
@@ -106,9 +106,8 @@ class Engine:
         )
         self.budget = DraftBudget(cost)
         self.planner = DraftPlanner(self.budget, info.vocab_size)
-        self.slices = SliceBook(
-            runner, profiles, settings.windows(info.vocab_size), capacity=settings.slice_cache_rows
-        )
+        control = settings.exact_control(info.vocab_size)
+        self.slices = SliceBook(runner, profiles, control, capacity=settings.slice_cache_rows)
         self.sessions = DraftSessions(self.drafters, drafts=settings.max_draft_rows > 0)
         self.recovery = Recovery(settings.max_failures)
         self._cost = cost
@@ -119,8 +118,8 @@ class Engine:
             adapters=self.adapters,
             vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
         )  # fmt: skip
-        self._windows = ExactWindows(self.slices, self.sessions)
-        self._emission = Emission(self.slices, self.sessions, self._windows)
+        self._exact = ExactVerifier(self.slices, self.sessions)
+        self._emission = Emission(self.slices, self.sessions, self._exact)
         self._deltas: list[Delta] = []
         self._most_drafts = 0
         self._stats = EngineStats(num_total_blocks=self.pool.num_blocks)
@@ -150,7 +149,7 @@ class Engine:
             self.sessions.settle(item.sequence for item in plan.items)
             results = wait_for(self.runner.wait, lambda: time.perf_counter() - launched)
             self._accept(plan, trees, built, results)
-            self._check_windows()
+            self._verify_exact()
             self._move()
         except StepFailedError as failure:
             self._recover(plan, failure.error)
@@ -202,7 +201,7 @@ class Engine:
             slice_hits=slices.index.num_hits,
             slice_loads=slices.index.num_loads,
             slice_evictions=slices.index.num_evictions,
-            verify_window=slices.last_window,
+            verify_every=slices.last_verify_every,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + self._admission.num_preparing,
             num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -402,13 +401,13 @@ class Engine:
         leader.no_draft_reason = "prefill"
         self._conclude(self._emission.emit(leader, None, span.draw, results))
 
-    def _check_windows(self) -> None:
-        """Verify the windows of `exact` sequences, when one of them is due."""
-        if not self._windows.is_due:
-            for sequence in self._windows.keep_waiting():
+    def _verify_exact(self) -> None:
+        """Verify the tokens of `exact` sequences, when some are due."""
+        if not self._exact.is_due:
+            for sequence in self._exact.keep_waiting():
                 self.scheduler.trim(sequence)
             return
-        for outcome in self._windows.check():
+        for outcome in self._exact.check():
             self._conclude(outcome)
 
     def _conclude(self, outcome: Outcome | None) -> None:
@@ -483,7 +482,7 @@ class Engine:
         """The runner raised: nothing of the step counts, and what is in the KV cache is doubted.
         Raises RunnerBrokenError after too many failures in a row."""
         self._emission.moves.take()
-        self._windows.drop()
+        self._exact.drop()
         self.pool.drop_cache()
         text = f"{type(error).__name__}: {error}"[:300]
         _log.error("a step failed: %s", text, exc_info=error)

@@ -1,9 +1,9 @@
-"""ExactWindows: emitted tokens of `exact` sequences that wait for the full head.
+"""ExactVerifier: emitted tokens of `exact` sequences that wait for the full head.
 
-The slice proposes, the full head verifies (DESIGN.md section 6). Tokens drawn from a slice wait in
-their sequence's window; when one window is full, or its sequence would end, all windows are drawn
-again with the full head at once, since reading the head is what costs. The tokens before the first
-wrong one stand, and that one is replaced by the right one.
+The slice proposes, the full head verifies (DESIGN.md section 6). Tokens drawn from a slice are
+unverified. When N of a sequence wait, or the sequence would end, the unverified tokens of all
+sequences are drawn again with the full head at once, because reading the head is the cost. The
+tokens before the first wrong one stand, and that one is replaced by the right one.
 
 `check` hands back an Outcome per sequence, one after the other: the engine concludes each before
 the next is looked at, because a choice that fails takes the other choices of its request with it.
@@ -45,8 +45,8 @@ class _Waiting:
     is_due: bool
 
 
-class ExactWindows:
-    """The windows of one engine. Written in the step: `add` by emission, emptied by the rest."""
+class ExactVerifier:
+    """What waits for the full head in one engine. Emission calls `add`; the engine empties it."""
 
     def __init__(self, slices: SliceBook, sessions: DraftSessions) -> None:
         self._slices = slices
@@ -63,7 +63,7 @@ class ExactWindows:
 
     @property
     def is_due(self) -> bool:
-        """Whether a window must be verified in this step."""
+        """Whether unverified tokens must be verified in this step."""
         return any(
             w.is_due or w.end.finish_reason is not None or self._slices.is_due(w.sequence)
             for w in self._waiting
@@ -71,12 +71,12 @@ class ExactWindows:
         )
 
     def keep_waiting(self) -> list[Sequence]:
-        """No window is due: the sequences that added to theirs in this step."""
+        """Nothing is due: the sequences that emitted unverified tokens in this step."""
         waiting, self._waiting = self._waiting, []
         return [w.sequence for w in waiting if w.sequence.status is Status.RUNNING]
 
     def check(self) -> Iterator[Outcome]:
-        """Verify every window. Raises StepFailedError before the first Outcome, or not at all."""
+        """Verify all that wait. Raises StepFailedError before the first Outcome only."""
         waiting, self._waiting = self._waiting, []
         waiting = [w for w in waiting if w.sequence.status is Status.RUNNING]
         sequences = [w.sequence for w in waiting]
@@ -90,7 +90,7 @@ class ExactWindows:
             first += num
 
     def _apply(self, sequence: Sequence, end: StopCut, results: Results, draws: range) -> Outcome:
-        """Hold a window against what the full head drew in its place."""
+        """Compare a sequence's unverified tokens with what the full head drew in their places."""
         base, num = sequence.num_verified, len(draws)
         emitted = sequence.output_ids(base)
         right = results.ids[draws.start : draws.stop]

@@ -1,15 +1,15 @@
-"""WindowControl: how many tokens an `exact` slice runs ahead, and when it does not pay.
+"""ExactControl: how many tokens an `exact` slice runs ahead, and when it does not pay.
 
 What: measured seconds of the body, of the full head, of slices and of verifications, and measured
 misses, put into the cost model of vocab_store.cost. What not: which tokens are verified (the
 engine), which rows a slice has (slices.py). Numbers in, numbers out: no clock is read here, and
 nothing here can change a text.
 
-A window here is always one of verification: emitted tokens of one sequence that wait for the full
-head. The sliding window of attention is the model's (server/model/shape.py).
+Emitted tokens of one sequence that wait for the full head are its unverified tokens. When
+`verify_every` (N) of them wait, the full head verifies them.
 
 Times are of steps of the batches that run now. With trees a step yields several tokens: costs are
-taken per token of a sequence, so that a window of N tokens is N / tokens-per-step steps.
+taken per token of a sequence, so that N tokens are N / tokens-per-step steps.
 
 What texts decide (misses, tokens a step) is counted per key, and a key serves one scope: its plans
 tell a client nothing about the texts of others. Times, ends and sizes of batches are the device's.
@@ -35,10 +35,10 @@ _GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from 
 
 
 @dataclass(slots=True)
-class WindowPlan:
-    """What one profile's sequences do now: tokens in a window, and whether the slice proposes."""
+class ExactPlan:
+    """What one profile's sequences do now: N, and whether the slice proposes."""
 
-    window: int
+    verify_every: int
     uses_slice: bool = True
 
 
@@ -47,7 +47,7 @@ class _Record:
     num_ids: int
     tokens: float
     misses: float
-    plan: WindowPlan
+    plan: ExactPlan
     since: int = 0
     tokens_per_step: float = 1.0
 
@@ -60,29 +60,35 @@ def _moved(old: float, new: float) -> float:
     return old + (3 * _RATE if new < old else _RATE) * (min(new, 3 * old) - old)
 
 
-class WindowControl:
+class ExactControl:
     """Plans per key: a profile, as one scope's requests fare with it. One writer, one thread.
 
-    max_window: most tokens held back. first_window: N until costs are measured. adapts: whether
-    the full head may take over where it is cheaper (off in tests of the windows themselves).
+    max_verify_every: most tokens held back. first_verify_every: N until costs are measured.
+    may_use_full_head: whether `exact` may draw from the full head where that is cheaper (tests of
+    verification switch it off).
     """
 
     def __init__(
-        self, vocab_size: int, *, max_window: int = 64, first_window: int = 8, adapts: bool = True
+        self,
+        vocab_size: int,
+        *,
+        max_verify_every: int = 64,
+        first_verify_every: int = 8,
+        may_use_full_head: bool = True,
     ) -> None:
-        if not 1 <= first_window <= max_window:
-            raise ValueError("1 <= first_window <= max_window must hold")
-        self.max_window = max_window
+        if not 1 <= first_verify_every <= max_verify_every:
+            raise ValueError("1 <= first_verify_every <= max_verify_every must hold")
+        self.max_verify_every = max_verify_every
         self._vocab_size = vocab_size
-        self._first_window = first_window
-        self._adapts = adapts
+        self._first_verify_every = first_verify_every
+        self._may_use_full_head = may_use_full_head
         self._num_steps = 0
         self._body_s = 0.0
         self._full_s = 0.0
         self._slice_s = 0.0
         self._slice_ids = 0.0
         self._row_s = 0.0
-        self._num_windows = 1.0
+        self._num_sequences = 1.0
         self._ends = 0.0  # chance per step
         self._records: OrderedDict[Hashable, _Record] = OrderedDict()
 
@@ -90,7 +96,7 @@ class WindowControl:
         """Begin to plan for a key with slices of about num_ids; a known one is kept."""
         if key not in self._records:
             miss = 0.02 if miss_rate is None else min(1.0, max(0.0, miss_rate))
-            plan = WindowPlan(self._first_window)
+            plan = ExactPlan(self._first_verify_every)
             self._records[key] = _Record(num_ids, _PRIOR_TOKENS, _PRIOR_TOKENS * miss, plan)
             self._refresh(self._records[key])
             if len(self._records) > _MAX_RECORDS:
@@ -102,10 +108,10 @@ class WindowControl:
         for key in [key for key in self._records if is_gone(key)]:
             del self._records[key]
 
-    def plan(self, key: Hashable) -> WindowPlan:
-        """What the sequences of a key do now; the first window for a key that is not known."""
+    def plan(self, key: Hashable) -> ExactPlan:
+        """What the sequences of a key do now; first_verify_every for a key that is not known."""
         record = self._records.get(key)
-        return WindowPlan(self._first_window) if record is None else record.plan
+        return ExactPlan(self._first_verify_every) if record is None else record.plan
 
     # -- measurements -----------------------------------------------------------------------
 
@@ -136,12 +142,12 @@ class WindowControl:
 
     def observe_ends(self, any_ended: bool) -> None:
         """One more step of sequences in `exact`, whichever head they draw from. any_ended: whether
-        one of them has left since the step before, which ends the others' windows early."""
+        one of them has left since the step before, which verifies the others early."""
         self._ends += _END_RATE * (any_ended - self._ends)
 
-    def observe_verify(self, seconds: float, num_rows: int, num_windows: int) -> None:
-        """One verification of several sequences' windows."""
-        self._num_windows = _moved(self._num_windows, float(num_windows))
+    def observe_verify(self, seconds: float, num_rows: int, num_sequences: int) -> None:
+        """One verification: num_rows tokens of num_sequences sequences in `seconds`."""
+        self._num_sequences = _moved(self._num_sequences, float(num_sequences))
         if self._full_s > 0.0 and num_rows > 1:
             self._row_s = _moved(self._row_s, max(0.0, seconds - self._full_s) / num_rows)
 
@@ -177,7 +183,7 @@ class WindowControl:
             vocab_size=self._vocab_size,
             slice_fixed_s=fixed_s * per_token,
             verify_s=self._full_s,
-            verify_row_s=self._row_s * self._num_windows,
+            verify_row_s=self._row_s * self._num_sequences,
             early_end=self._ends * per_token,
         )
 
@@ -194,7 +200,7 @@ class WindowControl:
             profile.slice.num_ids,
             profile.miss_rate,
             profile.fill_gains,
-            max_window=self.max_window,
+            max_verify_every=self.max_verify_every,
         )
 
     def _refresh(self, record: _Record) -> None:
@@ -203,9 +209,10 @@ class WindowControl:
         if costs is None:
             return
         miss = min(1.0, record.misses / record.tokens)
-        cost_s, window = min(
-            (exact_cost_s(costs, record.num_ids, miss, n), n) for n in range(1, self.max_window + 1)
+        cost_s, every = min(
+            (exact_cost_s(costs, record.num_ids, miss, n), n)
+            for n in range(1, self.max_verify_every + 1)
         )
         full_s = full_cost_s(costs)
         limit = full_s if record.plan.uses_slice else full_s * _GAIN_TO_RETURN
-        record.plan = WindowPlan(window, not self._adapts or cost_s < limit)
+        record.plan = ExactPlan(every, not self._may_use_full_head or cost_s < limit)

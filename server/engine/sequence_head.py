@@ -1,4 +1,4 @@
-"""SequenceHead: what part of the LM head one sequence sees, and its window of unverified tokens.
+"""SequenceHead: what part of the LM head one sequence sees, and its unverified tokens.
 
 A sequence in mode "full" has none. See slices.py for what is done with it.
 """
@@ -30,7 +30,7 @@ class SequenceHead:
     profile: key of the profile version it was opened with. scope: whose request it is. static: T
     as that profile's table has it. slice: all ids it may draw; `exact` adds missed ones. miss_rate:
     what the profile expects, if it says. where: for the Batch, None until it is seated. proposes:
-    whether this step's draws come from the slice. window: emitted, unverified tokens; params:
+    whether this step's draws come from the slice. unverified: emitted tokens in order; params:
     DrawParams before the first.
     """
 
@@ -43,26 +43,26 @@ class SequenceHead:
     miss_rate: float | None = None
     where: HeadSlice | None = None
     proposes: bool = False
-    window: list[Unverified] = field(default_factory=list)
+    unverified: list[Unverified] = field(default_factory=list)
     params: DrawParams | None = None
     counts: VocabularyCounts = field(default_factory=VocabularyCounts)
 
     @property
     def key(self) -> ScopedProfile:
-        """What its misses and its window are kept under."""
+        """The key of its misses and its plan (exact_control.py)."""
         return self.profile, self.scope
 
     def drop_after(self, num_kept: int) -> None:
-        """Only the first num_kept tokens of the window stand."""
-        del self.window[num_kept:]
+        """Only the first num_kept unverified tokens stand."""
+        del self.unverified[num_kept:]
 
     def add(self, **more: float) -> None:
         """Add to the counts."""
         values = {name: getattr(self.counts, name) + value for name, value in more.items()}
         self.counts = replace(self.counts, **values)
 
-    def take_counts(self, window: int) -> VocabularyCounts:
-        """The counts since the last call, with the slice's size and the window now."""
-        counts = replace(self.counts, num_ids=self.slice.num_ids, window=window)
+    def take_counts(self, verify_every: int) -> VocabularyCounts:
+        """The counts since the last call, with the slice's size and N now."""
+        counts = replace(self.counts, num_ids=self.slice.num_ids, verify_every=verify_every)
         self.counts = VocabularyCounts()
         return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.engine.exact_control import WindowControl
+from server.engine.exact_control import ExactControl
 from server.types import EngineSizes
 
 
@@ -19,8 +19,9 @@ class EngineSettings(EngineSizes):
     cut to a fixed time would be so small on a slow machine, or with a large model, that most of a
     prompt's time went to the decoders' part of its many steps.
     max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed steps in
-    a row after which the runner counts as broken. max_window: most unverified tokens of an `exact`
-    sequence; adapts_windows: whether the full head takes over where it is cheaper.
+    a row after which the runner counts as broken. max_verify_every: most unverified tokens of
+    an `exact` sequence; may_use_full_head: whether `exact` draws from the full head where that is
+    cheaper.
     """
 
     chunked_prefill_rows: int | None = None
@@ -29,16 +30,16 @@ class EngineSettings(EngineSizes):
     prefill_ratio: float = 8.0
     max_draft_rows: int = 512
     max_failures: int = 8
-    max_window: int = 64
-    adapts_windows: bool = True
+    max_verify_every: int = 64
+    may_use_full_head: bool = True
 
-    def windows(self, vocab_size: int) -> WindowControl:
-        """What says how many tokens an `exact` window has."""
-        return WindowControl(
+    def exact_control(self, vocab_size: int) -> ExactControl:
+        """After how many tokens `exact` verifies, and when it draws from the full head."""
+        return ExactControl(
             vocab_size,
-            max_window=self.max_window,
-            first_window=min(8, self.max_window),
-            adapts=self.adapts_windows,
+            max_verify_every=self.max_verify_every,
+            first_verify_every=min(8, self.max_verify_every),
+            may_use_full_head=self.may_use_full_head,
         )
 
     @property

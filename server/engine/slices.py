@@ -3,8 +3,8 @@
     open    a request's slice is frozen at admission, from the request and its pinned profile alone
     seat    its rows beyond the profile's T are pinned and copied, when the sequence gets its seat
     attach  the draws of a step are told their slice, and which hidden states the runner keeps
-    keep    emitted tokens of `exact` wait in the sequence's window
-    verify  all windows are drawn again with the full head; settle: one window is empty again
+    keep    emitted tokens of `exact` wait in the sequence's SequenceHead.unverified
+    verify  they are drawn again with the full head; settle: a sequence has none any more
     leave   the rows are unpinned; they stay cached until their places are needed
 
 A sequence in mode "full" has no SequenceHead and costs nothing here.
@@ -14,8 +14,8 @@ cheaper (`decide`); rows that find no room (`seat`); a draw whose constraints le
 slice (the runners' samplers); a wrong token of `exact` (exact.py).
 
 T and its copy are the task's and shared by all. What comes from requests is kept per scope (tenant
-and cache_salt): dynamic rows, missed ids, and the windows that misses lead to. `loaded_rows`, the
-slice's size and the window then tell a client nothing about the text of others.
+and cache_salt): dynamic rows, missed ids, and the N that misses lead to. `loaded_rows`, the
+slice's size and N then tell a client nothing about the text of others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from server.engine.batch import (
     SlicingRunner,
     UInt32,
 )
-from server.engine.exact_control import WindowControl
+from server.engine.exact_control import ExactControl
 from server.engine.plan import Scheduled, Span
 from server.engine.sequence import Sequence
 from server.engine.sequence_head import ScopedProfile, SequenceHead, Unverified
@@ -64,7 +64,7 @@ class SliceBook:
         self,
         runner: Runner,
         profiles: ProfileSource | None,
-        control: WindowControl,
+        control: ExactControl,
         *,
         capacity: int,
     ) -> None:
@@ -82,7 +82,7 @@ class SliceBook:
         self._learned: OrderedDict[ScopedProfile, OrderedDict[int, None]] = OrderedDict()
         self._draw_keep: Int32 | None = None
         self._batch: Batch | None = None
-        self.last_window = 0
+        self.last_verify_every = 0
         self._has_warned = False
         self._has_left = False  # a sequence in `exact`, since the last step that had one
 
@@ -276,7 +276,7 @@ class SliceBook:
             elif item.sequence.num_output == 0 or head.where is None or head.where.table < 0:
                 head.proposes = False
             else:
-                head.proposes = bool(head.window) or (
+                head.proposes = bool(head.unverified) or (
                     not is_read and self.control.plan(head.key).uses_slice
                 )
 
@@ -289,7 +289,7 @@ class SliceBook:
     ) -> Batch:
         """The Batch with the slices of its draws. spans: of each item, its root's draw.
 
-        running: sequences whose windows hold hidden states that must stay.
+        running: sequences whose unverified tokens have hidden states that must stay.
         """
         self._draw_keep = None
         self._batch = None
@@ -299,7 +299,7 @@ class SliceBook:
         draw_slice = np.full(num, -1, np.int32)
         draw_keep = np.full(num, -1, np.int32)
         slices: list[HeadSlice] = []
-        used = {kept.place for s in running if s.head is not None for kept in s.head.window}
+        used = {kept.place for s in running if s.head is not None for kept in s.head.unverified}
         place = 0
         for i, item in enumerate(items):
             head = item.sequence.head
@@ -325,29 +325,29 @@ class SliceBook:
         return self._batch
 
     def keep(self, sequence: Sequence, draws: SequenceOf[int], num_kept: int) -> None:
-        """The first num_kept of the step's draws were emitted: they wait in the window."""
+        """The first num_kept of the step's draws were emitted and wait for the full head."""
         head, batch, places = sequence.head, self._batch, self._draw_keep
         assert head is not None and batch is not None and places is not None
-        if not head.window:
+        if not head.unverified:
             head.params = batch.params[int(batch.draw_params[draws[0]])]
         for d in draws[:num_kept]:
             mask = int(batch.draw_mask[d])
-            head.window.append(Unverified(int(places[d]), batch.masks[mask] if mask >= 0 else None))
-
+            bits = batch.masks[mask] if mask >= 0 else None
+            head.unverified.append(Unverified(int(places[d]), bits))
         self.control.observe_tokens(head.key, num_kept)
 
     def is_due(self, sequence: Sequence) -> bool:
-        """Whether a sequence's window has its N tokens."""
+        """Whether N tokens of a sequence wait."""
         head = sequence.head
         assert head is not None
-        return len(head.window) >= self.window_of(head)
+        return len(head.unverified) >= self.verify_every(head)
 
-    def window_of(self, head: SequenceHead) -> int:
-        """N of a sequence: what the request fixed, else what costs least now."""
+    def verify_every(self, head: SequenceHead) -> int:
+        """N of a sequence, 0 if it never verifies: the request's, else what costs least now."""
         if head.mode != "exact" or head.where is None or head.where.table < 0:
             return 0
-        self.last_window = head.verify_every or self.control.plan(head.key).window
-        return self.last_window
+        self.last_verify_every = head.verify_every or self.control.plan(head.key).verify_every
+        return self.last_verify_every
 
     def count_step(self, sequence: Sequence) -> None:
         """One decode step of a sequence, for its counts."""
@@ -387,7 +387,7 @@ class SliceBook:
                 self.extend(sequence, token)
 
     def verify(self, sequences: SequenceOf[Sequence]) -> Drawn:
-        """Every window of these sequences, drawn again with the full head, one after the other.
+        """All unverified tokens of these sequences, one sequence after the other, drawn again.
 
         Raises DrawError and what the runner raises.
         """
@@ -395,25 +395,27 @@ class SliceBook:
         return self._runner.verify(*self._check_batch(sequences))
 
     def observe_verify(self, sequences: SequenceOf[Sequence], seconds: float) -> list[int]:
-        """Count a verification; the lengths of the windows it looked at, in order."""
+        """Count a verification; how many tokens of each sequence it looked at."""
         heads = [s.head for s in sequences if s.head is not None]
-        lengths = [len(head.window) for head in heads]
+        lengths = [len(head.unverified) for head in heads]
         self.control.observe_verify(seconds, sum(lengths), len(heads))
         for head in heads:
             head.add(
-                num_windows=1, verify_s=seconds, head_rows=self._vocab_size // max(1, len(heads))
+                num_verifications=1,
+                verify_s=seconds,
+                head_rows=self._vocab_size // max(1, len(heads)),
             )
         return lengths
 
-    def settle(self, sequence: Sequence, num_right: int, num_window: int) -> None:
-        """A window is empty again: its first num_right tokens stand, the rest is dropped."""
+    def settle(self, sequence: Sequence, num_right: int, num_checked: int) -> None:
+        """Of num_checked tokens the first num_right stand; the others are dropped."""
         head = sequence.head
         assert head is not None
-        missed = num_right < num_window
-        head.window.clear()
+        missed = num_right < num_checked
+        head.unverified.clear()
         head.params = None
         head.add(
-            num_checked=num_right + missed, num_missed=missed, num_dropped=num_window - num_right
+            num_checked=num_right + missed, num_missed=missed, num_dropped=num_checked - num_right
         )
         self.control.observe_checked(head.key, num_right + missed, missed)
 
@@ -430,7 +432,7 @@ class SliceBook:
             head = sequence.head
             assert head is not None and head.params is not None
             start = sequence.prompt_len + sequence.num_verified
-            for i, waiting in enumerate(head.window):
+            for i, waiting in enumerate(head.unverified):
                 token_ids.append(int(sequence.ids[start + i - 1]))
                 positions.append(start + i)
                 parents.append(len(parents) - 1 if i else -1)

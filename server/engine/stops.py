@@ -71,15 +71,15 @@ class StopMatcher:
         added = self._table.of(token_id, self._skip_special)
         if not added:
             return None
-        window = self._tail + added
+        text = self._tail + added
         num_old = len(self._tail)
         found: bytes | None = None
-        first_end = len(window) + 1
+        first_end = len(text) + 1
         for stop in self._stops:
-            at = window.find(stop, max(0, num_old - len(stop) + 1))
+            at = text.find(stop, max(0, num_old - len(stop) + 1))
             if at >= 0 and at + len(stop) < first_end:
                 found, first_end = stop, at + len(stop)
-        self._tail = window[len(window) - self._keep :] if self._keep < len(window) else window
+        self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
         return found
 
     def checkpoint(self) -> bytes:

@@ -298,7 +298,7 @@ class FleetHandle:
 
 
 def total(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums over replicas; of seconds and windows, the largest."""
+    """The sums over replicas; of seconds and verify_every, the largest."""
     if not stats:
         return EngineStats()
     values: dict[str, Any] = {}
@@ -306,7 +306,7 @@ def total(stats: Sequence[EngineStats]) -> EngineStats:
         if field.name == "learned":
             continue
         numbers = [getattr(one, field.name) for one in stats]
-        longest = field.name.endswith("_s") or field.name in ("verify_window", "draft_budget")
+        longest = field.name.endswith("_s") or field.name in ("verify_every", "draft_budget")
         values[field.name] = max(numbers) if longest else sum(numbers)
     learned: dict[str, list[int]] = {}
     for one in stats:

@@ -133,12 +133,12 @@ class VocabularyFamilies:
         )
         self.row_loads = to.counter("vocab_row_loads", "LM-head rows copied for requests", _MODE)
         self.slice_ids = to.gauge("vocab_slice_ids", "Ids of the last slice", _MODE)
-        self.windows = to.counter("vocab_verify_windows", "Verified windows", _MODE)
+        self.verifications = to.counter("vocab_verify_windows", "Verifications of a choice", _MODE)
         self.checked = to.counter("vocab_verified_tokens", "Tokens that were verified", _MODE)
         self.missed = to.counter("vocab_slice_misses", "Tokens the full head replaced", _MODE)
         self.dropped = to.counter("vocab_dropped_tokens", "Tokens taken back, never sent", _MODE)
         self.verify = to.seconds(
-            "vocab_verify_time", "Verification time of a choice's windows", _MODE, SHORT_BUCKETS_S
+            "vocab_verify_time", "Verifications that a choice waited for", _MODE, SHORT_BUCKETS_S
         )
 
 
@@ -195,8 +195,8 @@ class EngineFamilies:
             "slice_cache_rows", "LM-head rows copied beside the head", _ENGINE
         )
         self.slice_bytes = to.gauge("slice_cache_bytes", "Their bytes", _ENGINE)
-        self.verify_window = to.gauge(
-            "vocab_verify_every", "Tokens in an exact window, as adapted last", _ENGINE
+        self.verify_every = to.gauge(
+            "vocab_verify_every", "Unverified tokens before a verification, adapted last", _ENGINE
         )
         self.slice_hits = to.counter(
             "slice_cache_hits", "Prompt rows found in the slice cache", _ENGINE

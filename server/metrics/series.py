@@ -89,7 +89,7 @@ class EngineSeries:
     draft_budget: Gauge
     slice_rows: Gauge
     slice_bytes: Gauge
-    verify_window: Gauge
+    verify_every: Gauge
     slice_hits: Counter
     slice_loads: Counter
     slice_evictions: Counter
@@ -199,7 +199,7 @@ class Metrics:
                     self._vocabulary.full_steps,
                     self._vocabulary.head_rows,
                     self._vocabulary.row_loads,
-                    self._vocabulary.windows,
+                    self._vocabulary.verifications,
                     self._vocabulary.checked,
                     self._vocabulary.missed,
                     self._vocabulary.dropped,
@@ -210,7 +210,7 @@ class Metrics:
             counts.num_full_steps,
             counts.head_rows,
             counts.num_loaded,
-            counts.num_windows,
+            counts.num_verifications,
             counts.num_checked,
             counts.num_missed,
             counts.num_dropped,
@@ -219,7 +219,7 @@ class Metrics:
             if number:
                 one.inc(number)
         self._vocabulary.slice_ids.labels(*labels).set(counts.num_ids)
-        if counts.num_windows:
+        if counts.num_verifications:
             self._vocabulary.verify.labels(*labels).observe(counts.verify_s)
 
     def _count_pair(
@@ -273,7 +273,7 @@ class Metrics:
                 draft_budget=self._engine_families.draft_budget.labels(*both),
                 slice_rows=self._engine_families.slice_rows.labels(*both),
                 slice_bytes=self._engine_families.slice_bytes.labels(*both),
-                verify_window=self._engine_families.verify_window.labels(*both),
+                verify_every=self._engine_families.verify_every.labels(*both),
                 slice_hits=self._engine_families.slice_hits.labels(*both),
                 slice_loads=self._engine_families.slice_loads.labels(*both),
                 slice_evictions=self._engine_families.slice_evictions.labels(*both),
@@ -320,7 +320,7 @@ class Metrics:
             series.draft_budget,
             series.slice_rows,
             series.slice_bytes,
-            series.verify_window,
+            series.verify_every,
         ):
             gauge.set(0)
         for figures in series.last.adapters:
@@ -362,7 +362,7 @@ class Metrics:
             )
         s.slice_rows.set(stats.slice_rows)
         s.slice_bytes.set(stats.slice_bytes)
-        s.verify_window.set(stats.verify_window)
+        s.verify_every.set(stats.verify_every)
         if stats.slice_hits > last.slice_hits:
             s.slice_hits.inc(stats.slice_hits - last.slice_hits)
         if stats.slice_loads > last.slice_loads:

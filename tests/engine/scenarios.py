@@ -244,7 +244,7 @@ def with_slices(
     modes: tuple[VocabularyMode, ...],
     shares: tuple[float, ...] = (0.2, 0.6, 0.9),
 ) -> Workload:
-    """The workload with random profiles, and a random mode and window for every request.
+    """The workload with random profiles, and a random mode and verify_every for every request.
 
     shares: of the vocabulary that may be in a profile; one is drawn per id."""
     vocab = work.model.vocab_size
@@ -270,20 +270,20 @@ def with_slices(
     work.settings = replace(
         work.settings,
         slice_cache_rows=rng.choice((0, 2, 5, 100)),
-        max_window=rng.choice((1, 4, 64)),
+        max_verify_every=rng.choice((1, 4, 64)),
     )
     return work
 
 
-def with_windows(work: Workload, rng: Random, window: int) -> Workload:
-    """The workload in mode "exact", its tokens waiting `window` at a time for the full head, with
+def verifying_every(work: Workload, rng: Random, every: int) -> Workload:
+    """The workload in mode "exact", its tokens waiting `every` at a time for the full head, with
     slices so small that many are wrong: the sequences roll back at random places."""
     work = with_slices(work, rng, ("exact",), shares=(0.0, 0.1, 0.3))
     work.requests = [
-        (at, replace(r, vocabulary=replace(r.vocabulary, verify_every=window)), abort)
+        (at, replace(r, vocabulary=replace(r.vocabulary, verify_every=every)), abort)
         for at, r, abort in work.requests
     ]
-    work.settings = replace(work.settings, adapts_windows=False)
+    work.settings = replace(work.settings, may_use_full_head=False)
     return work
 
 

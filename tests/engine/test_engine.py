@@ -544,7 +544,7 @@ def test_unverified_tokens_are_neither_released_nor_published() -> None:
     none = np.empty(0, np.int32)
     profile = VocabProfile(everything, none, none.astype(np.float32))
     info = fake_info(max_model_len=64, num_blocks=32)
-    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, adapts_windows=False)
+    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=64, may_use_full_head=False)
     engine = Engine(FakeRunner(MODEL, info), {}, settings, profiles=lambda name: profile)
     engine.submit(
         _request(

@@ -37,9 +37,9 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    verifying_every,
     with_own_logits,
     with_slices,
-    with_windows,
 )
 from tests.engine.tiny_vocabularies import tokenizer_over
 from tests.fakes.fake_drafters import FakeDrafter
@@ -109,9 +109,9 @@ def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
 
 @settings(max_examples=examples(200), deadline=None, print_blob=True)
 @given(SEEDS, st.integers(1, 6))
-def test_unverified_windows_roll_back(seed: int, window: int) -> None:
+def test_unverified_tokens_roll_back(seed: int, every: int) -> None:
     rng = Random(seed)
-    _run(with_windows(_constrained_workload(rng), rng, window), sliced=True)
+    _run(verifying_every(_constrained_workload(rng), rng, every), sliced=True)
 
 
 @settings(max_examples=examples(200), deadline=None, print_blob=True)

@@ -19,9 +19,9 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    verifying_every,
     with_own_logits,
     with_slices,
-    with_windows,
 )
 from tests.profiles import examples
 
@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**48)
 
 
 def _run(work: Workload, *, waits: bool = False) -> dict[tuple[str, int], Result]:
-    """waits: whether tokens wait in windows and may be taken back, so that counts are no sums."""
+    """waits: whether tokens wait for the full head and may be taken back: counts are no sums."""
     expected = work.expected()
     drafter = make_drafter(work, expected)
     engine, _ = make_engine(work, drafter)
@@ -75,37 +75,37 @@ def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
 
 @settings(max_examples=examples(500), deadline=None, print_blob=True)
 @given(SEEDS, st.integers(1, 6))
-def test_unverified_windows_roll_back_to_the_same_text(seed: int, window: int) -> None:
+def test_unverified_tokens_roll_back_to_the_same_text(seed: int, every: int) -> None:
     rng = Random(seed)
-    work = with_windows(random_workload(rng), rng, window)
+    work = verifying_every(random_workload(rng), rng, every)
     note(f"{work}")
     _run(work, waits=True)
 
 
-def test_windows_do_roll_back() -> None:
-    """The test above means something: of its workloads' windows many are full and many are cut."""
-    num_windows = num_dropped = 0
+def test_unverified_tokens_are_taken_back() -> None:
+    """The test above means something: of its verifications many find a wrong token."""
+    num_verifications = num_dropped = 0
     for seed in range(40):
         rng = Random(seed)
-        results = _run(with_windows(random_workload(rng), rng, 1 + seed % 6), waits=True)
+        results = _run(verifying_every(random_workload(rng), rng, 1 + seed % 6), waits=True)
         for result in results.values():
-            num_windows += sum(v.num_windows for v in result.vocabulary)
+            num_verifications += sum(v.num_verifications for v in result.vocabulary)
             num_dropped += sum(v.num_dropped for v in result.vocabulary)
-    assert num_windows > 100 and num_dropped > 20
+    assert num_verifications > 100 and num_dropped > 20
 
 
 @settings(max_examples=examples(500), deadline=None, print_blob=True)
 @given(SEEDS, st.integers(0, 6))
-def test_what_the_model_held_likely_changes_no_text(seed: int, window: int) -> None:
+def test_what_the_model_held_likely_changes_no_text(seed: int, every: int) -> None:
     """`auto` with the rows of every step, slices' too, through preemption, forks and rollbacks."""
     rng = Random(seed)
     work = with_own_logits(random_workload(rng), rng)
-    if window > 3:
+    if every > 3:
         work = with_slices(work, rng, ("exact", "slice", "full"))
-    elif window:
-        work = with_windows(work, rng, window)
+    elif every:
+        work = verifying_every(work, rng, every)
     note(f"{work}")
-    _run(work, waits=window > 0)
+    _run(work, waits=every > 0)
 
 
 def test_what_the_model_held_likely_is_drafted_there() -> None:

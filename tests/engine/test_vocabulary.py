@@ -1,5 +1,5 @@
 """Slices in the engine: `slice` is the full head restricted, `exact` is the full head, whatever
-drafts, neighbours, windows, preemption and aborts do. Hypothesis draws a seed."""
+drafts, neighbours, verify_every, preemption and aborts do. Hypothesis draws a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from server.engine.batch import Batch, Int32
 from server.engine.engine import Engine
-from server.engine.exact_control import WindowControl
+from server.engine.exact_control import ExactControl
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.types import Delta, Request, SamplingParams, SpeculationParams, VocabularyParams
@@ -58,7 +58,7 @@ def _run(work: Workload, load_failures: float = 0.0) -> None:
         assert engine.num_drafter_errors == 0
     for result in results.values():
         for v in result.vocabulary:
-            assert v.num_missed <= v.num_windows <= v.num_checked
+            assert v.num_missed <= v.num_verifications <= v.num_checked
             assert v.num_dropped >= v.num_missed
 
 
@@ -148,13 +148,13 @@ def _truth(model: FakeModel, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("drafts", [0, 6])
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
-def test_misses_at_every_offset_of_a_window(window: int, drafts: int) -> None:
-    """T lacks some ids: wrong tokens at each place of a window, the text is the full head's."""
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 8])
+def test_misses_at_every_offset_of_a_verification(every: int, drafts: int) -> None:
+    """T lacks some ids: wrong tokens at each place of a verification, and the full head's text."""
     offsets: Counter[int] = Counter()
     for seed in range(12):
         model = FakeModel(24, seed=seed)
-        request = _request((3, 5), "exact", window, drafts=drafts)
+        request = _request((3, 5), "exact", every, drafts=drafts)
         want = _truth(model, request)
         absent = set(Random(seed).sample(range(2, 24), 6))
         oracle = [[3, 5, *want]] if drafts else None
@@ -173,7 +173,7 @@ def test_misses_at_every_offset_of_a_window(window: int, drafts: int) -> None:
         assert got == want
         assert runner.num_verifies > 0
     if not drafts:
-        assert set(offsets) == set(range(window))
+        assert set(offsets) == set(range(every))
 
 
 def test_a_missed_id_joins_the_slice_and_is_not_missed_again() -> None:
@@ -192,7 +192,7 @@ def test_a_missed_id_joins_the_slice_and_is_not_missed_again() -> None:
     assert sum(d.vocabulary.num_missed for d in _drain(engine) if d.vocabulary) == 0
 
 
-def test_one_verification_takes_every_window() -> None:
+def test_one_verification_takes_every_sequence() -> None:
     model = FakeModel(24, seed=2)
     engine, runner = _engine(model, _profile(set(range(24)), 24))
     sizes: list[int] = []
@@ -208,7 +208,7 @@ def test_one_verification_takes_every_window() -> None:
     assert sizes == [12, 12, 12]
 
 
-def test_beside_a_full_head_exact_draws_from_it_once_its_window_is_empty() -> None:
+def test_beside_a_full_head_exact_draws_from_it_once_nothing_waits() -> None:
     model = FakeModel(24, seed=2)
     engine, _ = _engine(model, _profile(set(range(24)), 24))
     engine.submit(_request((3, 5), "exact", 4, max_tokens=16))
@@ -216,7 +216,7 @@ def test_beside_a_full_head_exact_draws_from_it_once_its_window_is_empty() -> No
     engine.submit(_request((7, 5), "full", 0, request_id="full", max_tokens=30))
     deltas += _drain(engine)
     counts = [d.vocabulary for d in deltas if d.vocabulary]
-    assert sum(v.num_windows for v in counts) == 1
+    assert sum(v.num_verifications for v in counts) == 1
     assert sum(v.num_slice_steps for v in counts) == 4
     assert sum(v.num_full_steps for v in counts) == 12
     got = [t for d in deltas if d.request_id == "r" for t in d.token_ids]
@@ -224,15 +224,15 @@ def test_beside_a_full_head_exact_draws_from_it_once_its_window_is_empty() -> No
 
 
 def test_text_is_released_at_verification_only() -> None:
-    """The first token at once, then whole windows, then what is left at the end."""
+    """The first token at once, then N tokens at a time, then what is left at the end."""
     model = FakeModel(24, seed=2)
     engine, _ = _engine(model, _profile(set(range(24)), 24))
     engine.submit(_request((3, 5), "exact", 5, max_tokens=14))
     assert [len(d.token_ids) for d in _drain(engine)] == [1, 5, 5, 3]
 
 
-@pytest.mark.parametrize("window", [2, 7])
-def test_an_end_inside_a_window(window: int) -> None:
+@pytest.mark.parametrize("every", [2, 7])
+def test_an_end_before_n_tokens_wait(every: int) -> None:
     """EOS, a stop id, a stop string, max_tokens: right ones end it, wrong ones are taken back."""
     for seed in range(40):
         model = FakeModel(12, seed=seed)
@@ -243,7 +243,7 @@ def test_an_end_inside_a_window(window: int) -> None:
             {"stop": (b"t3,t", b"t9,")},
             {"min_tokens": 4, "stop_token_ids": (4, 5, 6)},
         )[seed % 4]
-        request = _request((3, 5), "exact", window, num_logprobs=2, **sampling)
+        request = _request((3, 5), "exact", every, num_logprobs=2, **sampling)
         full = replace(request, request_id="full", vocabulary=VocabularyParams())
         # T holds what ends, and little else: many proposals end too early.
         engine, _ = _engine(model, _profile({3, 4, 7, 9}, 12))
@@ -260,7 +260,7 @@ def test_an_end_inside_a_window(window: int) -> None:
         assert exact.logprobs == plain.logprobs
 
 
-def test_abort_inside_a_window_gives_verified_tokens_only() -> None:
+def test_abort_before_verification_gives_verified_tokens_only() -> None:
     model = FakeModel(24, seed=2)
     request = _request((3, 5), "exact", 8)
     engine, _ = _engine(model, _profile({2, 3}, 24))
@@ -451,11 +451,11 @@ def test_a_verification_that_fails_is_done_again() -> None:
         assert collector.results[request.request_id, 0].ids == _truth(model, request)
 
 
-# -- the window's control ------------------------------------------------------------------------
+# -- exact's control ---------------------------------------------------------------------------
 
 
-def _control(body_s: float, full_s: float, slice_s: float, share: float) -> WindowControl:
-    control = WindowControl(100_000)
+def _control(body_s: float, full_s: float, slice_s: float, share: float) -> ExactControl:
+    control = ExactControl(100_000)
     for _ in range(200):
         control.observe_step(body_s, full_s, 1, 0, 0.0)
         control.observe_step(body_s, slice_s, 0, 1, 100_000 * share)
@@ -463,22 +463,22 @@ def _control(body_s: float, full_s: float, slice_s: float, share: float) -> Wind
     return control
 
 
-def _feed(control: WindowControl, miss: float, num: int = 6000) -> None:
+def _feed(control: ExactControl, miss: float, num: int = 6000) -> None:
     rng = Random(1)
     for _ in range(num):
         control.observe_checked("p", 1, rng.random() < miss)
 
 
-def test_the_window_follows_the_measured_misses() -> None:
+def test_verify_every_follows_the_measured_misses() -> None:
     """Near sqrt(2 head / (miss body)), and the full head where misses make the slice slower."""
     control = _control(0.010, 0.020, 0.0002, 0.01)
-    windows = []
+    found = []
     for miss in (0.001, 0.01, 0.05):
         _feed(control, miss)
         assert control.plan("p").uses_slice
-        windows.append(control.plan("p").window)
-    assert windows[0] > windows[1] > windows[2] > 1
-    assert abs(windows[1] - (2 * 0.020 / (0.01 * 0.0102)) ** 0.5) < 6
+        found.append(control.plan("p").verify_every)
+    assert found[0] > found[1] > found[2] > 1
+    assert abs(found[1] - (2 * 0.020 / (0.01 * 0.0102)) ** 0.5) < 6
     _feed(control, 0.9)
     assert not control.plan("p").uses_slice
     _feed(control, 0.01)
@@ -491,7 +491,7 @@ def test_a_cheap_head_is_not_worth_a_slice() -> None:
     assert not control.plan("p").uses_slice
 
 
-def test_windows_that_ends_of_others_cut_short_do_not_pay() -> None:
+def test_verifications_that_ends_of_others_bring_forward_do_not_pay() -> None:
     """A busy batch verifies every few steps, whatever N is: that is what a token costs there."""
     control = _control(0.010, 0.008, 0.004, 0.2)
     _feed(control, 0.01)
@@ -506,15 +506,15 @@ def test_windows_that_ends_of_others_cut_short_do_not_pay() -> None:
     assert control.plan("p").uses_slice
 
 
-def test_nothing_measured_means_the_first_window() -> None:
-    control = WindowControl(1000, max_window=64, first_window=8)
+def test_nothing_measured_means_first_verify_every() -> None:
+    control = ExactControl(1000, max_verify_every=64, first_verify_every=8)
     control.add("p", 10, None)
     assert control.costs() is None
-    assert (control.plan("p").window, control.plan("p").uses_slice) == (8, True)
+    assert (control.plan("p").verify_every, control.plan("p").uses_slice) == (8, True)
 
 
 def test_the_full_head_takes_over_and_the_text_stays() -> None:
-    """A device whose head costs nothing: after some windows every token comes from the full one."""
+    """The head costs nothing: after some verifications every token comes from the full one."""
     model = FakeModel(24, seed=2)
 
     class TimedRunner(FakeRunner):

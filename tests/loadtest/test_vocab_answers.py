@@ -84,7 +84,7 @@ class LyingRunner(FakeRunner):
         return drawn
 
 
-def test_exact_is_compared_with_full_in_every_window() -> None:
+def test_exact_is_compared_with_full_for_every_verify_every() -> None:
     plain = answer_all(
         _engine({}),
         [
@@ -95,7 +95,9 @@ def test_exact_is_compared_with_full_in_every_window() -> None:
         _console(),
     )
     texts = [[*prompt, *plain[str(p)].ids] for p, prompt in enumerate(PROMPTS)]
-    engine = _engine({"p": _profile(_slice(2, 3, 4, 5, 6, 7))}, texts=texts, adapts_windows=False)
+    engine = _engine(
+        {"p": _profile(_slice(2, 3, 4, 5, 6, 7))}, texts=texts, may_use_full_head=False
+    )
     found = vocab_lossless.check(
         engine, EXAMPLES, PROMPTS, ("greedy", "temperature"), ("off", "auto"),
         max_tokens=14, console=_console(),
@@ -104,19 +106,24 @@ def test_exact_is_compared_with_full_in_every_window() -> None:
     exact = found["exact"]
     assert exact["all"]["num_missed"] > 5 and exact["all"]["num_accepted"] > 10
     assert (
-        sum(exact[f"window {w or 'adapted'}"]["num_answers"] for w in vocab_lossless.WINDOWS) == 20
+        sum(
+            exact[f"verify_every {w or 'adapted'}"]["num_answers"]
+            for w in vocab_lossless.VERIFY_EVERY
+        )
+        == 20
     )
-    per_window = {
-        w: exact[f"window {w}"]["num_checked"] / exact[f"window {w}"]["num_windows"]
+    per_verification = {
+        w: exact[f"verify_every {w}"]["num_checked"]
+        / exact[f"verify_every {w}"]["num_verifications"]
         for w in (1, 3, 7)
     }
-    assert per_window[1] < per_window[3], "neighbours of a window have the same one"
-    assert found["full"]["num_windows"] == 0
+    assert per_verification[1] < per_verification[3], "neighbours have the same verify_every"
+    assert found["full"]["num_verifications"] == 0
 
 
 def test_a_wrong_answer_of_exact_is_found() -> None:
     runner = LyingRunner(FakeModel(V, seed=4, alphabet=12), fake_info(vocab_size=V))
-    engine = _engine({"p": _profile(_slice(2, 3, 4, 5, 6, 7))}, runner, adapts_windows=False)
+    engine = _engine({"p": _profile(_slice(2, 3, 4, 5, 6, 7))}, runner, may_use_full_head=False)
     found = vocab_lossless.check(
         engine, EXAMPLES, PROMPTS, ("greedy",), ("off",), max_tokens=14, console=_console()
     )

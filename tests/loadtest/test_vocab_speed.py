@@ -63,7 +63,7 @@ def test_modes_side_by_side() -> None:
     full, exact = rounds["full"][0], rounds["exact"][0]
     assert exact.outputs == full.outputs
     assert full.num_tokens == sum(len(o) for o in full.outputs) - 2 == full.num_steps
-    assert exact.num_missed > 0 and exact.num_checked >= exact.num_windows
+    assert exact.num_missed > 0 and exact.num_checked >= exact.num_verifications
     assert all(
         t < 6 or t in p
         for o, p in zip(rounds["slice_1"][0].outputs, prompts, strict=True)
@@ -72,7 +72,7 @@ def test_modes_side_by_side() -> None:
     found = figures(rounds)
     assert found["full"]["against_full"]["median"] == 1.0
     assert found["full"]["head_ms"] == pytest.approx(0.002)
-    assert found["exact"]["windows"] == sum(r.num_windows for r in rounds["exact"])
+    assert found["exact"]["verifications"] == sum(r.num_verifications for r in rounds["exact"])
     assert found["slice_1"]["misses"] == 0
 
 

@@ -62,7 +62,7 @@ def make_engine(step_s: float) -> Engine:
             max_num_seqs=16,
             max_num_batched_tokens=256,
             chunked_prefill_rows=128,
-            adapts_windows=False,
+            may_use_full_head=False,
         ),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         profiles=lambda name: half_the_vocabulary(),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from vocab_store.cost import (
     HeadCosts,
-    asymptotic_window,
+    asymptotic_verify_every,
     best_fill,
-    best_window,
+    best_verify_every,
     exact_cost_s,
     expected_yield,
     full_cost_s,
@@ -23,73 +23,75 @@ seconds = st.floats(1e-4, 1.0)
 GEMMA = HeadCosts(body_s=0.018, full_s=0.020, vocab_size=262_144)
 
 
-def by_enumeration(miss: float, window: int) -> float:
+def by_enumeration(miss: float, every: int) -> float:
     """Sum over where the first miss falls."""
-    total = window * (1 - miss) ** window
-    for j in range(window):
+    total = every * (1 - miss) ** every
+    for j in range(every):
         total += (j + 1) * (1 - miss) ** j * miss
     return total
 
 
 @given(st.floats(0, 1), st.integers(1, 40))
-def test_expected_yield_is_the_sum_over_first_misses(miss: float, window: int) -> None:
-    assert expected_yield(miss, window) == pytest.approx(by_enumeration(miss, window), rel=1e-9)
+def test_expected_yield_is_the_sum_over_first_misses(miss: float, every: int) -> None:
+    assert expected_yield(miss, every) == pytest.approx(by_enumeration(miss, every), rel=1e-9)
 
 
-def test_exact_cost_is_what_a_simulation_of_windows_spends() -> None:
+def test_exact_cost_is_what_a_simulation_of_verifications_spends() -> None:
     rng = np.random.default_rng(5)
     costs = HeadCosts(0.018, 0.020, 1000, slice_fixed_s=0.001, verify_s=0.025, verify_row_s=0.0005)
-    miss, window, num_ids = 0.03, 12, 100
+    miss, every, num_ids = 0.03, 12, 100
     spent = tokens = 0.0
     for _ in range(20_000):
-        spent += window * (0.018 + 0.001 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
-        first = np.flatnonzero(rng.random(window) < miss)
-        tokens += (int(first[0]) + 1) if first.size else window
-    # 20,000 windows of 12: the mean kept has a standard error below 0.2 %.
-    assert exact_cost_s(costs, num_ids, miss, window) == pytest.approx(spent / tokens, rel=0.008)
+        spent += every * (0.018 + 0.001 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
+        first = np.flatnonzero(rng.random(every) < miss)
+        tokens += (int(first[0]) + 1) if first.size else every
+    # 20,000 verifications of 12 tokens: the mean kept has a standard error below 0.2 %.
+    assert exact_cost_s(costs, num_ids, miss, every) == pytest.approx(spent / tokens, rel=0.008)
 
 
-def test_windows_that_others_cut_short_cost_what_a_simulation_spends() -> None:
+def test_verifications_that_ends_bring_forward_cost_what_a_simulation_spends() -> None:
     rng = np.random.default_rng(6)
-    early_end, miss, window, num_ids = 0.2, 0.03, 24, 100
+    early_end, miss, every, num_ids = 0.2, 0.03, 24, 100
     costs = HeadCosts(0.018, 0.020, 1000, verify_s=0.025, verify_row_s=0.0005, early_end=early_end)
     spent = tokens = 0.0
     for _ in range(40_000):
-        run = min(window, int(rng.geometric(early_end)))
+        run = min(every, int(rng.geometric(early_end)))
         spent += run * (0.018 + 0.020 * num_ids / 1000 + 0.0005) + 0.025
         first = np.flatnonzero(rng.random(run) < miss)
         tokens += (int(first[0]) + 1) if first.size else run
-    assert exact_cost_s(costs, num_ids, miss, window) == pytest.approx(spent / tokens, rel=0.012)
-    best, cost = best_window(costs, num_ids, miss)
+    assert exact_cost_s(costs, num_ids, miss, every) == pytest.approx(spent / tokens, rel=0.012)
+    best, cost = best_verify_every(costs, num_ids, miss)
     assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, best), rel=1e-9)
-    assert cost > best_window(HeadCosts(0.018, 0.020, 1000, verify_s=0.025), num_ids, miss)[1]
+    assert cost > best_verify_every(HeadCosts(0.018, 0.020, 1000, verify_s=0.025), num_ids, miss)[1]
 
 
 @given(seconds, seconds, st.floats(0, 1), st.integers(0, 1000), st.integers(1, 30))
-def test_best_window_is_the_cheapest_of_all(
-    body_s: float, full_s: float, miss: float, num_ids: int, max_window: int
+def test_best_verify_every_is_the_cheapest_of_all(
+    body_s: float, full_s: float, miss: float, num_ids: int, max_verify_every: int
 ) -> None:
     costs = HeadCosts(body_s, full_s, 1000)
-    window, cost = best_window(costs, num_ids, miss, max_window)
-    prices = [(max_window_cost(costs, num_ids, miss, n), n) for n in range(1, max_window + 1)]
-    assert 1 <= window <= max_window
+    every, cost = best_verify_every(costs, num_ids, miss, max_verify_every)
+    prices = [
+        (enumerated_cost_s(costs, num_ids, miss, n), n) for n in range(1, max_verify_every + 1)
+    ]
+    assert 1 <= every <= max_verify_every
     assert cost == pytest.approx(min(prices)[0], rel=1e-9)
-    assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, window), rel=1e-9)
+    assert cost == pytest.approx(exact_cost_s(costs, num_ids, miss, every), rel=1e-9)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 64))
-def test_every_pair_of_chances_has_a_cost(miss: float, early_end: float, window: int) -> None:
+def test_every_pair_of_chances_has_a_cost(miss: float, early_end: float, every: int) -> None:
     """No rounding carries the two out of 0..1 together: an engine would stop over it."""
     costs = HeadCosts(0.018, 0.020, 1000, early_end=early_end)
-    cost = exact_cost_s(costs, 100, miss, window)
+    cost = exact_cost_s(costs, 100, miss, every)
     assert full_cost_s(costs) * 0.4 < cost < math.inf
-    assert best_window(costs, 100, miss, window)[1] <= cost * (1 + 1e-12)
+    assert best_verify_every(costs, 100, miss, every)[1] <= cost * (1 + 1e-12)
 
 
-def max_window_cost(costs: HeadCosts, num_ids: int, miss: float, window: int) -> float:
+def enumerated_cost_s(costs: HeadCosts, num_ids: int, miss: float, every: int) -> float:
     """The cost from its definition alone."""
     step = costs.body_s + costs.full_s * num_ids / costs.vocab_size
-    return (window * step + costs.full_s) / by_enumeration(miss, window)
+    return (every * step + costs.full_s) / by_enumeration(miss, every)
 
 
 @given(st.floats(1e-4, 0.004), st.floats(0.2, 5.0))
@@ -97,9 +99,9 @@ def test_the_square_root_rule_is_near_the_optimum(miss: float, ratio: float) -> 
     """docs/DESIGN.md: near sqrt(2 head / (miss body)); its cost is within 1 % of the best."""
     costs = HeadCosts(1.0, ratio, 1000)
     assume(miss * ratio < 0.01)
-    rule = asymptotic_window(costs, 0, miss)
-    window, cost = best_window(costs, 0, miss, 512)
-    assert window == pytest.approx(rule, rel=0.15, abs=1.0)
+    rule = asymptotic_verify_every(costs, 0, miss)
+    every, cost = best_verify_every(costs, 0, miss, 512)
+    assert every == pytest.approx(rule, rel=0.15, abs=1.0)
     assert exact_cost_s(costs, 0, miss, max(1, round(rule))) <= 1.01 * cost
 
 
@@ -107,16 +109,16 @@ def test_peers_table_gemma_at_one_percent_misses() -> None:
     """Gemma 3 270M, head 63 % of the bytes, 1 % slice, 1 % misses: N 18, 2.21x."""
     head, total = 262_144 * 640, 268_098_176
     costs = HeadCosts(body_s=1 - head / total, full_s=head / total, vocab_size=262_144)
-    window, cost = best_window(costs, 2621, 0.01)
-    assert abs(window - 18) <= 1
+    every, cost = best_verify_every(costs, 2621, 0.01)
+    assert abs(every - 18) <= 1
     assert full_cost_s(costs) / cost == pytest.approx(2.21, abs=0.02)
 
 
-def test_no_misses_want_the_widest_window_and_sure_misses_the_narrowest() -> None:
-    assert best_window(GEMMA, 2621, 0.0, 64)[0] == 64
-    assert asymptotic_window(GEMMA, 2621, 0.0) == math.inf
-    window, cost = best_window(GEMMA, 2621, 1.0, 64)
-    assert window == 1 and cost > full_cost_s(GEMMA), "the full head takes over"
+def test_no_misses_want_the_largest_verify_every_and_sure_misses_the_smallest() -> None:
+    assert best_verify_every(GEMMA, 2621, 0.0, 64)[0] == 64
+    assert asymptotic_verify_every(GEMMA, 2621, 0.0) == math.inf
+    every, cost = best_verify_every(GEMMA, 2621, 1.0, 64)
+    assert every == 1 and cost > full_cost_s(GEMMA), "the full head takes over"
 
 
 @given(
@@ -127,20 +129,20 @@ def test_no_misses_want_the_widest_window_and_sure_misses_the_narrowest() -> Non
     st.integers(1, 12),
 )
 def test_best_fill_is_the_cheapest_prefix(
-    gains: list[float], miss: float, body_s: float, full_s: float, max_window: int
+    gains: list[float], miss: float, body_s: float, full_s: float, max_verify_every: int
 ) -> None:
     costs = HeadCosts(body_s, full_s, 200)
-    fill = best_fill(costs, 20, miss, gains, num_dynamic=3.5, max_window=max_window)
+    fill = best_fill(costs, 20, miss, gains, num_dynamic=3.5, max_verify_every=max_verify_every)
     prices = []
     for count in range(len(gains) + 1):
         left = min(1.0, max(0.0, miss - sum(gains[:count])))
-        for window in range(1, max_window + 1):
+        for every in range(1, max_verify_every + 1):
             step = body_s + full_s * (20 + 3.5 + count) / 200
-            prices.append((window * step + full_s) / by_enumeration(left, window))
+            prices.append((every * step + full_s) / by_enumeration(left, every))
     assert fill.cost_s == pytest.approx(min(prices), rel=1e-7)
     assert fill.num_ids == 20 + fill.num_fill
     assert fill.full_s == pytest.approx(body_s + full_s)
-    again = exact_cost_s(costs, fill.num_ids + 3.5, fill.miss, fill.window)
+    again = exact_cost_s(costs, fill.num_ids + 3.5, fill.miss, fill.verify_every)
     assert fill.cost_s == pytest.approx(again, rel=1e-9)
 
 
@@ -156,8 +158,8 @@ def test_wrong_figures_are_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         HeadCosts(0.0, 1.0, 10)
     with pytest.raises(ValueError, match="miss"):
-        best_window(GEMMA, 10, 1.5)
-    with pytest.raises(ValueError, match="window"):
+        best_verify_every(GEMMA, 10, 1.5)
+    with pytest.raises(ValueError, match="verify_every"):
         expected_yield(0.1, 0)
-    with pytest.raises(ValueError, match="max_window"):
-        best_window(GEMMA, 10, 0.1, 0)
+    with pytest.raises(ValueError, match="max_verify_every"):
+        best_verify_every(GEMMA, 10, 0.1, 0)

@@ -5,7 +5,7 @@ The life of a slot:
     loading ──ready──> ready ──died──> restarting ──ready──> ready ...
        │  └──died without a word, or for lack of memory──> loading again, after a pause
        │                                   │
-       └──cannot be built: said so───────┬─┘ too many restarts in the window
+       └──cannot be built: said so───────┬─┘ too many restarts in window_s
                                          v
                                       failed
 

@@ -100,7 +100,7 @@ def _run(
 def test_exact_is_full_to_the_last_bit(family: str) -> None:
     runner = cpu_runner(families.build(family), num_blocks=48)
     rng = Random(7)
-    num_missed = num_windows = num_accepted = num_likely = 0
+    num_missed = num_verifications = num_accepted = num_likely = 0
     try:
         for seed in range(3):
             requests = _requests(seed)
@@ -135,12 +135,12 @@ def test_exact_is_full_to_the_last_bit(family: str) -> None:
                     )
                     assert result.logprobs == full.logprobs
                     num_missed += sum(v.num_missed for v in result.vocabulary)
-                    num_windows += sum(v.num_windows for v in result.vocabulary)
+                    num_verifications += sum(v.num_verifications for v in result.vocabulary)
                     num_accepted += sum(c.num_accepted for c in result.counts)
                     num_likely += sum(
                         kept for c in result.counts for s, _, kept in c.by_source if s == "logits"
                     )
     finally:
         runner.close()
-    assert num_missed > 30 and num_windows > num_missed
+    assert num_missed > 30 and num_verifications > num_missed
     assert num_accepted > 10 and num_likely > 5
