@@ -1,17 +1,17 @@
-"""AdapterShelf: the adapters of its base model that an engine knows, and those that are in memory.
+"""AdapterShelf: which adapters of its base model an engine knows, and which are in memory.
 
-    register   known from now on; read and checked in a thread
-    use        an open request needs it in memory; it is read in a thread if it is not
-    release    the request is over
-    forget     no request may name it any more; what runs with it ends with it
-    poll       between steps: what the threads have read gets its place at the runner
+    register   the engine knows the adapter from now on; a thread reads and checks it
+    use        an open request needs it in memory; a thread reads it if it is not there
+    release    the request has ended
+    forget     no further request may name it; it leaves memory when the last request has ended
+    poll       between steps: give what the threads have read a place at the runner
 
-Hundreds may be known and `most` are in memory. For one more, the one that was used longest ago
-goes; those that are pinned or that an open request uses stay. Where nothing may go, the request is
-refused: it would wait for other clients' requests to end.
+An engine may know hundreds of adapters; `most` of them are in memory. To make room for another, the
+least recently used one leaves memory. Pinned adapters and those of open requests stay. Where none
+may leave, the request is refused: otherwise it would wait for other clients' requests to end.
 
-An adapter is named by an id that holds a hash of its content, so that what was kept for one under
-a name (prefix cache, learned outputs, calibration) serves no other under the same name.
+An adapter's id holds a hash of its content. So what was kept for one adapter (prefix cache, learned
+outputs, calibration) never serves another adapter of the same name.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MAX_NAMES = 64
 class Vocabulary:
     """What the ids of a model or an adapter mean, apart from weights.
 
-    fingerprint: of the ids, as corpora name it (hex). enrichment, stop_table, grammars: None where
-    there is none, or an adapter has the base's. own_head: whether its head has rows of its own, so
-    that a slice of the base's head is none of its.
+    fingerprint: hex, of the ids, as corpora name it. enrichment, stop_table, grammars: None where
+    there is none, or where an adapter has the base model's. own_head: whether the adapter's head
+    has rows of its own, so that a slice of the base's head does not fit it.
     """
 
     fingerprint: str = ""
@@ -57,10 +57,11 @@ Reader = Callable[[AdapterOrder], Vocabulary]
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter that is known. Written by the shelf alone.
+    """One adapter that the engine knows. Written by the shelf alone.
 
-    vocabulary: None until it was read. place: of the runner, -1: not in memory. problem: why it
-    cannot be used, or "". uses: open requests. forgotten: no further request may name it.
+    vocabulary: None until it was read. place: its index at the runner, -1 while not in memory.
+    problem: why it cannot be used, or "". uses: open requests. forgotten: no further request may
+    name it.
     """
 
     order: AdapterOrder
@@ -80,7 +81,7 @@ class Adapter:
 
     @property
     def has_news(self) -> bool:
-        """Whether poll() has something to take, or has taken the last of it."""
+        """Whether poll() has something to do for it."""
         if self.is_ready or self.problem:
             return True
         waiting = [future for future in (self.reading, self.packed) if future is not None]
@@ -88,18 +89,20 @@ class Adapter:
 
     @property
     def takes_room(self) -> bool:
-        """Whether it is in memory, or on its way."""
+        """Whether it is in memory or being read."""
         return self.place >= 0 or self.packed is not None
 
 
 class AdapterShelf:
-    """See the top of this file. Everything public is called from the engine's thread.
+    """The adapters of one engine (see the top of this file). Public methods are called from the
+    engine's thread.
 
-    read: how what an adapter's ids mean is read; the composition root sets it.
+    read: reads what an adapter's ids mean; server.wiring sets it.
     """
 
     def __init__(self, runner: Runner, most: int) -> None:
-        """most: that are in memory at once. A runner that is no AdaptingRunner refuses all."""
+        """most: adapters in memory at once. A runner that is no AdaptingRunner refuses all of
+        them."""
         self.read: Reader = lambda _: Vocabulary()
         self._runner = runner if isinstance(runner, AdaptingRunner) else None
         self._most = most
@@ -109,8 +112,8 @@ class AdapterShelf:
         self._figures: dict[str, AdapterFigures] = {}
 
     def settle(self) -> list[str]:
-        """Wait until all that was registered is read; what is wrong with those that cannot be
-        used. At start: it holds up the loop."""
+        """Wait until everything registered is read; returns what is wrong with those that cannot be
+        used. Called at start only, because it blocks the loop."""
         for adapter in list(self._known.values()):
             under_way: list[Future[Any]] = [f for f in (adapter.reading, adapter.packed) if f]
             wait(under_way)
@@ -123,11 +126,11 @@ class AdapterShelf:
 
     @property
     def figures(self) -> tuple[AdapterFigures, ...]:
-        """Of every adapter that was in memory or asked for since the start, by name."""
+        """Figures by name, of each adapter that was in memory or asked for since the start."""
         return tuple(self._figures.values())
 
     def _count(self, adapter: Adapter, **more: int) -> None:
-        """Add to an adapter's figures; its bytes are those of all that have its name."""
+        """Add to the figures of an adapter's name; num_bytes sums all adapters of that name."""
         name = adapter.order.name
         if name not in self._figures and len(self._figures) >= MAX_NAMES:
             name = OTHER_ADAPTERS
@@ -138,7 +141,7 @@ class AdapterShelf:
     # -- what is known ----------------------------------------------------------------------
 
     def register(self, order: AdapterOrder, *, load: bool = True) -> None:
-        """Know an adapter. load: read its weights, too, where there is room.
+        """Add an adapter. load: read its weights as well, where there is room.
 
         Raises ValueError where this engine computes no adapters.
         """
@@ -156,18 +159,18 @@ class AdapterShelf:
             self._load(adapter)
 
     def forget(self, adapter_id: str) -> None:
-        """Refuse what comes; unknown ids are fine."""
+        """Refuse further requests for it; unknown ids are fine."""
         adapter = self._known.get(adapter_id)
         if adapter is not None:
             adapter.forgotten = True
             self._let_go(adapter)
 
     def find(self, adapter_id: str) -> Adapter | None:
-        """The adapter of an id, as long as a request may have it."""
+        """The adapter of an id, or None when no request may name it."""
         return self._known.get(adapter_id)
 
     def vocabulary(self, adapter_id: str) -> Vocabulary | None:
-        """What the ids of an adapter mean, once it was read. Any thread."""
+        """What the ids of an adapter mean, None until it was read. Called from any thread."""
         adapter = self._known.get(adapter_id)
         return None if adapter is None else adapter.vocabulary
 
@@ -186,8 +189,8 @@ class AdapterShelf:
         return text, "adapters_full"
 
     def use(self, adapter_id: str) -> Adapter:
-        """The adapter of an open request, which is read now if need be. After `refusal` said None;
-        `release` is called once for it."""
+        """The adapter of an open request; it is read now if it is not in memory. Called after
+        `refusal` said None; the caller calls `release` once."""
         adapter = self._known[adapter_id]
         self._known.move_to_end(adapter_id)
         adapter.uses += 1
@@ -198,7 +201,7 @@ class AdapterShelf:
         return adapter
 
     def release(self, adapter: Adapter) -> None:
-        """A request of it is over."""
+        """A request that uses it has ended."""
         adapter.uses -= 1
         self._let_go(adapter)
 
@@ -251,7 +254,7 @@ class AdapterShelf:
         return self._threads.submit(work, argument)
 
     def _victim(self) -> Adapter | None:
-        """Who may go for another: of those in memory the one that was used longest ago."""
+        """The least recently used adapter that may leave memory, or None."""
         for adapter in self._known.values():
             if adapter.place >= 0 and not adapter.uses and not adapter.order.pinned:
                 return adapter
@@ -262,7 +265,7 @@ class AdapterShelf:
         return taken < self._most or self._victim() is not None
 
     def _make_room(self) -> bool:
-        """Let one go if all places are taken. False: none may go."""
+        """Take one adapter out of memory if all places are taken. False: none may leave."""
         if sum(adapter.takes_room for adapter in self._known.values()) < self._most:
             return True
         victim = self._victim()
@@ -280,7 +283,7 @@ class AdapterShelf:
         adapter.place, adapter.num_bytes = -1, 0
 
     def _let_go(self, adapter: Adapter) -> None:
-        """What nobody may use any more leaves memory, and is no longer known."""
+        """Take an adapter that nobody may use any more out of memory, and forget it."""
         if not adapter.forgotten or adapter.uses or adapter.packed is not None:
             return
         if adapter.place >= 0:
@@ -307,7 +310,7 @@ class AdapterShelf:
         }
 
     def _states(self, _: Any) -> list[dict[str, Any]]:
-        """Of every adapter that may be named."""
+        """The state of each adapter that requests may name."""
         self.poll()
         return [
             {

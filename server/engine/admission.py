@@ -3,10 +3,10 @@
     refusal(request)   why a request cannot be served, or None
     open(request)      its sequences, one per choice
     hold(leader)       a request waits here until its adapter is read and its grammar compiled
-    prepared()         who waits no longer: ready to be queued, or failed
-    expired()          who has waited too long for a first step
+    prepared()         the requests whose wait is over: ready to be queued, or failed
+    expired()          the requests that have waited too long for a first step
 
-Nothing here touches the queues: the engine enqueues and fails.
+This module does not touch the queues: the engine enqueues and fails.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class _Preparing:
-    """A request that waits for its adapter, if it has one, and then for its grammar, if it has
-    one: at most until deadline_s (time.monotonic()), which begins with the grammar's work."""
+    """A request that waits for its adapter, if it names one, and then for its grammar, if it has
+    one. deadline_s: time.monotonic() at which it fails; set when the grammar begins to compile."""
 
     leader: Sequence
     adapter: Adapter | None = None
@@ -61,15 +61,15 @@ class _Preparing:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is something to do for it."""
+        """Whether its adapter or grammar is ready or has failed."""
         if self.template is not None:
             return self.template.done() or time.monotonic() > self.deadline_s
         return self.adapter is None or self.adapter.has_news
 
 
 class Admission:
-    """The gate before the queue. Reads the scheduler's queue and the open requests; writes only
-    what waits for adapters and grammars and when requests expire."""
+    """Decides before the queue. Reads the scheduler's queue and the open requests; writes only
+    which requests wait for adapters and grammars, and when requests expire."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Admission:
         adapters: AdapterShelf,
         vocabulary: Vocabulary,
     ) -> None:
-        """open_requests: the engine's, by id. vocabulary: of the base model."""
+        """open_requests: the engine's, by id. vocabulary: the base model's."""
         self._adapters = adapters
         self._info = info
         self._settings = settings
@@ -129,7 +129,8 @@ class Admission:
         return self._info.vocab_size if adapter is None else adapter.order.vocab_size
 
     def _bad_ids(self, request: Request) -> Refusal | None:
-        """A sampler's compiled code does not look at the bounds of its arrays."""
+        """Why ids of a request lie outside the vocabulary, or None. Compiled code does not check
+        them."""
         if request.request_id in self._open_requests:
             return Refusal("this request id is open already", "invalid_value")
         if not request.prompt_ids or request.num_choices < 1:
@@ -230,7 +231,7 @@ class Admission:
         return any(wait.is_over for wait in self._preparing)
 
     def hold(self, leader: Sequence) -> bool:
-        """Begin the waits of an opened request. False: it waits for nothing, and can be queued."""
+        """Begin the waits of an opened request. False: it waits for nothing and can be queued."""
         request = leader.request
         if request.queue_timeout_s > 0.0:
             heapq.heappush(
@@ -246,7 +247,7 @@ class Admission:
         return True
 
     def prepared(self) -> tuple[list[Sequence], list[Failure]]:
-        """(requests that have what they waited for, those that will not have it)."""
+        """(requests that are ready, requests that failed) since the last call."""
         ready: list[Sequence] = []
         failed: list[Failure] = []
         waiting, self._preparing = self._preparing, []
@@ -271,7 +272,8 @@ class Admission:
         return wait.leader.request.grammar is None or wait.leader.grammar is not None
 
     def _take_adapter(self, wait: _Preparing) -> Refusal | None:
-        """Begin with the grammar once the adapter is there. Why it never will be, or None."""
+        """Begin to compile the grammar once the adapter is in memory. Returns why it failed, or
+        None."""
         leader, adapter = wait.leader, wait.adapter
         grammars = self._grammars
         if adapter is not None:
@@ -296,7 +298,7 @@ class Admission:
         return None
 
     def _take_grammar(self, wait: _Preparing) -> Refusal | None:
-        """Give the choices their grammar once it is compiled. Why it never will be, or None."""
+        """Give the choices their grammar once it is compiled. Returns why it failed, or None."""
         template, leader = wait.template, wait.leader
         assert template is not None
         if not template.done():

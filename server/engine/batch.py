@@ -85,7 +85,11 @@ class HeadSlice:
 
 
 def places_of(ids: Int32, wanted: npt.NDArray[np.integer]) -> tuple[Int64, npt.NDArray[np.bool_]]:
-    """(where in ascending `ids` the wanted ones are that it has, which of them those are)."""
+    """Where the wanted ids stand in ascending `ids`.
+
+    Returns (int64 indexes into `ids` of the wanted ids that it holds, bool, for each wanted id
+    whether `ids` holds it).
+    """
     at = np.searchsorted(ids, wanted)
     found = at < ids.shape[0]
     found[found] = ids[at[found]] == wanted[found]

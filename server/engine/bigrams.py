@@ -1,8 +1,8 @@
 """The target model's own bigrams, for the drafter `grammys` (N-Grammys, arXiv 2411.03786).
 
-For every id the model is run on that id alone, behind its BOS where it has one, and its most
-probable next ids are kept with their probabilities: no data is needed. One row an id, two with a
-BOS; the cost is that of prefilling the whole vocabulary.
+The model is run on every id alone, behind its BOS where it has one, and the most probable next ids
+are kept with their probabilities. This needs no data. It takes one row per id, two with a BOS: as
+long as prefilling the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ def take_bigrams(
 
 
 def model_fingerprint(fingerprint: str) -> str:
-    """A model's fingerprint without what its weights and KV cache are kept as, which moves no
-    bigram that matters."""
+    """A model's fingerprint without the storage types of weights and KV cache, which hardly change
+    its bigrams."""
     return fingerprint.partition(":")[0]

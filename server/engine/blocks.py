@@ -9,7 +9,7 @@ A *Block* is `block_size` consecutive KV slots. It is always in exactly one of t
 A published block is keyed by sha256 over (model fingerprint, cache salt, parent key, token ids),
 so equal keys mean equal content, whoever wrote it. Rows may be written into a block only while
 its reference count is 1 and it is unpublished (`writable`). The pool moves no memory and knows
-no sequences; it hands out ids.
+no sequences; it only hands out ids.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def writable(self, block: int) -> bool:
-        """Whether rows may be written into it: one owner, and nobody can find it by content."""
+        """Whether rows may be written into it: its reference count is 1 and it is unpublished."""
         return self._ref_counts[block] == 1 and self._keys[block] is None
 
     def allocate(self) -> int:
@@ -91,7 +91,8 @@ class BlockPool:
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less to each. Pass a table's blocks last first: heads are evicted last."""
+        """Drop one reference to each. Pass a table's blocks last first, so that its first block is
+        evicted last."""
         for block in blocks:
             count = self._ref_counts[block] - 1
             if count < 0:

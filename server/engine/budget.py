@@ -10,11 +10,10 @@ takes the top S that maximises
 where mu is tokens per second: the best rate that a decode-only step of the same sequences and
 nodes can reach (Dinkelbach's fixed point for a ratio). mu leaves the step's prefill rows out, so
 a step that is slow because it prefills does not make nodes look cheap, while the cost difference
-is taken where the step really stands, prefill included. Who waits for a first token is counted in
-mu as one more sequence: a longer step makes it wait, and its drafts are not there to make up for
-it. Without that, first tokens under load came up to 1.2 times as late with drafts as without.
-S = 0 is the plain decode path.
-Everything here is pure numbers: no clock, no runner.
+is taken at the step's real row count, prefill included. A request that waits for its first token
+counts in mu as one more sequence: a longer step makes it wait, and it gains nothing from drafts.
+Without that, first tokens under load came up to 1.2 times as late with drafts as without.
+S = 0 is the plain decode path. This module computes with numbers only: no clock, no runner.
 """
 
 from __future__ import annotations
@@ -85,12 +84,13 @@ class CostTable:
     ) -> CostTable:
         """Measure on the real runner, in `repeats` passes over the row counts.
 
-        The least of a row count's steps counts: whoever else uses the machine only adds to them,
-        and the passes lie apart, so that one disturbance does not hit all of them. Past 16 rows
-        there is one pass (a start-up must be short, and observe() refines them), and past 8 the
-        first row count whose step passes limit_s is the last: without a figure for 8 rows a slow
-        or busy machine would never draft, and so never learn better. The KV term is the slope
-        between short_len and long_len keys at 8 rows (0 where long_len is not above short_len).
+        Each row count's shortest step counts, because other users of the machine only add time. The
+        passes are spread over time, so that one disturbance does not hit all of them. Past 16 rows
+        there is one pass (start-up must be short, and observe() refines the figures). Past 8 rows,
+        the first row count whose step takes longer than limit_s is the last one: without a figure
+        for 8 rows a slow or busy machine would never draft, and so never measure again. The KV term
+        is the slope between short_len and long_len keys at 8 rows (0 where long_len is not above
+        short_len).
         """
         prober(1, short_len)  # the first step pays for allocations and compilation
         least: dict[int, float] = {}
@@ -179,11 +179,13 @@ class DraftRecord:
 
     trust scales the survivals a drafter claims: accepted over predicted tokens, decayed, with a
     prior of 1, never above 1. After `patience` drafts in a row without one accepted token the
-    sequence is not asked for `pause` steps, doubling up to a bound; then one small probe is.
+    sequence is not asked for `pause` steps, which double up to a bound; then it is asked for one
+    small probe.
 
     A sequence whose proposals promise less than asking for them costs (`record_value`) rests as
-    well, for steps that double up to LAST_REST. With one stream asking costs thousandths of a token
-    and nobody rests; with 32 it would cost a twentieth of the step, and the budget takes few nodes.
+    well, for steps that double up to LAST_REST. With one stream, asking costs thousandths of a
+    token and no sequence rests; with 32 streams it would cost a twentieth of the step, and few
+    nodes are taken.
     """
 
     __slots__ = ("_accepted", "_left", "_misses", "_pause", "_predicted", "_rest", "_value")
@@ -209,18 +211,18 @@ class DraftRecord:
 
     @property
     def trust(self) -> float:
-        """0..1."""
+        """Factor on claimed survivals, 0..1."""
         return min(1.0, (self._accepted + self.PRIOR) / (self._predicted + self.PRIOR))
 
     def allowance(self) -> int:
-        """Called once a step before proposing: most nodes it may ask for, 0 while cooling."""
+        """Most nodes it may ask for in this step, 0 while cooling. Called once a step."""
         if self._left > 0:
             self._left -= 1
             return 0
         return self.PROBE_NODES if self._pause else 1 << 30
 
     def observe(self, predicted: float, num_accepted: int) -> None:
-        """A draft was verified: the sum of claimed survivals of its nodes, and what came of it."""
+        """A draft was verified. predicted: the sum of its nodes' claimed survivals."""
         self._predicted = self.DECAY * self._predicted + predicted
         self._accepted = self.DECAY * self._accepted + num_accepted
         if num_accepted:
@@ -233,8 +235,9 @@ class DraftRecord:
             self._left = self._pause
 
     def record_value(self, value: float, price: float) -> None:
-        """A proposal was made: the tokens that what was taken of it promises, less those that its
-        rows cost; and the tokens that could have been made in the time that asking took."""
+        """A proposal was made. value: tokens that the nodes taken from it promise, less the
+        tokens that their rows cost. price: tokens that could have been made in the time that
+        asking took."""
         self._value += self.VALUE_REFRESH * (value - self._value)
         if self._value >= price:
             self._rest = 0
@@ -243,7 +246,8 @@ class DraftRecord:
         self._left = max(self._left, self._rest)
 
     def decay(self) -> None:
-        """A proposal was not taken: old evidence fades, so that it is probed again some time."""
+        """A proposal was made and nothing of it was taken: old evidence fades, so that it is asked
+        again."""
         self._predicted *= self.DECAY
         self._accepted *= self.DECAY
 
@@ -262,11 +266,12 @@ class DraftBudget:
         self._host_s += _REFRESH * (seconds - self._host_s)
 
     def observe_asking(self, seconds: float, num_asked: int) -> None:
-        """Refresh what a proposal costs: num_asked of them took so many (CPU) seconds."""
+        """Refresh what a proposal costs: num_asked of them took `seconds` of CPU time."""
         self._ask_s += _REFRESH * (seconds / num_asked - self._ask_s)
 
     def price(self, num_draws: int, mean_len: float) -> float:
-        """Tokens that plain decoding of these sequences makes while one of them is asked."""
+        """Tokens that plain decoding of these sequences makes in the time that one proposal
+        takes."""
         return self._ask_s * self._plain_rate(num_draws, mean_len)
 
     def values(
@@ -304,11 +309,11 @@ class DraftBudget:
         max_nodes: int,
         num_waiting: int = 0,
     ) -> int:
-        """The most nodes that could pay if every one of them were accepted.
+        """The most nodes that could pay if every one of them were accepted; 0: nobody need propose.
 
-        0 means that nobody needs to propose at all. num_draws: sequences that draw this step.
-        base_rows: rows without drafts. mean_len: keys a node attends to. max_nodes: that fit.
-        num_waiting: sequences that wait for their first token.
+        num_draws: sequences that draw this step. base_rows: rows without drafts. mean_len: keys a
+        node attends to. max_nodes: that fit. num_waiting: sequences that wait for their first
+        token.
         """
         if self.cost is None or max_nodes <= 0:
             return max(0, max_nodes)
@@ -361,8 +366,8 @@ class DraftBudget:
         best = int(np.argmax(rates))  # ties: the fewest nodes
         if base_rows == num_draws and num_waiting == 0:
             return best
-        # Who waits for a first token loses as much by a longer step as who decodes does, and
-        # gains nothing by its drafts.
+        # A sequence that waits for its first token loses as much by a longer step as one that
+        # decodes, and gains nothing by drafts.
         price = rates[best] * (num_draws + num_waiting) / num_draws
         step_s = cost.costs(nodes + base_rows) + key_s * nodes
         return int(np.argmax(gain - price * (step_s - step_s[0])))

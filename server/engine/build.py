@@ -4,9 +4,9 @@ The order of rows: sequence by sequence, positions ascending, then the sequence'
 their order. The order of draws: sequence by sequence; the root's (one per choice that forks off
 it), then one per node.
 
-There is no mask of *attention* anywhere: tree attention is written down as path_slots, the slots of
-a node's ancestors, which a kernel reads beside the sequence's own prefix (batch.py). What is called
-a mask here is a grammar's: the ids a draw may give.
+There is no attention mask: tree attention is written as path_slots, the slots of a node's
+ancestors, which a kernel reads after the sequence's own prefix (batch.py). A mask here is always a
+grammar's: the ids that a draw may give.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_batch(
 
 
 class _Rows:
-    """The rows of a Batch as they are added; `num` of them are."""
+    """The rows of a Batch as they are added. num: rows added so far."""
 
     def __init__(self, num_rows: int, num_sequences: int, num_blocks: int) -> None:
         self.num = 0
@@ -92,7 +92,7 @@ class _Rows:
         self.path_slots: list[int] = []
 
     def add_positions(self, s: int, item: Scheduled) -> int:
-        """The prompt, last or recomputed tokens of a sequence; the row of the first of them."""
+        """Add the item's rows [start, start + num_rows); returns the row of the first of them."""
         sequence, start, num, r = item.sequence, item.start, item.num_rows, self.num
         size, table = sequence.block_size, sequence.table
         self.tables[s, : sequence.num_blocks] = table[: sequence.num_blocks]
@@ -114,8 +114,8 @@ class _Rows:
         return r
 
     def add_nodes(self, s: int, item: Scheduled, tree: CheckedTree) -> None:
-        """The nodes of a tree. Tree attention: a node sees its sequence up to the root, and its
-        ancestors and itself through path_slots, whatever lies between them in the KV cache."""
+        """Add the nodes of a tree. Tree attention: a node sees its sequence up to the root, and
+        through path_slots its ancestors and itself, wherever these lie in the KV cache."""
         size, table = item.sequence.block_size, item.sequence.table
         root, num = item.start + item.num_rows - 1, len(tree.token_ids)
         at = slice(self.num, self.num + num)
@@ -189,8 +189,8 @@ class _Scores:
         self.top: list[int] = []
 
     def add_prompt(self, item: Scheduled, first_row: int) -> int:
-        """Prompt tokens whose logprobs the request asks for; how many. The logprob of prompt token
-        p comes from the row of p - 1."""
+        """Add the prompt tokens whose logprobs the request asks for; returns how many. The logprob
+        of prompt token p comes from the row of p - 1."""
         sequence, start = item.sequence, item.start
         if not sequence.scores_prompt:
             return 0
@@ -203,20 +203,20 @@ class _Scores:
         return num
 
     def add_labels(self, root_row: int, labels: SequenceOf[int]) -> None:
-        """The request's label ids, as the next token after the prompt."""
+        """Add the request's label ids, as the next token after the prompt."""
         self.rows.extend([root_row] * len(labels))
         self.targets.extend(labels)
         self.top.extend([0] * len(labels))
 
 
 def _place(item: Scheduled) -> int:
-    """Where the sequence's adapter lies, -1 for the base model."""
+    """The place of the sequence's adapter at the runner, -1 for the base model."""
     adapter = item.sequence.adapter
     return -1 if adapter is None else adapter.place
 
 
 def _together(masks: SequenceOf[UInt32]) -> UInt32:
-    """All masks as one array, of the longest: adapters have ids of their own."""
+    """All masks as one array as wide as the widest: adapters may have ids of their own."""
     if not masks:
         return _NO_MASKS
     width = max(mask.shape[1] for mask in masks)

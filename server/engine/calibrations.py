@@ -1,7 +1,7 @@
 """Calibrations: how often drafts came true, per task, drafter, corpus and scope, kept on disk.
 
-The tables are the drafters' own (drafters.auto.trust, drafters.calibration). Which scope a request
-belongs to, and what is learned of outputs themselves: server/engine/task_store.py.
+The drafters define the tables (drafters.auto.trust, drafters.calibration). task_store.py says which
+scope a request belongs to, and learns finished outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 
 
 class Table(Protocol):
-    """drafters.auto.trust.Trust and drafters.calibration.Calibration, as far as they are kept."""
+    """What the engine needs of drafters.auto.trust.Trust and drafters.calibration.Calibration."""
 
     def save(self, path: Path | str) -> None: ...
 
@@ -56,10 +56,10 @@ class _Tally:
 
 
 class Calibrations:
-    """Everything is called from the engine's thread; files are written by another.
+    """One engine's calibrations. The engine's thread calls everything; another thread writes files.
 
-    folder: where they are, None is nowhere. save_every_s: seconds between writes. write_later: runs
-    a job that writes a file in the other thread.
+    folder: where they are kept, None for memory only. save_every_s: seconds between writes.
+    write_later: runs a job that writes a file in the other thread.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class Calibrations:
         self._next_save_s = time.monotonic() + save_every_s
 
     def calibrate(self, task: str, drafter: Drafter, corpus_id: str, scope: str) -> None:
-        """Let a new drafter go on with the table of its (task, name, corpus, scope).
+        """Give a new drafter the table of its (task, name, corpus, scope). Called before it has
+        sessions.
 
-        corpus_id: names the corpus by content, "" for none. Called before it has sessions.
+        corpus_id: names the corpus by content, "" for none.
         """
         attribute = "trust" if hasattr(drafter, "trust") else "calibration"
         own = cast("Table | None", getattr(drafter, attribute, None))
@@ -107,7 +108,8 @@ class Calibrations:
         setattr(drafter, attribute, table)
 
     def likely(self, task: str, scope: str) -> LikelyTable:
-        """What the model held likely in a scope's requests of a task. Its drafters write it."""
+        """The table of ids that the model held likely in a scope's requests of a task. Its drafters
+        write it."""
         from drafters.auto.likely import LikelyTable
 
         table = self._likely.setdefault((task, scope), LikelyTable())
@@ -134,15 +136,17 @@ class Calibrations:
         self._dirty.add((task, drafter, scope))
 
     def rows(self, table: Table) -> list[dict[str, Any]]:
-        """For people: a table and those of all other scopes, summed; the most offered first.
+        """A table and those of all other scopes, summed, for people to read; the most offered
+        first.
 
         Each row: source, min_match_length, predicted_share, offered, accepted, chance.
         """
         return _summed(self._tables_like(table))
 
     def corpus_fit(self, table: Table) -> tuple[float, float]:
-        """(tokens compared, sum of gains) of a table and those of all other scopes in memory: what
-        the corpus of drafters.auto.trust.CorpusFit brings; zeros for tables that do not compare."""
+        """(tokens compared, sum of gains in nats) of a table and those of all other scopes in
+        memory: what the corpus gains by drafters.auto.trust.CorpusFit; zeros for tables that do not
+        compare."""
         fits = [fit for known in self._tables_like(table) if (fit := getattr(known, "fit", None))]
         return sum(fit.num_tokens for fit in fits), sum(fit.gain for fit in fits)
 
@@ -154,7 +158,7 @@ class Calibrations:
     # -- upkeep -----------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Between steps: save what is due, one table a call: a copy of one is a fraction of a
+        """Between steps: save one table that is due. Copying it takes a fraction of a
         millisecond."""
         if self._to_save:
             self._save_next()
@@ -181,8 +185,8 @@ class Calibrations:
             self._save_table(key, self._tables[key])
 
     def _tables_like(self, table: Table) -> list[Table]:
-        """The tables of every scope with a table's task, drafter and corpus; of those that are not
-        in memory, what their files hold."""
+        """The tables of every scope with a table's task, drafter and corpus. Those that are not in
+        memory are read from their files."""
         found = next((key for key, known in self._tables.items() if known is table), None)
         if found is None:
             return [table]
@@ -207,7 +211,8 @@ class Calibrations:
     # -- files ------------------------------------------------------------------------------
 
     def _table_file(self, key: TableKey) -> Path | None:
-        """None for those of a cache_salt: clients invent salts, and files are for good."""
+        """The file of a key. None for those of a cache_salt: clients invent salts, and files
+        stay."""
         task, drafter, corpus_id, scope = key
         tenant, _, salt = scope.partition("\0")
         if self._folder is None or salt:

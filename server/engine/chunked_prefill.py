@@ -1,7 +1,7 @@
 """Chunked prefill: how many prompt rows a step computes while others decode.
 
-A long prompt in one step would hold up every sequence that decodes, so it comes in chunks, as rows
-of the same batches (scheduler.py). How large a chunk may be follows the measured cost of rows.
+A long prompt in one step would delay every sequence that decodes. So it comes in chunks, as rows of
+the same batches (scheduler.py). The size of a chunk follows the measured cost of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from server.engine.settings import EngineSettings
 def chunked_prefill_rows(
     settings: EngineSettings, cost: CostTable | None, running: Iterable[Sequence]
 ) -> int:
-    """Prompt rows of the next step, should anybody decode in it: see EngineSettings."""
+    """Most prompt rows of the next step, if any sequence decodes in it: see EngineSettings."""
     if cost is None or settings.target_step_s <= 0.0:
         return settings.most_prefill_rows
     num_decoding = num_keys = 0

@@ -1,7 +1,7 @@
 """TaskControl: what an engine keeps of tasks beyond a request, and what the API may ask of it.
 
-Finished outputs are handed on to the TaskStore once their whole request has finished well; new
-layers of learned outputs become new drafters; ("control", ...) messages report, reload and forget.
+When a whole request has finished well, its outputs go to the TaskStore. A new layer of learned
+outputs means a new drafter. ("control", ...) messages report, reload and forget.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.types import SpeculationParams
 
 
 class TaskControl:
-    """memory: None keeps nothing."""
+    """Keeps and reports what was learned of tasks. memory: None keeps nothing."""
 
     def __init__(self, drafters: DrafterRegistry, memory: TaskStore | None) -> None:
         self._drafters = drafters
@@ -34,14 +34,14 @@ class TaskControl:
         }
 
     def take_learned(self) -> None:
-        """New drafters for those whose learned outputs have a new layer."""
+        """Make drafters anew where the learned outputs have a new layer."""
         if self._memory is not None:
             for task, scope in self._memory.poll():
                 self._drafters.forget(task, scope)
 
     def remember(self, sequence: Sequence, finished: bool, is_last: bool) -> None:
-        """Take what a choice ended with. finished: it ended well. is_last: so has its request,
-        and its outputs are learned, unless another of its choices did not end well."""
+        """A choice has ended. finished: it ended well. is_last: its request has ended with it; then
+        its outputs are learned, unless one of its choices did not end well."""
         memory = self._memory
         if memory is None:
             return
@@ -73,7 +73,8 @@ class TaskControl:
             )
 
     def _report(self, payload: Any) -> dict[str, Any]:
-        """{"task", "drafter", "options", "corpus", "adapter"} of a task."""
+        """What the engine keeps of a task. payload: {"task", "drafter", "options", "corpus",
+        "adapter"}."""
         if self._memory is None:
             return {}
         spec = SpeculationParams(
@@ -87,13 +88,13 @@ class TaskControl:
         return self._memory.report(payload["task"], drafter)
 
     def _reload(self, _: Any) -> None:
-        """Drafters are made anew for requests that come; corpora may have changed."""
+        """Make drafters anew for later requests; corpora may have changed."""
         self._drafters.forget()
         if self._memory is not None:
             self._memory.refresh()
 
     def _forget(self, payload: Any) -> None:
-        """{"task"}: what the task has learned is dropped."""
+        """Drop what a task has learned. payload: {"task"}."""
         if self._memory is not None:
             self._memory.forget(payload["task"])
         self._drafters.forget(payload["task"])

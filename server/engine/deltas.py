@@ -1,4 +1,4 @@
-"""Deltas: the tokens of a sequence that may be sent and were not, as the engine hands them out."""
+"""Deltas: a sequence's verified tokens that were not sent yet, as the engine hands them out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_COUNTS = StepCounts()
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a choice ends; without a finish_reason it goes on."""
+    """How a choice ends. Without a finish_reason it goes on."""
 
     finish_reason: FinishReason | None = None
     stop_reason: int | bytes | None = None
@@ -25,10 +25,10 @@ GOES_ON = Ending()
 
 
 def next_delta(sequence: Sequence, slices: SliceBook, ending: Ending = GOES_ON) -> Delta:
-    """Everything that is verified and not released yet, which is released with it.
+    """A Delta with all tokens that are verified and not released yet; this releases them.
 
-    What is told once (prompt logprobs, the time in the queue, the cached tokens, the logprobs of
-    labels) is told in the sequence's first Delta.
+    Prompt logprobs, the time in the queue, the number of cached tokens and the logprobs of labels
+    are in the sequence's first Delta only.
     """
     request = sequence.request
     is_first = sequence.num_released == 0 and not sequence.has_spoken

@@ -1,10 +1,10 @@
-"""DrafterRegistry: which Drafter a request's speculation names, made once per distinct options.
+"""DrafterRegistry: the Drafter that a request's speculation names, made once per distinct options.
 
-The composition root registers, per drafter name, either a ready Drafter or a factory
-`(task, speculation) -> Drafter`. A factory is called with the task's name and the request's
-SpeculationParams and may read `options` and `corpus`; its result is kept for requests with the
-same (name, task, corpus, options, scope), least recently used ones are dropped past a bound. A
-drafter serves one scope: its calibration is made of that scope's outcomes alone.
+server.wiring registers, per drafter name, either a ready Drafter or a factory `(task, speculation)
+-> Drafter`. A factory gets the task's name and the request's SpeculationParams, and may read
+`options` and `corpus`. Its result is kept for requests with the same (name, task, corpus, options,
+scope); the least recently used ones are dropped past a bound. A drafter serves one scope, because
+its calibration is made of that scope's outcomes alone.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class DrafterRegistry:
         return drafter
 
     def forget(self, task: str | None = None, scope: str | None = None) -> None:
-        """Make a task's drafters anew from now on (None: everyone's). Open sessions go on.
+        """Make a task's drafters anew from now on (None: everyone's). Open sessions keep theirs.
 
-        scope: only those that draft from what this scope has learned.
+        scope: only the drafters that draft from what this scope has learned.
         """
         for key in [
             k
@@ -85,10 +85,10 @@ class DrafterRegistry:
 
 
 class CheckedTree:
-    """A DraftTree that was looked at, with its fields as lists.
+    """A DraftTree that was checked, with its fields as lists.
 
-    depths[i] is 1 for a child of the root; survival is a float64 array clipped to [0, 1] and to
-    the parent's.
+    depths[i] is 1 for a child of the root. survival: float64, clipped to [0, 1] and to the
+    parent's.
     """
 
     __slots__ = ("depths", "parents", "survival", "token_ids", "tree")
@@ -108,7 +108,7 @@ class CheckedTree:
         self.survival = np.asarray(survival, np.float64)
 
     def chances(self, trust: float) -> npt.NDArray[np.float64]:
-        """The survivals as far as the drafter is trusted: what the draft budget ranks by."""
+        """The survivals times the trust in the drafter: the draft budget ranks by them."""
         return self.survival * trust
 
     def evidence(self, accepted: Sequence[int]) -> tuple[float, int] | None:
@@ -132,7 +132,7 @@ class CheckedTree:
     ) -> CheckedTree | None:
         """Only the nodes whose whole path has allowed tokens; None when no node is left.
 
-        allowed: token ids -> whether each is one.
+        allowed: token ids -> whether each is allowed.
         """
         stays = allowed(np.asarray(self.token_ids, np.int32)).tolist()
         if all(stays):
@@ -164,7 +164,8 @@ class CheckedTree:
 
 
 def check_tree(tree: DraftTree, vocab_size: int, max_depth: int) -> CheckedTree:
-    """Raise DraftError unless the tree can be verified; nothing a drafter says is trusted."""
+    """Raise DraftError unless the tree can be verified. Drafters may be a user's own: nothing is
+    trusted."""
     token_ids: Sequence[int] = tree.token_ids.tolist()
     parents: Sequence[int] = tree.parents.tolist()
     claimed: Sequence[float] = tree.survival.tolist()

@@ -1,8 +1,8 @@
-"""Emission: from what was drawn in a step to the tokens of one choice.
+"""Emission: turns what was drawn in a step into the tokens of one choice.
 
-The drawn ids are followed through the tree, cut where the choice ends, and appended; counts, draft
-sources and the draft session learn of exactly the tokens that stand. Tokens drawn from an `exact`
-slice wait for verification (exact.py); all others are verified at once.
+It follows the drawn ids through the tree, cuts them where the choice ends, and appends them.
+Counts, draft sources and the draft session learn exactly the tokens that stand. Tokens drawn from
+an `exact` slice wait for verification (exact.py); all others are verified at once.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from server.engine.slices import SliceBook
 
 @dataclass(slots=True)
 class _Run:
-    """Drawn ids in order: the accepted nodes' and the one after them. path: the accepted nodes.
-    draws: where each id was drawn."""
+    """Drawn ids in order: those of the accepted nodes and the one after them. path: the accepted
+    nodes. draws: the index of each id's draw."""
 
     ids: list[int]
     draws: list[int]
     path: list[int]
 
     def keep(self, num: int) -> None:
-        """Only the first num ids; the last of them may be one that nothing drafted."""
+        """Keep the first num ids; the last of them may be one that no node proposed."""
         del self.ids[num:], self.draws[num:], self.path[num:]
 
 
 def _run_of(tree: CheckedTree | None, draw: int, drawn_ids: list[int]) -> _Run:
-    """draw: the root's."""
+    """The run of one choice. draw: index of its root's draw."""
     path: list[int] = []
     if tree is not None:
         nodes = drawn_ids[draw + 1 : draw + 1 + len(tree.token_ids)]
@@ -62,7 +62,7 @@ class KvMoves:
         self._dst: list[int] = []
 
     def add(self, sequence: Sequence, accepted: list[int]) -> None:
-        """Before num_computed moves on by the accepted nodes."""
+        """Note an accepted path. Called before num_computed moves on by its nodes."""
         size, table, first = sequence.block_size, sequence.table, sequence.num_computed
         for i, node in enumerate(accepted):
             if node != i:
@@ -115,7 +115,7 @@ class Emission:
         if sequence.grammar is not None and sequence.grammar.problem:
             if not waits:
                 return Outcome(sequence, end, NO_TOKEN_LEFT)
-            # Perhaps a wrong token's: it is checked before anything ends.
+            # A wrong token may have caused it: tokens are checked before anything ends.
             end, is_due = StopCut(end.num_kept), True
         run.keep(end.num_kept)
         if waits:
@@ -136,7 +136,7 @@ class Emission:
     def _append(
         self, sequence: Sequence, tree: CheckedTree | None, run: _Run, model_s: float
     ) -> None:
-        """The tokens of a run and all that is counted and learned of them."""
+        """Append the tokens of a run, count them, and teach the session."""
         source = tree.tree.source.tolist() if tree is not None else []
         if sequence.request.report_sources:
             sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
@@ -161,7 +161,7 @@ class Emission:
 
 
 def _note_rejected(sequence: Sequence, tree: CheckedTree, run: _Run) -> None:
-    """What was drafted beside the run's tokens, which are appended next."""
+    """Note what was drafted beside the run's tokens. Called before they are appended."""
     start, names = sequence.num_output, sequence.sources
     source = tree.tree.source.tolist()
     sequence.rejected_drafts.extend(

@@ -220,7 +220,7 @@ class Engine:
         return self.memory is not None and self.memory.has_news
 
     def tend(self) -> int | None:
-        """Upkeep while idle. Milliseconds after which there is more; None: only after a step."""
+        """Upkeep while idle. Returns milliseconds until the next; None: not before a step."""
         self.tasks.take_learned()
         return None if self.memory is None else self.memory.due_ms()
 
@@ -261,7 +261,7 @@ class Engine:
             self._fail(sequences[0], message, "engine_error")
 
     def close(self) -> None:
-        """Abort what is open, write down what is kept, release the device. Idempotent."""
+        """Abort open requests, write what is kept to disk, release the device. Idempotent."""
         self.abort_all()
         if self.memory is not None:
             self.memory.close()
@@ -277,7 +277,7 @@ class Engine:
     # -- verbs of the step ------------------------------------------------------------------
 
     def _schedule(self) -> Plan:
-        """The rows of the step, after everybody whose wait is over was let in or failed."""
+        """The rows of the step. First, requests whose wait is over are queued or failed."""
         self.adapters.poll()
         if self._admission.num_preparing:
             ready, failed = self._admission.prepared()
@@ -308,7 +308,7 @@ class Engine:
         return plan
 
     def _propose(self, plan: Plan) -> tuple[list[CheckedTree | None], float]:
-        """A tree or None per item, and the seconds it took; what is chosen has its blocks."""
+        """(a tree or None per item, seconds it took). The nodes chosen have their blocks."""
         trees: list[CheckedTree | None] = [None] * len(plan.items)
         self._most_drafts = 0
         drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
@@ -336,7 +336,7 @@ class Engine:
         return trees, time.perf_counter() - began
 
     def _fit(self, sequence: Sequence, tree: CheckedTree) -> CheckedTree | None:
-        """As much of a tree as gets blocks; drafts never preempt anybody for theirs."""
+        """As much of a tree as finds free blocks; drafts never preempt a sequence."""
         num = self.scheduler.reserve_drafts(sequence, len(tree.token_ids))
         if num:
             return tree.keep(num)
@@ -369,7 +369,7 @@ class Engine:
         self.recovery.step_done(any(item.draws for item in plan.items))
 
     def _finish_scored(self, item: Scheduled, span: Span, results: Results) -> None:
-        """A request that wanted logprobs of its prompt or of labels, and no tokens."""
+        """Finish a request that wants logprobs of its prompt or of labels, and no tokens."""
         sequence = item.sequence
         self.scheduler.publish(sequence)
         first = span.score + span.num_scores
@@ -411,7 +411,7 @@ class Engine:
             self._conclude(outcome)
 
     def _conclude(self, outcome: Outcome | None) -> None:
-        """After the verified mark has moved: publish, then finish, fail or release."""
+        """The verified mark has moved: publish blocks, then finish, fail or release."""
         if outcome is None:  # its tokens wait to be verified
             return
         sequence, end = outcome.sequence, outcome.end
@@ -436,7 +436,7 @@ class Engine:
     def _observe(
         self, plan: Plan, built: Built, began: float, propose_s: float, model_s: float
     ) -> None:
-        """The figures of a step that went well, for stats(), the cost table and the budget."""
+        """Note the figures of a step that succeeded, for stats(), the cost table and the budget."""
         batch = built.batch
         if self._cost is not None:
             self._cost.observe(batch.num_rows, built.num_keys, model_s)
@@ -458,7 +458,7 @@ class Engine:
     # -- ends -------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, ending: Ending) -> None:
-        """The last Delta of a choice; its blocks, its place and its session go back."""
+        """Hand out the last Delta of a choice; give back its blocks, seat and session."""
         self._deltas.append(next_delta(sequence, self.slices, ending))
         self.scheduler.remove(sequence)
         self.sessions.close(sequence)
@@ -474,13 +474,15 @@ class Engine:
         self.tasks.remember(sequence, finished, is_last=not sequences)
 
     def _fail(self, sequence: Sequence, message: str, code: str) -> None:
-        """A request fails as a whole: every open choice gets the error."""
+        """Fail a whole request: every open choice gets the error."""
         for choice in list(self._open.get(sequence.request.request_id, ())):
             self._finish(choice, Ending("error", None, message, code))
 
     def _recover(self, plan: Plan, error: Exception) -> None:
-        """The runner raised: nothing of the step counts, and what is in the KV cache is doubted.
-        Raises RunnerBrokenError after too many failures in a row."""
+        """The runner raised: drop the step and everything in the KV cache.
+
+        Raises RunnerBrokenError after too many failures in a row.
+        """
         self._emission.moves.take()
         self._exact.drop()
         self.pool.drop_cache()

@@ -27,7 +27,7 @@ from server.engine.slices import SliceBook
 class Outcome:
     """What became of a sequence's new tokens, all of which are verified now.
 
-    end: where they end the choice, if they do. problem: "" or why no token could be drawn.
+    end: where they end the choice, if they do. problem: why no token could be drawn, or "".
     """
 
     sequence: Sequence
@@ -37,8 +37,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A sequence that emitted from its slice in this step. end: what its tokens come to, if they
-    are right. is_due: they are to be verified now."""
+    """A sequence that emitted from its slice in this step. end: where its tokens end the choice, if
+    they are right. is_due: they must be verified in this step."""
 
     sequence: Sequence
     end: StopCut
@@ -54,11 +54,11 @@ class ExactVerifier:
         self._waiting: list[_Waiting] = []
 
     def add(self, sequence: Sequence, end: StopCut, is_due: bool) -> None:
-        """A sequence has emitted tokens that are not verified."""
+        """A sequence has emitted unverified tokens."""
         self._waiting.append(_Waiting(sequence, end, is_due))
 
     def drop(self) -> None:
-        """The step has failed: its tokens are taken back by preemption."""
+        """Forget the step, which has failed: preemption takes its tokens back."""
         self._waiting = []
 
     @property
@@ -121,7 +121,7 @@ class ExactVerifier:
         if sequence.request.report_sources:
             sequence.token_sources.append("")
         sequence.append([token])
-        # The rows before the right token are those of tokens that stand.
+        # The rows before the right token belong to tokens that stand.
         sequence.num_computed = min(num_computed, sequence.num_tokens - 1)
         self._sessions.learn(sequence, [token])
         sequence.verify(sequence.num_output)

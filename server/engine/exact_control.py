@@ -1,18 +1,19 @@
 """ExactControl: how many tokens an `exact` slice runs ahead, and when it does not pay.
 
-What: measured seconds of the body, of the full head, of slices and of verifications, and measured
-misses, put into the cost model of vocab_store.cost. What not: which tokens are verified (the
-engine), which rows a slice has (slices.py). Numbers in, numbers out: no clock is read here, and
-nothing here can change a text.
+It puts measured seconds (of the body, the full head, slices and verifications) and measured misses
+into the cost model of vocab_store.cost. It does not decide which tokens are verified (exact.py) or
+which rows a slice has (slices.py). It takes and returns numbers, reads no clock, and cannot change
+a text.
 
 Emitted tokens of one sequence that wait for the full head are its unverified tokens. When
 `verify_every` (N) of them wait, the full head verifies them.
 
-Times are of steps of the batches that run now. With trees a step yields several tokens: costs are
+Times are those of the batches that run now. With trees a step yields several tokens: costs are
 taken per token of a sequence, so that N tokens are N / tokens-per-step steps.
 
-What texts decide (misses, tokens a step) is counted per key, and a key serves one scope: its plans
-tell a client nothing about the texts of others. Times, ends and sizes of batches are the device's.
+Misses and tokens a step depend on texts. They are counted per key, and a key serves one scope, so
+that its plans tell a client nothing about the texts of others. Times, ends and sizes of batches are
+counted per device.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _GAIN_TO_RETURN = 0.95  # the slice must be this much cheaper to take over from 
 
 @dataclass(slots=True)
 class ExactPlan:
-    """What one profile's sequences do now: N, and whether the slice proposes."""
+    """What the sequences of one key do now: N, and whether they draw from the slice."""
 
     verify_every: int
     uses_slice: bool = True
@@ -53,15 +54,15 @@ class _Record:
 
 
 def _moved(old: float, new: float) -> float:
-    """A running mean that follows falling times fast and is not carried off by one slow step:
-    the first steps load compiled code, and any step may be disturbed."""
+    """A running mean that follows falling times fast and rising times slowly: the first steps load
+    compiled code, and any step may be disturbed."""
     if old == 0.0:
         return new
     return old + (3 * _RATE if new < old else _RATE) * (min(new, 3 * old) - old)
 
 
 class ExactControl:
-    """Plans per key: a profile, as one scope's requests fare with it. One writer, one thread.
+    """One plan per key (a profile and a scope). One writer, one thread.
 
     max_verify_every: most tokens held back. first_verify_every: N until costs are measured.
     may_use_full_head: whether `exact` may draw from the full head where that is cheaper (tests of
@@ -109,7 +110,7 @@ class ExactControl:
             del self._records[key]
 
     def plan(self, key: Hashable) -> ExactPlan:
-        """What the sequences of a key do now; first_verify_every for a key that is not known."""
+        """The plan of a key; one with first_verify_every for an unknown key."""
         record = self._records.get(key)
         return ExactPlan(self._first_verify_every) if record is None else record.plan
 
@@ -130,7 +131,7 @@ class ExactControl:
             self._slice_ids = _moved(self._slice_ids, num_ids)
 
     def observe_first(self, head_s: float) -> None:
-        """The full head of a step in which prompts ended: a measurement before any other."""
+        """Seconds of the full head in a step that ends prompts; used until a better one comes."""
         if head_s > 0.0 and self._full_s == 0.0:
             self._full_s = head_s
 
@@ -152,7 +153,7 @@ class ExactControl:
             self._row_s = _moved(self._row_s, max(0.0, seconds - self._full_s) / num_rows)
 
     def observe_checked(self, key: Hashable, num_tokens: int, missed: bool) -> None:
-        """So many tokens of a key were looked at, the last of them wrong or not."""
+        """num_tokens tokens of a key were verified; missed: the last of them was wrong."""
         record = self._records.get(key)
         if record is None:
             return
@@ -168,8 +169,8 @@ class ExactControl:
     # -- plans ------------------------------------------------------------------------------
 
     def costs(self, tokens_per_step: float = 1.0) -> HeadCosts | None:
-        """The measured costs, per token of a sequence that gains so many tokens a step; None until
-        body and full head are known."""
+        """The measured costs per token of a sequence that gains tokens_per_step tokens a step; None
+        until body and full head are measured."""
         if self._body_s <= 0.0 or self._full_s <= 0.0:
             return None
         fixed_s = 0.0

@@ -1,14 +1,14 @@
-"""What a drafter is expected to be worth on this machine: recorded outputs, replayed in steps.
+"""What a drafter is expected to gain on this machine: recorded outputs, replayed in steps.
 
-`forecast` runs recordings through a drafter as Engine.step would, but asks a CostTable instead of
-a model how long each step takes: the same planner (planner.py), prompts in chunks, the first tree
-in the step that ends the prompt. What the drafter itself costs is measured while it runs, in CPU
-seconds of the thread, so that a busy machine does not make drafts look dear. The plain decode of
-the same recordings in the same seats, whose steps have no drafts, is the yardstick:
+`forecast` runs recordings through a drafter as Engine.step would, but asks a CostTable instead of a
+model how long each step takes. The planner is the engine's (planner.py), prompts come in chunks,
+and the first tree hangs off the step that ends the prompt. The drafter's own time is measured while
+it runs, in CPU seconds of the thread, so that a busy machine does not make drafts look expensive.
+The result is compared with the plain decode of the same recordings in the same seats:
 
     speedup = seconds without drafts / seconds with them
 
-Verification is exact, so nothing depends on luck: the tokens are the recorded ones.
+The tokens are the recorded ones, so the forecast does not depend on sampling.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Forecast:
 
 
 class _Seat:
-    """One recording on its way: prompt rows computed, output tokens emitted."""
+    """One recording under way: prompt rows computed, output tokens emitted."""
 
     __slots__ = ("num_computed", "position", "record", "recording", "session")
 
@@ -89,9 +89,9 @@ def forecast(
 ) -> Forecast:
     """Replay `recordings` in `num_streams` seats, in order, and price every step.
 
-    drafter: None is the plain path. vocab_size: what ids of trees are checked against. max_rows:
-    rows a step. Recordings without a prompt or without an output are left out. Raises ValueError
-    when none is left, and DraftError for a tree that an engine would refuse.
+    drafter: None for the plain path. vocab_size: bound on the ids of trees. max_rows: rows a step.
+    Recordings without a prompt or without an output are left out. Raises ValueError when none is
+    left, and DraftError for a tree that an engine would refuse.
     """
     usable = [r for r in recordings if len(r.prompt_ids) and len(r.output_ids)]
     if not usable:
@@ -147,7 +147,7 @@ class _Load:
         self._max_rows = max(max_rows, num_streams)
 
     def run(self) -> None:
-        """Seat, step and leave until every recording is done."""
+        """Seat recordings, step, and free seats until every recording is done."""
         waiting = iter(self._recordings)
         seats: list[_Seat] = []
         while True:
@@ -190,7 +190,7 @@ class _Load:
         began = time.thread_time()
         trees = self._propose(drawing, num_rows, sum(seat.position == 0 for seat in seats))
         spent_s = time.thread_time() - began
-        for seat in seats:  # while the device works: not on the step's path
+        for seat in seats:  # while the device works: its time is not the step's
             if seat.session is not None:
                 seat.session.settle()
         began = time.thread_time()

@@ -1,14 +1,14 @@
-"""Grammars in the step loop: one state a choice follows what it says, and gives each row its mask.
+"""Grammars in the step loop: each choice has a state that consumes its tokens and makes its masks.
 
     grammars = GrammarCompiler(load_tokenizer, vocab_size, eos_token_ids)
     template = grammars.compile(spec, scope)  # a Future; equal specs of a scope share one
     state = GrammarState(template.result())   # one per choice
     state.fill_mask(row); state.consume(token_id); state.is_complete; state.rollback(num_tokens)
 
-What a choice may say next depends on the tokens it has consumed and on nothing else, so the masks,
-and with them the text, are the same with and without drafts. `constrain` walks a draft tree with
-the state, drops what the grammar forbids before the draft budget is spent, and adds what the
-grammar forces: tokens that are certain, so that such a draft is always accepted.
+The allowed next tokens depend on the tokens consumed and on nothing else, so the masks and the text
+are the same with and without drafts. `constrain` walks a draft tree with the state,
+drops nodes that the grammar forbids before the draft budget is spent, and adds the tokens that the
+grammar forces: those are the only ones allowed, so such a draft is always accepted.
 
 llguidance (Moskal and others, github.com/guidance-ai/llguidance) parses with an Earley parser over
 a lexer of derivatives and walks the vocabulary as a trie. Forced bytes are tokenized the way the
@@ -62,16 +62,17 @@ class GrammarState:
 
     @property
     def is_dead_end(self) -> bool:
-        """Whether the text so far can be no part of one that matches."""
+        """Whether no text that matches begins with the text so far."""
         return self.problem.startswith("NoExtension")
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output matches and nothing can follow it."""
+        """Whether the output matches the grammar and no token can follow it."""
         return not self.problem and self._matcher.is_stopped() and self._matcher.is_accepting()
 
     def consume(self, token_id: int) -> bool:
-        """Go on by one token. False, and a problem, when the grammar does not allow it here."""
+        """Take one more token. False, with `problem` set, when the grammar does not allow it
+        here."""
         if self.problem:
             return False
         if self._matcher.try_consume_tokens([token_id]) != 1 or self._matcher.is_error():
@@ -81,7 +82,8 @@ class GrammarState:
         return True
 
     def rollback(self, num_consumed: int) -> None:
-        """Back to the first `num_consumed` tokens. Raises ValueError for a mark that lies ahead."""
+        """Go back to the first `num_consumed` tokens. Raises ValueError for more than were
+        consumed."""
         num = len(self._consumed) - num_consumed
         if num < 0:
             raise ValueError(f"cannot go back to {num_consumed} of {len(self._consumed)} tokens")
@@ -92,7 +94,8 @@ class GrammarState:
             self.rebuild()
 
     def rebuild(self) -> None:
-        """The state again from the grammar's start: a matcher that failed stays as it is."""
+        """Make the state again from the grammar's start, because a matcher that failed stays
+        failed."""
         self._matcher = self._template.matcher.deep_copy()
         self.problem = ""
         consumed, self._consumed = self._consumed, []
@@ -110,7 +113,7 @@ class GrammarState:
         row[:] = 0
 
     def forced(self) -> list[int]:
-        """Tokens that are the only way on, in order; often none. EOS is never among them."""
+        """The tokens that the grammar forces from here on, in order; often none. Never EOS."""
         if self.problem or self._matcher.is_stopped():
             return []
         forced = self._matcher.compute_ff_tokens()
@@ -121,11 +124,11 @@ class GrammarState:
 
 
 class ConstrainedTree(CheckedTree):
-    """A CheckedTree that a grammar has been over.
+    """A CheckedTree that was walked with a grammar.
 
-    own: per node its index in the session's tree, -1 for a forced one. num_certain: the first so
-    many nodes are a chain that the grammar forces from the root on: they are accepted whatever
-    the model says. session_tree: what the session had proposed, or None.
+    own: per node its index in the session's tree, -1 for a forced one. num_certain: length of the
+    chain of first nodes that the grammar forces from the root on; they are always accepted.
+    session_tree: what the session proposed, or None.
     """
 
     __slots__ = ("num_certain", "own", "session_tree")
@@ -147,7 +150,7 @@ class ConstrainedTree(CheckedTree):
         self.session_tree = session_tree
 
     def chances(self, trust: float) -> npt.NDArray[np.float64]:
-        """Forced nodes at the root are certain however the drafter has fared."""
+        """As CheckedTree.chances; forced nodes at the root have chance 1."""
         chances = self.survival * trust
         chances[: self.num_certain] = 1.0
         return chances
@@ -171,7 +174,7 @@ class ConstrainedTree(CheckedTree):
         )
 
     def evidence(self, accepted: Sequence[int]) -> tuple[float, int] | None:
-        """Only what the drafter claimed counts for or against it."""
+        """As CheckedTree.evidence; only nodes that the drafter proposed count."""
         if len(self.token_ids) == self.num_certain:
             return None
         claimed = float(self.survival[self.num_certain :].sum())
@@ -253,14 +256,14 @@ def constrain(
     max_depth: int,
     source: int,
 ) -> CheckedTree | None:
-    """The tree that the grammar leaves of a proposal, with what it forces hung in.
+    """The part of a proposal that the grammar allows, with the tokens that it forces added.
 
-    state: at the root; it is moved about and put back. forced: what state.forced() said at the
-    root, cut to max_nodes and max_depth; it comes first. proposed: what the session proposes to
-    follow it, or None. source: FORCED's index in the sequence's sources. A node is kept when the
-    mask at its parent allows its token, so nothing is verified that could not be drawn. Where a
-    drafted path ends or leaves what the grammar forces, the forced tokens go on from it, with the
-    path's own chance. Of more than max_nodes the likeliest stay. None when nothing is left.
+    state: at the root; it is moved and put back. forced: what state.forced() returned at the root,
+    cut to max_nodes and max_depth; it comes first. proposed: what the session proposes after it, or
+    None. source: FORCED's index in the sequence's sources. A node is kept when the mask at its
+    parent allows its token, so no node is verified that could not be drawn. Where a drafted path
+    ends or leaves the forced tokens, these continue it, with the path's own chance. Of more than
+    max_nodes the likeliest stay. None when nothing is left.
     """
     growth = _Growth(source, forced)
     if proposed is None:
@@ -278,7 +281,7 @@ def constrain(
     stack: list[tuple[int, int]] = []
 
     def visit(node: int, grown: int) -> None:
-        """The state is at `grown`: hang in what is forced there, push the children allowed."""
+        """The state is at `grown`: add what is forced there, push the allowed children."""
         depth = 0 if grown < 0 else growth.depths[grown]
         if depth >= max_depth or state.problem:
             return
@@ -316,13 +319,13 @@ def constrain(
 def fill_masks(state: GrammarState, tree: CheckedTree | None) -> UInt32:
     """The masks of a root and of a tree's nodes below it: uint32 [1 + num_nodes, num_words].
 
-    state: at the root; it is moved about and put back.
+    state: at the root; it is moved and put back.
     """
     num = 0 if tree is None else len(tree.token_ids)
     masks = np.zeros((1 + num, state.num_words), np.uint32)
     state.fill_mask(masks[0])
     if state.problem:
-        # What drafts made the matcher remember counts against its limits: once more, without it.
+        # What the matcher stored for drafts counts against its limits: try again without it.
         state.rebuild()
         state.fill_mask(masks[0])
     if tree is None or state.problem:

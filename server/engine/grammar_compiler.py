@@ -1,6 +1,6 @@
 """GrammarCompiler: GrammarSpecs compiled for one tokenizer, off the step loop.
 
-What a compiled grammar is used for: server/engine/grammar.py.
+grammar.py uses what is compiled here.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class GrammarTemplate:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer in threads of its own, and keeps the last ones.
+    """Compiles grammars for one tokenizer in its own threads, and keeps the most recent ones.
 
-    load_tokenizer: called once, by load(), or in a thread when the first grammar comes. That holds
-    up the step loop, so an engine calls load() before it is ready. max_kept, max_kept_chars:
-    compiled grammars that are kept, and the length of their sources together (a large schema takes
-    some 50 bytes a character once it is compiled); least recently used ones go. They are kept per
-    scope: that a grammar is there already would tell one client what another asks. timeout_s: how
-    long a request may wait for its grammar (the engine gives up on it then). Calls come from the
-    engine's thread.
+    load_tokenizer: called once, by load(), or in a thread when the first grammar comes. It blocks
+    the step loop (interpreter lock), so an engine calls load() before it is ready. max_kept,
+    max_kept_chars: bounds on the compiled grammars kept, and on the length of their sources
+    together (a large schema takes about 50 bytes a character once compiled); the least recently
+    used go first. Grammars are kept per scope: a grammar that is already compiled would tell one
+    client what another asks. timeout_s: how long a request may wait for its grammar; the engine
+    then fails it. The engine's thread calls all methods.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class GrammarCompiler:
         self._tokenizer: Future[GrammarTokenizer] | None = None
 
     def compile(self, spec: GrammarSpec, scope: str = NO_SCOPE) -> Future[GrammarTemplate]:
-        """The compiled grammar, sooner or later. The Future raises ValueError for one that cannot
-        be compiled for this tokenizer. scope: whose it is (Request.scope)."""
+        """A Future of the compiled grammar. It raises ValueError for a grammar that cannot be
+        compiled for this tokenizer. scope: whose it is (Request.scope)."""
         key = (scope, spec)
         future = self._kept.get(key)
         if future is not None and not (future.done() and _failed(future)):
             self._kept.move_to_end(key)
             return future
         if self._tokenizer is None:
-            # Done by whichever thread comes first; the others wait in their own.
+            # The first thread loads it; the others wait.
             self._tokenizer = self._threads.submit(self._load_tokenizer)
         if self._kept.pop(key, None) is not None:  # one that failed
             self._num_kept_chars -= len(spec.source)
@@ -104,7 +104,7 @@ class GrammarCompiler:
                 self._tokenizer.set_exception(error)
 
     def tokenizer(self) -> GrammarTokenizer:
-        """What load() read. From any thread. Raises what was wrong with it."""
+        """What load() read. Called from any thread. Raises what load() met."""
         if self._tokenizer is None:
             raise RuntimeError("no tokenizer was loaded")
         return self._tokenizer.result()
@@ -115,7 +115,7 @@ class GrammarCompiler:
         return len(self._kept)
 
     def close(self) -> None:
-        """End the threads; what is being compiled is left to itself. Idempotent."""
+        """End the threads; compilations under way are not waited for. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> GrammarTemplate:
@@ -129,11 +129,11 @@ class GrammarCompiler:
         matcher = LLMatcher(known.library, text, log_level=0, limits=grammar_limits())
         template = GrammarTemplate(matcher, self.vocab_size)
         if not matcher.is_error():
-            # What the first mask finds out, copies know: the step loop is spared a long beginning.
+            # Copies keep what the first mask computed, so the step loop does not compute it.
             row = np.empty(template.num_words, np.uint32)
             matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED_TOKENS:
-                # They would be kept, a third of a kilobyte each, and walked at every step.
+                # They would be kept, 0.3 KB each, and walked at every step.
                 raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
         if matcher.is_error():
             problem = one_line(matcher.get_error())
@@ -148,6 +148,6 @@ def _failed(future: Future[GrammarTemplate]) -> bool:
 
 
 def one_line(message: str) -> str:
-    """What llguidance says of a problem, on one line of printable ASCII."""
+    """A message of llguidance on one line of printable ASCII."""
     message = " ".join(message.replace("<non-verbose/>", "").split())
     return message.encode("ascii", "backslashreplace").decode()[:200]

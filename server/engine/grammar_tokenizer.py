@@ -1,10 +1,10 @@
-"""A tokenizer for grammars: it never reads the name of a control token in a text as that token.
+"""A tokenizer for grammars that never reads the name of a control token in a text as that token.
 
 A tokenizer.json turns "<|im_end|>" inside any text into the control token of that name, and
-llguidance asks it how a forced text is tokenized. A schema's constant, a choice or a tool's enum
-that holds such a name would then end the answer, or be refused. So llguidance gets the tokenizer
-with those names replaced by ones that nobody can write: their ids and everything else stay.
-A Lark grammar may still ask for a control token, by its name without quotes or as <[id]>.
+llguidance asks it how a forced text is tokenized. Then a schema's constant, a choice or a tool's
+enum that holds such a name would end the answer, or be refused. So llguidance gets the tokenizer
+with those names replaced by random ones that no client can guess; the ids stay the same. A Lark
+grammar may still ask for a control token, by its name without quotes or as <[id]>.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def load_grammar_tokenizer(
     eos_token_ids: Sequence[int],
     enrichment: Enrichment | None = None,
 ) -> GrammarTokenizer:
-    """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids, 3 s for 262,000, and
-    holds the interpreter lock.
+    """llguidance's view of a tokenizer.json. Takes 0.3 s for 49,000 ids and 3 s for 262,000, and
+    holds the interpreter lock meanwhile.
 
     vocab_size: the model's, which may be padded above the tokenizer's; padded ids are in no mask.
     enrichment: tokens of the model's own; a forced text is cut into the fewest ids.
@@ -82,8 +82,8 @@ def enriched_grammar_tokenizer(
     eos_token_ids: Sequence[int],
     enrichment: Enrichment,
 ) -> GrammarTokenizer:
-    """`base` with an enrichment's tokens. It holds the interpreter lock for a third of the time
-    that load_grammar_tokenizer would, so an adapter in a running engine has it so."""
+    """`base` with an enrichment's tokens. Takes a third of load_grammar_tokenizer's time, so a
+    running engine uses it for adapters."""
     from llguidance import LLTokenizer
 
     special = sorted({*base.hidden.values(), *eos_token_ids})

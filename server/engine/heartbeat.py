@@ -1,9 +1,8 @@
-"""Heartbeat: tells the API how long the step loop has been at what it is doing.
+"""Heartbeat: tells the API how long the step loop has been busy with its current piece of work.
 
-The loop stamps its own progress (`working`, `idle`); a thread of the engine's process reports the
-stamps and judges nothing. So a loop that hangs is told by an age that grows, although its thread
-still speaks; and a process that is stopped, or that holds the interpreter lock, is told by silence,
-which the API counts by its own clock.
+The loop stamps its own progress (`working`, `idle`), and a thread of the engine's process reports
+the stamps. If the loop hangs, the reported age grows. If the process is stopped, or holds the
+interpreter lock, no report comes, and the API counts the silence by its own clock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Heartbeat:
     """
 
     def __init__(self, send: Callable[[Message], None], every_s: float = BEAT_S) -> None:
-        """send: safe to call from another thread than the loop's. OSError ends the beats."""
+        """send: callable from a thread other than the loop's; an OSError from it ends the beats."""
         self._send = send
         self._every_s = every_s
         self._busy_since_s: float | None = None  # written by the loop alone
@@ -33,7 +32,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def working(self) -> None:
-        """The loop goes on to its next piece of work."""
+        """The loop begins its next piece of work."""
         self._busy_since_s = time.monotonic()
 
     def idle(self) -> None:

@@ -37,7 +37,7 @@ EngineFactory = Callable[[], Engine]
 _STOP_SIGNAL = signal.SIGUSR1
 _PREPARING_MS = 1  # between looks at a grammar or adapter on its way, while nothing else is open
 _FINAL = (TailorError, ValueError, TypeError, ImportError, NotImplementedError)
-"""What a factory raises when starting again would not help: a wrong model, a wrong setting. Others
+"""Errors of a factory after which a restart would not help: a wrong model, a wrong setting. Others
 (memory that another process holds, a device that is not there yet) may pass."""
 
 _MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
@@ -54,13 +54,13 @@ class EngineHost:
         self._pending: list[Delta] = []
         self._draining = False
         self._num_errors = 0
-        # On an accelerator Deltas are sent while the next step computes. On the CPU that step
-        # would delay them by its whole length.
+        # On an accelerator Deltas are sent while the next step computes. On the CPU the next step
+        # would delay them by its whole length, so they are sent before it.
         self._sends_late = not engine.info.device.startswith("cpu")
         self._sending = threading.Lock()  # the heartbeat's thread sends, too
 
     def run(self) -> int:
-        """The loop. Returns the exit status: 0 when it was told to end, 1 otherwise."""
+        """The loop. Returns the exit status: 0 when it was told to end, else 1."""
         engine, connection = self._engine, self._connection
         poller = select.poll()
         poller.register(connection.fileno(), select.POLLIN)
@@ -107,7 +107,7 @@ class EngineHost:
             self._connection.send_bytes(data)
 
     def _take(self) -> bool:
-        """One message. False: stop now."""
+        """Handle one message. False: stop now."""
         engine = self._engine
         message = channel.receive(self._connection)
         kind = message[0]
@@ -126,7 +126,7 @@ class EngineHost:
         return True
 
     def _control(self, call_id: int, name: str, payload: Any) -> None:
-        """Answers {"ok": True, "value": ...} or {"ok": False, "error": message}."""
+        """Call a control; send {"ok": True, "value": ...} or {"ok": False, "error": message}."""
         answer: dict[str, Any]
         try:
             control = self._engine.controls.get(name)
@@ -142,7 +142,7 @@ class EngineHost:
             self._tell(("control", call_id, answer))
 
     def _step(self) -> bool:
-        """One step and its Deltas. False: the engine is beyond repair."""
+        """Do one step and send its Deltas. False: the engine cannot go on."""
         engine = self._engine
         try:
             deltas = engine.step(self._flush if self._sends_late else None)
@@ -197,7 +197,7 @@ def _build(factory: EngineFactory, connection: Connection) -> Engine | None:
 
 
 def _watch_parent() -> None:
-    """Ends this process with its parent, whatever the main thread is busy with."""
+    """End this process when its parent ends, whatever the main thread is doing."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,5 +1,5 @@
-"""The grammars' masks of one step: which ids each draw may give. Attention has no masks here:
-what a row attends to is said by its batch's prefix and path columns (batch.py)."""
+"""The grammars' masks of one step: which ids each draw may give. Attention has no masks: the prefix
+and path columns of a batch say what a row attends to (batch.py)."""
 
 from __future__ import annotations
 

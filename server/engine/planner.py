@@ -1,12 +1,13 @@
-"""DraftPlanner: the draft policy. It says which choices draft how much in a step.
+"""DraftPlanner: the draft policy. It decides which choices draft how many nodes in a step.
 
-The step loop and the forecast of `tailor tasks tune` call the same planner, so what is forecast is
-what is served. In order, for the choices that draw and have a draft session (an `Ask` each):
+The step loop and the forecast of `tailor tasks tune` call the same planner, so the forecast follows
+the policy that is served. In order, for the choices that draw and have a draft session (an `Ask`
+each):
 
 1. allowance   a choice whose drafts keep missing or keep costing too much sits out (DraftRecord)
 2. ceiling     the most nodes that could pay if all of them were accepted; none: nobody is asked
-3. asking      each session proposes a tree; a grammar forces and forbids, a slice of the LM head
-               forbids; what a drafter says is checked, and an error is handed back
+3. asking      each session proposes a tree; a grammar adds and drops nodes, a slice of the LM head
+               drops nodes; the tree is checked, and an error is handed back
 4. choice      of all trees together the nodes that make the most tokens a second (DraftBudget)
 5. credit      what was taken is weighed against what asking cost, for the next allowance
 
@@ -48,10 +49,10 @@ class StepShape:
 class Ask:
     """A choice that draws in this step and may draft.
 
-    max_nodes: most nodes its request allows. max_depth: most nodes on a path, at least 1.
-    grammar: at the root; it is moved about and put back. forced_source: the index of the source
-    that forced tokens are counted under. allowed: of its LM-head slice, or None for every id.
-    vocab_size: what its ids are checked against, 0 = the planner's.
+    max_nodes: most nodes its request allows. max_depth: most nodes on a path, at least 1. grammar:
+    at the root; it is moved and put back. forced_source: the index of the source that forced tokens
+    are counted under. allowed: the drafted ids that its LM-head slice allows, or None for all.
+    vocab_size: bound on its ids, 0 = the planner's.
     """
 
     session: DraftSession
@@ -81,8 +82,8 @@ class DraftPlan:
 
 @dataclass(slots=True)
 class _Turn:
-    """An ask that is heard in this step. own_nodes: of the drafter; 0 while it sits out, and then
-    only what its grammar forces is drafted."""
+    """An ask that is considered in this step. own_nodes: nodes its drafter may propose; 0 while it
+    sits out, and then only what its grammar forces is drafted."""
 
     index: int
     ask: Ask
@@ -91,17 +92,17 @@ class _Turn:
 
 
 class DraftPlanner:
-    """One per engine, or per forecast. Writes the asks' records and the budget's figures."""
+    """The draft policy of one engine or forecast. It writes the asks' records and the budget."""
 
     def __init__(self, budget: DraftBudget, vocab_size: int) -> None:
-        """vocab_size: what the ids of trees are checked against."""
+        """vocab_size: bound on the ids of trees."""
         self.budget = budget
         self._vocab_size = vocab_size
 
     def plan(self, asks: Sequence[Ask], shape: StepShape, room: int) -> DraftPlan:
         """The trees of a step. room: most nodes, over all asks. Called once a step.
 
-        Raises nothing that a session raises: see DraftPlan.errors.
+        It does not raise what a session raises: see DraftPlan.errors.
         """
         plan = DraftPlan([None] * len(asks), ["cooldown"] * len(asks))
         turns = _turns(asks)
@@ -146,7 +147,7 @@ class DraftPlanner:
         taken = self.budget.choose(chances, *at, room, shape.num_waiting)
         values = self.budget.values(chances, taken, *at)
         for turn, num, value in zip(turns, taken, values, strict=True):
-            # That nothing is taken because others wait says nothing about the drafter.
+            # Where nothing is taken because others wait, that is no evidence about the drafter.
             if turn.own_nodes and (num or not shape.num_waiting):
                 turn.ask.record.record_value(value, price)
             if num:
@@ -196,7 +197,7 @@ class DraftPlanner:
         if left > 0 and len(forced) < depth:
             num_errors = len(plan.errors)
             try:
-                if forced:  # the drafter is asked how the text goes on after them
+                if forced:  # the drafter proposes what follows them
                     mark = session.checkpoint()
                     session.extend(forced)
                     proposed = self._propose(turn, left, depth - len(forced), plan)
@@ -218,8 +219,8 @@ class DraftPlanner:
 
 
 def _turns(asks: Sequence[Ask]) -> list[_Turn]:
-    """Those of the asks that are heard. What a grammar forces is certain, so it is drafted even
-    for a choice that sits out."""
+    """The asks that are considered. Tokens that a grammar forces are certain, so they are drafted
+    even for a choice that sits out."""
     turns: list[_Turn] = []
     for index, ask in enumerate(asks):
         own = ask.record.allowance()

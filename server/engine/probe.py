@@ -1,9 +1,9 @@
-"""Measures what a step costs on the real runner, and keeps the answer for the next start.
+"""Measures what a step costs on the real runner, and keeps the figures for the next start.
 
 The draft budget (budget.py) needs cost(rows, keys) of *this* model on *this* device with *this*
 dtype and thread count. The prober runs real steps before the first request: one sequence with a
-history of `kv_len` positions, its last token and a draft of num_rows - 1 nodes, every row drawn,
-as in decoding with drafts. What it leaves in the KV memory is nobody's: no block is published.
+history of `kv_len` positions, its last token and a draft of num_rows - 1 nodes, every row drawn, as
+in decoding with drafts. No block is published, so what it writes into the KV memory is never read.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int = 128) -
 
 
 def _write(path: Path, plain: dict[str, object]) -> None:
-    """Atomically; failing to keep a measurement is not worth failing to start."""
+    """Write atomically; an OSError is ignored, because a start need not keep its measurement."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

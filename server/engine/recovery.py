@@ -1,10 +1,9 @@
-"""Recovery: it finds out which request made a step fail.
+"""Recovery: finds out which request made a step fail.
 
-A runner that raises says nothing about the request that made it raise. So every
-sequence of the failed step gives its blocks back and is computed again, one alone at a time
-(`suspect`). A sequence that fails alone fails for good. A step that did not fit the device's memory
-is no sequence's fault while steps can be made smaller. This module records; the engine preempts
-sequences and ends them.
+A runner that raises does not say which request made it raise. So every sequence of the failed step
+gives its blocks back and is computed again, one alone at a time (`suspect`). A sequence that fails
+alone fails for good. If a step did not fit the device's memory, no sequence is blamed while steps
+can be made smaller. This module records; the engine preempts sequences and ends them.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from server.engine.sequence import Sequence, Status
 
 
 class RunnerBrokenError(RuntimeError):
-    """Step after step failed, each request alone too: the runner is beyond repair."""
+    """Too many steps failed in a row, single requests too: the runner cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """culprit: failed alone, and fails for good. others: are to recompute."""
+    """Which sequences a failed step concerns. culprit: failed alone, and fails for good. others: to
+    recompute."""
 
     culprit: Sequence | None
     others: list[Sequence]
@@ -40,7 +40,7 @@ class Recovery:
 
     @property
     def suspect(self) -> Sequence | None:
-        """Who must run alone in the next step."""
+        """The sequence that must run alone in the next step, or None."""
         while self._suspects and self._suspects[0].status is Status.FINISHED:
             self._suspects.pop(0)
         return self._suspects[0] if self._suspects else None
@@ -51,18 +51,18 @@ class Recovery:
         return self._num_in_a_row >= self._max_failures
 
     def give_up(self) -> None:
-        """The suspect cannot be seated alone: everyone goes on together."""
+        """The suspect cannot be seated alone: all sequences run together again."""
         self._suspects.clear()
 
     def step_done(self, has_drawn: bool) -> None:
-        """A step went well; one that drew clears its suspect."""
+        """A step succeeded. has_drawn: it drew, which clears its suspect."""
         self._num_in_a_row = 0
         if self._suspects and has_drawn:
             self._suspects.pop(0)
 
     def step_failed(self, items: Iterable[Scheduled], *, was_too_large: bool = False) -> Blame:
-        """A step with these items failed. was_too_large: the next ones are smaller, so that nobody
-        is to blame."""
+        """A step with these items failed. was_too_large: later steps are smaller, so no sequence is
+        blamed."""
         self.num_failed_steps += 1
         items = list(items)
         alive = [i.sequence for i in items if i.sequence.status is Status.RUNNING]

@@ -13,7 +13,7 @@ from server.types import TokenLogprob
 
 
 class StepFailedError(Exception):
-    """The runner raised `error`: nothing of the step counts."""
+    """The runner raised `error`: the step has no results."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -22,10 +22,8 @@ class StepFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """drawn: as the runner gave it; ids: its token ids as a list, -1 where a draw failed.
-
-    problems: why, by the index of the draw. model_s: seconds of the step's forward pass.
-    """
+    """A step's results. drawn: as the runner returned it. ids: its token ids as a list, -1 where a
+    draw failed. problems: why, by the index of the draw. model_s: seconds of the forward pass."""
 
     drawn: Drawn
     ids: list[int]
@@ -64,9 +62,9 @@ def guarded(call: Callable[..., None], *arguments: Any) -> None:
 
 
 def wait_for(draw: Callable[[], Drawn], clock: Callable[[], float] = lambda: 0.0) -> Results:
-    """What `draw` returns. clock: the step's seconds so far, used where the runner says none.
+    """What `draw` returns. clock: the step's seconds so far, used where the runner gives none.
 
-    Draws without an answer are told in `problems`: only the requests they belong to fail. Raises
+    A draw without an answer gets an entry in `problems`: only its request fails. Raises
     StepFailedError for anything else that `draw` raises.
     """
     problems: dict[int, str] = {}
@@ -80,7 +78,7 @@ def wait_for(draw: Callable[[], Drawn], clock: Callable[[], float] = lambda: 0.0
 
 
 def take_scores(sequence: Sequence, batch: Batch, results: Results, span: Span) -> None:
-    """The prompt logprobs that this step computed, onto the sequence."""
+    """Append the prompt logprobs that this step computed to the sequence."""
     drawn = results.drawn
     for c in range(span.score, span.score + span.num_scores):
         sequence.prompt_logprobs.append(

@@ -71,10 +71,11 @@ class Scheduler:
         self.num_waiting_tokens += sequence.num_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares the parent's blocks up to the prompt's end and runs on, if it may.
+        """The child shares the parent's blocks up to the prompt's end and runs on, if a seat is
+        free.
 
-        Full blocks stay shared for good; the tail block is copied by whoever writes into it
-        first. Without a seat the child waits and recomputes what the prefix cache lost.
+        Full blocks stay shared; the tail block is copied by the first that writes into it. Without
+        a seat the child waits and recomputes what the prefix cache no longer holds.
         """
         if len(self.running) >= self.max_num_seqs:
             self.enqueue(child)
@@ -91,7 +92,8 @@ class Scheduler:
         insort(self.running, child, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Out of the queues with all its blocks back in the pool: finished, failed or aborted."""
+        """Take a sequence out of the queues and return all its blocks: finished, failed or
+        aborted."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence.status is Status.WAITING:
@@ -109,7 +111,7 @@ class Scheduler:
             sequence.num_blocks = keep
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks that only held draft nodes: none past the last known token stays."""
+        """Give back blocks that only held draft nodes; none past the last known token stays."""
         self.release_blocks(sequence, -(-sequence.num_tokens // sequence.block_size))
 
     def preempt(self, sequence: Sequence) -> None:
@@ -128,8 +130,8 @@ class Scheduler:
     # -- the step ---------------------------------------------------------------------------
 
     def make_smaller(self, num_rows: int) -> bool:
-        """A step of num_rows rows did not fit the device's memory: from now on at most half as many
-        go into one, and never fewer than max_num_seqs. False when it was as small as that."""
+        """A step of num_rows rows did not fit the device's memory: from now on a step has at most
+        half as many, and never fewer than max_num_seqs. False when it was already that small."""
         smaller = max(self.max_num_seqs, num_rows // 2)
         if smaller >= num_rows:
             return False
@@ -138,7 +140,8 @@ class Scheduler:
         return True
 
     def schedule(self, only: Sequence | None = None) -> Plan:
-        """The rows of the next step. `only`: nobody else's (a failed step is being isolated)."""
+        """The rows of the next step. only: the one sequence that may run (a failed step is
+        isolated)."""
         plan = Plan()
         running = [s for s in self.running if only is None or s is only]
         for sequence in running:
@@ -161,15 +164,16 @@ class Scheduler:
 
     @property
     def num_awaiting_first(self) -> int:
-        """Choices without a first token that the next steps work for: whose prompt is under way,
-        and those in the queue that free seats would take. Who waits for a seat waits for others to
-        end, which drafts bring nearer, so they are not counted."""
+        """Choices without a first token that the next steps serve: those whose prompt is under way,
+        and those in the queue that free seats would take. A request without a free seat is not
+        counted: it waits for others to end, and drafts make them end sooner."""
         seats = sum(1 + len(s.siblings) for s in self.running)
         under_way = sum(1 + len(s.siblings) for s in self.running if s.num_output == 0)
         return under_way + min(len(self.waiting), max(0, self.max_num_seqs - seats))
 
     def reserve_drafts(self, sequence: Sequence, num_nodes: int) -> int:
-        """Room for tree nodes after the root, from free blocks only. How many nodes fit."""
+        """Reserve room for tree nodes after the root, from free blocks only. Returns how many
+        fit."""
         size = sequence.block_size
         first = sequence.num_tokens  # slot of node 0
         num_nodes = min(num_nodes, sequence.table.shape[0] * size - first)

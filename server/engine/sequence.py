@@ -166,7 +166,7 @@ class Sequence:
             self.prompt_logprobs.append(None)
 
     def match_stops(self, table: StopTable) -> None:
-        """Match the request's stop strings on a table's bytes; before the first token."""
+        """Match the request's stop strings on a table's bytes. Called before the first token."""
         sampling = self.request.sampling
         if sampling.stop:
             self.matcher = StopMatcher(sampling.stop, table, sampling.skip_special_tokens)
@@ -276,7 +276,7 @@ class Sequence:
         )
 
     def close_session(self) -> None:
-        """End the draft session, if there is one. Its errors are no concern of the request's."""
+        """End the draft session, if there is one. Its errors do not reach the request."""
         session, self.session = self.session, None
         if session is not None:
             session.close()

@@ -27,11 +27,11 @@ class Unverified:
 class SequenceHead:
     """What part of the LM head one sequence sees. Written by SliceBook and the engine's accept.
 
-    profile: key of the profile version it was opened with. scope: whose request it is. static: T
-    as that profile's table has it. slice: all ids it may draw; `exact` adds missed ones. miss_rate:
-    what the profile expects, if it says. where: for the Batch, None until it is seated. proposes:
-    whether this step's draws come from the slice. unverified: emitted tokens in order; params:
-    DrawParams before the first.
+    profile: key of the profile version it was opened with. scope: of its request. static: T, as
+    that profile's table has it. slice: all ids it may draw; `exact` adds missed ones. miss_rate:
+    the profile's expectation, if it has one. where: for the Batch, None until it is seated.
+    proposes: whether this step's draws come from the slice. unverified: emitted tokens in order.
+    params: DrawParams before the first of them.
     """
 
     mode: str

@@ -2,8 +2,7 @@
 
     open -> (settle, ask, learn)* -> close
 
-A drafter that raises costs its request the drafts and nothing else: its session is closed, and the
-request goes on without.
+If a drafter raises, its session is closed and the request goes on without drafts.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class DraftSessions:
                     self.disable(sequence, error)
 
     def no_draft_reason(self, sequence: Sequence) -> str:
-        """Why a sequence that draws is not even heard by the planner, or ""."""
+        """Why the planner does not consider a sequence that draws, or ""."""
         if sequence.session is None or not self._drafts:
             return "off"
         if sequence.siblings:
@@ -75,7 +74,7 @@ class DraftSessions:
         return ""
 
     def ask(self, sequence: Sequence) -> Ask:
-        """What the planner is asked for a sequence that has a session."""
+        """The Ask of a sequence that has a session."""
         session, head = sequence.session, sequence.head
         assert session is not None
         allowed = None
@@ -98,10 +97,12 @@ class DraftSessions:
         )
 
     def num_likely(self, items: Iterable[Scheduled], most_drafts: int) -> int:
-        """How many likeliest ids a step's rows are asked for: as many as the session that wants
-        most does. most_drafts: the most nodes that could pay in this step; where there are none
-        nobody drafts, and nothing is computed for it but for a first token: its step is full of
-        prompts, and the steps behind it draft."""
+        """How many likeliest ids the rows of a step return: the most that any of its sessions
+        wants.
+
+        most_drafts: the most nodes that could pay in this step. Where it is 0 nobody drafts, and
+        nothing is returned except in a step that ends a prompt: the steps after it draft.
+        """
         wanted = 0
         for item in items:
             sequence = item.sequence
@@ -113,8 +114,8 @@ class DraftSessions:
     def note_likely(
         self, sequence: Sequence, tree: CheckedTree | None, likely: Likely | None
     ) -> None:
-        """Tell a session that wants them which ids were likeliest in the rows of a step: at the
-        last token, and behind each node of the tree. Called before `learn`."""
+        """Tell the sessions that want them which ids were likeliest in a step's rows: at the last
+        token, and behind each node of the tree. Called before `learn`."""
         session = sequence.session
         if likely is None or not getattr(session, "num_likely", 0):
             return
@@ -133,7 +134,7 @@ class DraftSessions:
         tree: CheckedTree | None = None,
         accepted: list[int] | None = None,
     ) -> None:
-        """Tell a session what was emitted, and what became of its tree."""
+        """Tell a session what was emitted, and which nodes of its tree were accepted."""
         accepted = accepted or []
         evidence = None if tree is None else tree.evidence(accepted)
         if evidence is not None:
@@ -150,8 +151,8 @@ class DraftSessions:
             self.disable(sequence, error)
 
     def roll_back(self, sequence: Sequence, num_output: int) -> None:
-        """Take a sequence back to its first num_output tokens; a drafter that cannot go back is
-        left behind."""
+        """Take a sequence back to its first num_output tokens; a session that cannot go back is
+        closed."""
         try:
             sequence.rollback(SequenceMark(num_output))
         except (NotImplementedError, ValueError) as error:
@@ -161,7 +162,7 @@ class DraftSessions:
             sequence.rollback(SequenceMark(num_output))
 
     def disable(self, sequence: Sequence, error: Exception) -> None:
-        """A drafter has failed: the request goes on without drafts."""
+        """Close the session of a drafter that failed; the request goes on without drafts."""
         self.num_errors += 1
         name = sequence.request.speculation.drafter
         if name not in self._logged:

@@ -10,18 +10,18 @@ from server.types import EngineSizes
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(EngineSizes):
-    """An engine's sizes, and what its step loop makes of them.
+    """An engine's sizes, and the numbers of its step loop.
 
     chunked_prefill_rows: prompt rows a step while others decode (chunked_prefill.py), None for half
-    of max_num_batched_tokens. target_step_s: when above 0 and a cost table is there, prompt rows
-    follow it (never below min_chunked_prefill_rows); prefill_ratio: where a step is slow they may
-    take this many times as long as those who decode take alone, up to chunked_prefill_rows. Chunks
-    cut to a fixed time would be so small on a slow machine, or with a large model, that most of a
-    prompt's time went to the decoders' part of its many steps.
-    max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed steps in
-    a row after which the runner counts as broken. max_verify_every: most unverified tokens of
-    an `exact` sequence; may_use_full_head: whether `exact` draws from the full head where that is
-    cheaper.
+    of max_num_batched_tokens. target_step_s: if above 0 and costs are measured, prompt rows are
+    chosen so that a step takes about so long (never below min_chunked_prefill_rows). prefill_ratio:
+    where a step is slow, prompt rows may take this many times as long as the decoding rows alone,
+    up to chunked_prefill_rows; with a fixed time alone, chunks on a slow machine or with a large
+    model would be so small that most of a prompt's time went to the decoding rows of its many
+    steps. max_draft_rows: tree nodes a step, over all sequences; 0 is off. max_failures: failed
+    steps in a row after which the runner counts as broken. max_verify_every: most unverified tokens
+    of an `exact` sequence. may_use_full_head: whether `exact` draws from the full head where that
+    is cheaper.
     """
 
     chunked_prefill_rows: int | None = None

@@ -2,12 +2,12 @@
 
     open    a request's slice is frozen at admission, from the request and its pinned profile alone
     seat    its rows beyond the profile's T are pinned and copied, when the sequence gets its seat
-    attach  the draws of a step are told their slice, and which hidden states the runner keeps
+    attach  the Batch gets the slice of each draw, and which hidden states the runner keeps
     keep    emitted tokens of `exact` wait in the sequence's SequenceHead.unverified
     verify  they are drawn again with the full head; settle: a sequence has none any more
     leave   the rows are unpinned; they stay cached until their places are needed
 
-A sequence in mode "full" has no SequenceHead and costs nothing here.
+A sequence in mode "full" has no SequenceHead; nothing here is done for it.
 
 The full head is the fallback in four places: a first token of `exact` and all of them while that is
 cheaper (`decide`); rows that find no room (`seat`); a draw whose constraints leave nothing of its
@@ -51,7 +51,7 @@ from vocab_store.slice_cache import Placement, SliceCacheIndex
 _log = logging.getLogger(__name__)
 
 ProfileSource = Callable[[str], VocabProfile]
-"""A profile by the name a request gives (its file). Raises ValueError or OSError."""
+"""Reads a profile by the name that a request gives (its file). Raises ValueError or OSError."""
 
 _MAX_LEARNED = 256  # missed ids of a scope's profile that later `exact` sequences begin with
 _MAX_SCOPES = 1024  # scopes of which missed ids and miss rates are kept
@@ -151,8 +151,8 @@ class SliceBook:
     # -- seats ------------------------------------------------------------------------------
 
     def seat(self, sequence: Sequence) -> None:
-        """Pin and copy a sequence's rows. Where they do not fit, the full head is computed and
-        looked at in the slice's ids: the same draws, only slower. No step may be in flight."""
+        """Pin and copy a sequence's rows. Where they do not fit, the full head is computed and read
+        at the slice's ids: the same draws, only slower. No step may be in flight."""
         head = sequence.head
         if head is None or head.where is not None:
             return
@@ -220,7 +220,7 @@ class SliceBook:
         self._index.add_profile(head.profile, head.static)
 
     def _drop_old(self) -> None:
-        """Forget tables that no name means any more, once no sequence uses them."""
+        """Forget tables of replaced profile versions, once no sequence uses them."""
         if len(self._tables) <= len(self._newest):
             return
         assert self._runner is not None
@@ -231,13 +231,13 @@ class SliceBook:
                 self._forget_misses(key)
 
     def _forget_misses(self, profile: str) -> None:
-        """Of every scope of a profile's version."""
+        """Forget misses and plans of a profile version in every scope."""
         self.control.forget(lambda key: isinstance(key, tuple) and key[0] == profile)
         for key in [key for key in self._learned if key[0] == profile]:
             del self._learned[key]
 
     def _load_rows(self, sequence: Sequence, head: SequenceHead, placement: Placement) -> None:
-        """Copy what a placement says. Raises MemoryError, after which no such row is cached."""
+        """Copy the rows that a placement lists. Raises MemoryError; then none of them is cached."""
         assert self._runner is not None
         if placement.num_loads:
             try:
@@ -377,7 +377,8 @@ class SliceBook:
     # -- verification -----------------------------------------------------------------------
 
     def learn(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
-        """Tokens that an `exact` sequence drew from the full head: those outside are misses."""
+        """Note tokens that an `exact` sequence drew from the full head: ids outside its slice are
+        misses."""
         head = sequence.head
         assert head is not None
         for token in token_ids:
@@ -483,7 +484,7 @@ class SliceBook:
 
     @property
     def num_bytes(self) -> int:
-        """Their bytes."""
+        """Bytes of these rows."""
         return self.num_rows * (self._runner.head_row_bytes if self._runner is not None else 0)
 
     @property

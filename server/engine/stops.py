@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 
 class StopTable:
-    """id -> bytes.
+    """The bytes that each id adds to the text.
 
-    offsets: int64 [V + 1], ascending. blob: uint8 [offsets[-1]]. Token i adds
-    blob[offsets[i] : offsets[i + 1]]; ids at or past V (padded vocabularies) add nothing.
-    special_ids: ids that add nothing when a request skips special tokens.
+    offsets: int64 [V + 1], ascending. blob: uint8 [offsets[-1]]. Token i adds blob[offsets[i] :
+    offsets[i + 1]]; ids at or past V (padded vocabularies) add nothing. special_ids: ids that add
+    nothing when a request skips special tokens. Raises ValueError where the arrays do not fit.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StopMatcher:
         self._tail = b""
 
     def push(self, token_id: int) -> bytes | None:
-        """Take one more token; the stop string that ends inside its bytes, or None."""
+        """Take one more token. Returns the stop string that ends inside its bytes, or None."""
         added = self._table.of(token_id, self._skip_special)
         if not added:
             return None

@@ -57,7 +57,8 @@ MAX_ROWS = 400  # of a calibration table in a report
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """The layer of this key is wanted over this corpus. persist: its outputs may be on disk."""
+    """Message: the layer of this key is wanted over this corpus. persist: its outputs may be on
+    disk."""
 
     key: Key
     generation: int
@@ -68,7 +69,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """A finished request's output, on its way to the worker."""
+    """Message: a finished request's output."""
 
     to: _Open
     prompt_ids: Int32
@@ -77,24 +78,24 @@ class _Example:
 
 @dataclass(frozen=True, slots=True)
 class _Forget:
-    """Drop all that a task has learned, from memory and disk."""
+    """Message: drop all that a task has learned, from memory and disk."""
 
     task: str
 
 
 class _Refresh:
-    """Every layer is to be built anew."""
+    """Message: build every layer anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """Run this; it writes a file."""
+    """Message: run this job, which writes a file."""
 
     write: Callable[[], None]
 
 
 class _End:
-    """Write everything, then end."""
+    """Message: write everything, then end."""
 
 
 @dataclass(slots=True)
@@ -118,7 +119,8 @@ class _Layer:
 
 
 class TaskStore:
-    """See the top of this file. Everything public is called from the engine's thread."""
+    """Calibration and learned outputs of tasks (see the top of this file). Public methods are
+    called from the engine's thread."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class TaskStore:
 
         save_every_s: seconds between writes. build_share: of the time may go into building layers.
         max_scopes, max_held_tokens: reservoirs in memory, and tokens in their layers; those used
-        longest ago are put away (and read again when they are needed). max_queued: finished
+        longest ago leave memory (and are read again when they are needed). max_queued: finished
         outputs that wait for the worker; more are not learned.
         """
         self._folder = folder
@@ -234,7 +236,8 @@ class TaskStore:
     def learned(
         self, task: str, scope: str, corpus: str | None, max_tokens: int, persist: bool = False
     ) -> Corpus | None:
-        """The layer to draft from, if it is built; else it is soon, and `poll` tells."""
+        """The layer to draft from if it is built, else None: it is built soon, and `poll` reports
+        it."""
         key = (task, scope)
         generation = self._generations.get(task, 0)
         layer = self._layers.get(key)
@@ -246,7 +249,7 @@ class TaskStore:
         return None
 
     def forget(self, task: str) -> None:
-        """Drop what a task has learned. Drafts stop at once, files are gone soon after."""
+        """Drop what a task has learned. Drafts stop at once; its files are deleted soon after."""
         self._generations[task] = self._generations.get(task, 0) + 1
         for key in [key for key in self._opened if key[0] == task]:
             del self._opened[key]
@@ -299,13 +302,13 @@ class TaskStore:
         return self._sizes_changed
 
     def wait(self, timeout_s: float = 10.0) -> None:
-        """Until all that was queued is done and every layer that is due is built (tests)."""
+        """Wait until the queue is empty and every layer that is due is built (for tests)."""
         done = threading.Event()
         self._put(_Save(done.set))
         done.wait(timeout_s)
 
     def close(self) -> None:
-        """Write everything. Idempotent; what comes later is lost."""
+        """Write everything. Idempotent; outputs that come later are lost."""
         if self._closed:
             return
         self._calibrations.flush()
@@ -373,7 +376,7 @@ class TaskStore:
         return not any(r.num_unbuilt or r.num_unsaved for r in self._reservoirs.values())
 
     def _open(self, wanted: _Open) -> _Reservoir:
-        """The reservoir of a key, read from its file if it is not here."""
+        """The reservoir of a key, read from its file if it is not in memory."""
         from drafters.array_file import ArrayFileError
         from drafters.learned import LearnedOutputs
 
