@@ -35,7 +35,8 @@ def _script(request: Request) -> list[list[Delta]]:
         return steps
     counts = VocabularyCounts(
         num_ids=40, num_loaded=3, num_slice_steps=2, num_full_steps=1, head_rows=480,
-        num_verifications=1, num_checked=2, num_missed=1, num_dropped=4, verify_every=8, verify_s=0.5,
+        num_verifications=1, num_checked=2, num_missed=1, num_dropped=4, verify_every=8,
+        verify_s=0.5,
     )  # fmt: skip
     return [[replace(d, vocabulary=counts) for d in step] for step in steps]
 
