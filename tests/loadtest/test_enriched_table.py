@@ -1,4 +1,4 @@
-"""enriched_table: what it says of two adapters of a tiny model agrees with itself."""
+"""Both programs about enriched ids: what they say of two adapters agrees with itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.enriched_load import main as load
 from loadtest.enriched_table import main
 from server.commands.cli import main as tailor
 from tests.model.tiny_models import save_tiny
@@ -59,6 +60,17 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         assert side["passes"]["16"] < side["passes"]["0"]
     assert found["budgets"]["4"]["ids"] < 0.6 * found["budgets"]["0"]["ids"]
     assert set(found["nats_before"]) == {"mean", "leaning"}
+
+    words = ["--clients", "1,3", "--least", "3", "--rounds", "2", "--max-load", "99"]
+    arguments = [*arguments[:10], *words]
+    assert load([*arguments, "--tokens", "24"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["enriched_load"]
+    assert set(found) == {"1", "3"}
+    for cases in found.values():
+        assert cases["base, off"]["of_base_off"]["median"] == 1.0
+        assert cases["enriched, auto"]["text_ids_per_s"] > 0
+        assert cases["enriched, off"]["kv"] < cases["base, off"]["kv"]
+        assert cases["base, auto"]["kv"] == cases["base, off"]["kv"], "drafts change no text"
 
     with pytest.raises(SystemExit):
         main(["--train", str(data), "--test", str(data), "--base", str(tmp_path / "base")])
