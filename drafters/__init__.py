@@ -1,12 +1,12 @@
-"""Drafters: they propose what a model will say next, for free, on the CPU.
+"""Drafters: they propose what a model will say next, on the CPU, without a second model.
 
     drafter = make_drafter("suffix")
     session = drafter.open(prompt_ids)
     tree = session.propose(budget=16, max_depth=16)
 
-Usable alone: needs numpy and numba, no torch and no server. Which drafters there are stands in
-drafters.catalog; see drafters.base for the life of a session and drafters.tree for what it
-proposes. This module is the door: it imports what is asked for when it is asked for.
+The package is usable alone: it needs numpy and numba, no torch and no server. drafters.catalog
+lists the drafters, drafters.base describes the life of a session, and drafters.tree what it
+proposes. This module imports a submodule only when one of its names is first used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Named arrays in one file, memory-mapped on reading: the container of corpora and target tables.
 
 Layout: 8 bytes magic, 8 bytes length of the header (little-endian), the header as JSON, then the
-arrays, each aligned to 64 bytes. The header names kind, version, the tokenizer's fingerprint, what
-the writer wants said, and each array's dtype, shape and offset.
+arrays, each aligned to 64 bytes. The header holds kind, version, the tokenizer's fingerprint, the
+writer's own values (`meta`), and each array's dtype, shape and offset.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_arrays(
 
     The arrays are views of one private mapping: pages are shared by all who read the file, and
     nothing written to them would reach it. Raises FileNotFoundError; FingerprintError when
-    `fingerprint` is given and differs; ArrayFileError for anything else that is not right.
+    `fingerprint` is given and differs; ArrayFileError for any other fault.
     """
     path = Path(path)
     with path.open("rb") as source:

@@ -1,9 +1,9 @@
-"""What a drafter is: two public protocols and nothing else.
+"""What a drafter is: two public protocols.
 
 A *Drafter* belongs to a task (or to a request's own choice of drafter) and holds what is shared:
 corpus tables, calibration. A *DraftSession* belongs to one Sequence. Its life is explicit:
 
-    session = drafter.open(prompt_ids, seed_context)    # admission; must be cheap
+    session = drafter.open(prompt_ids)                  # admission; must be cheap
     session.settle()                                    # heavy work, off the step's critical path
     tree = session.propose(budget=16, max_depth=16)     # any number of times
     session.extend(emitted_ids)                         # after each accept
@@ -30,7 +30,7 @@ class SessionClosedError(RuntimeError):
 
 @runtime_checkable
 class DraftSession(Protocol):
-    """Proposes continuations of one Sequence. Never changes what the target draws."""
+    """Proposes continuations of one Sequence. It never changes which ids the target draws."""
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
         """At most `budget` nodes, none deeper than `max_depth` (a root's child has depth 1).
@@ -44,7 +44,7 @@ class DraftSession(Protocol):
         """Tokens that were emitted (verified) after the last call, in order."""
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Outcome of a proposed tree: `accepted` holds the node indexes on the accepted path.
+        """The outcome of a proposed tree. accepted: the node indexes on the accepted path.
 
         Called before `extend` of the same step; calibration learns here.
         """
@@ -56,7 +56,7 @@ class DraftSession(Protocol):
         """A mark of the present state: the number of tokens it has seen since open()."""
 
     def rollback(self, mark: int) -> None:
-        """Forget everything after `mark`. Raises ValueError for a mark that lies ahead."""
+        """Forget everything after `mark`. Raises ValueError for a mark beyond the present state."""
 
     def close(self) -> None:
         """Release what the session holds. Idempotent."""
@@ -65,8 +65,8 @@ class DraftSession(Protocol):
 class LikelySession(DraftSession, Protocol):
     """A DraftSession that also drafts from the model's own logits.
 
-    num_likely: so many likeliest ids of every verified row it wants to see; 0 for none, and then
-    `note_likely` is not called.
+    num_likely: how many likeliest ids of every verified row it wants. With 0, `note_likely` is not
+    called.
     """
 
     num_likely: int
@@ -100,4 +100,6 @@ class Drafter(Protocol):
         context_span: tuple[int, int] | None = None,
         prediction_ids: Sequence[int] = (),
     ) -> DraftSession:
-        """A session for a prompt. `context_span` marks the prompt's context for the trie."""
+        """A session for a prompt. context_span: start and end of the prompt's context, for the
+        trie. prediction_ids: the output the client expects (`prediction`). Other drafters ignore
+        them."""

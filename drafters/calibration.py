@@ -2,7 +2,7 @@
 
 One table per task and drafter: (source x match-length bucket x predicted share) -> offered and
 accepted. A node's chance is read from it as (accepted + 1) / (offered + 2) and survival is the
-product along the path. Old evidence decays, so that a task that changes is followed; the table is
+product along the path. Old evidence decays, so that the table follows a task that changes. It is
 saved atomically and survives a restart.
 """
 
@@ -38,7 +38,7 @@ class Calibration:
     """Conditional acceptance by (source, match length, predicted share). One writer.
 
     sources: names of the drafter's sources, in DraftTree.source order.
-    prior: how many offers the starting value counts for; it says that a predicted share is right.
+    prior: how many offers the starting value counts for, which is the predicted share itself.
     memory: a cell is halved once it holds more offers than this.
     """
 
@@ -106,7 +106,8 @@ class Calibration:
                 self._chances[cell] = (self.accepted[cell] + 1.0) / (self.offered[cell] + 2.0)
 
     def table(self) -> list[dict[str, Any]]:
-        """The cells that hold evidence, as plain values, for people: sorted by offers."""
+        """The cells that hold evidence, as plain values for people to read; the most offered
+        first."""
         _, num_lengths, num_shares = self.shape
         rows = []
         for cell in np.flatnonzero(self.offered > self.prior + 0.5).tolist():
@@ -144,14 +145,15 @@ class Calibration:
             out.write(json.dumps(body).encode())
 
     def restore(self, path: Path | str) -> None:
-        """Take over what save() wrote, in place of what there is. Raises CalibrationError."""
+        """Replace the counts by those of a saved file. Raises CalibrationError."""
         saved = Calibration.load(path, self.sources)
         self.offered[:], self.accepted[:] = saved.offered, saved.accepted
         self._refresh()
 
     @classmethod
     def load(cls, path: Path | str, sources: Sequence[str]) -> Calibration:
-        """Read what save() wrote; raises CalibrationError when it is not that or not for these."""
+        """The Calibration of a saved file. Raises CalibrationError for a damaged file or other
+        sources."""
         try:
             body = json.loads(Path(path).read_text())
             if body["kind"] != "drafter calibration" or body["version"] != VERSION:

@@ -1,14 +1,14 @@
-"""The catalog: one DrafterSpec a drafter, and everything else is derived from it.
+"""The catalog: one DrafterSpec per drafter, from which everything else is derived.
 
-From a spec come the drafter's section in task files and its field in requests
-(server.config.drafter_sections), what the server hands it (server.wiring.drafter), what
-`tailor tasks tune` tries and the table of the documents. A drafter of your own is one DrafterSpec
-under an entry point of the group `tailor.drafters`:
+A spec gives the drafter's section in task files and its field in requests
+(server.config.drafter_sections), its arguments in the server (server.wiring.drafter), what `tailor
+tasks tune` tries and the table in docs/drafting.md. A drafter of your own is one DrafterSpec under
+an entry point of the group `tailor.drafters`:
 
     [project.entry-points."tailor.drafters"]
     echo = "my_package.echo:SPEC"
 
-Importing this imports neither numpy nor any drafter. `make_drafter` does.
+Importing this module imports neither numpy nor any drafter; `make_drafter` does.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Need(Enum):
     """What a drafter's class takes beside its options, by the keyword it takes it as.
 
     CORPUS: drafters.corpus.Corpus or None. LEARNED: a layer of learned outputs over it, or None.
-    EOS: ids that are never worth drafting. LIKELY: the scope's drafters.auto.likely.LikelyTable, or
-    None: each session has its own. PREDICTION: nothing, but its sessions use
-    `prediction_ids`, which other drafters ignore.
+    EOS: ids that the drafter never proposes. LIKELY: the scope's drafters.auto.likely.LikelyTable,
+    or None: each session has its own. PREDICTION: no argument; its sessions use `prediction_ids`,
+    which other drafters ignore.
     """
 
     CORPUS = "corpus"
@@ -108,7 +108,7 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What `auto` can be told."""
+    """The options of `auto`."""
 
     num_likely: int = option(
         8,
@@ -208,15 +208,15 @@ OURS = (
         paper="N-Grammys, arXiv 2411.03786",
     ),
 )
-"""The drafters that come with the package, in the order in which they are told and tried."""
+"""The drafters of the package, in the order in which they are listed and tried."""
 
 
 @functools.cache
 def catalog() -> Mapping[str, DrafterSpec]:
     """Every drafter by name: ours first, then those found through entry points, by name.
 
-    An entry point that cannot be loaded, is no DrafterSpec or takes a name that is there already
-    is left out, and the log says so.
+    An entry point that cannot be loaded, is no DrafterSpec or takes a used name is left out, and
+    a warning is logged.
     """
     from importlib.metadata import entry_points
 
@@ -236,7 +236,7 @@ def catalog() -> Mapping[str, DrafterSpec]:
 
 
 def drafter_names() -> tuple[str, ...]:
-    """What a task may name, sorted after "off", which makes no drafter at all."""
+    """What a task may name: "off", which makes no drafter, then the drafters by name."""
     return ("off", *sorted(catalog()))
 
 
@@ -251,7 +251,7 @@ def spec_of(name: str) -> DrafterSpec:
 
 
 def that_use(need: Need) -> tuple[str, ...]:
-    """Names of the drafters that take it, in the catalog's order."""
+    """Names of the drafters that have this need, in the order of the catalog."""
     return tuple(name for name, spec in catalog().items() if need in spec.needs)
 
 

@@ -1,6 +1,6 @@
-"""Corpus: what is known of a task before a request comes, in one memory-mapped file.
+"""Corpus: a task's example outputs and their indexes, in one memory-mapped file.
 
-Holds the M_n tables (for `mix`), a suffix automaton over the outputs and an index of the prompts
+It holds the M_n tables (for `mix`), a suffix automaton over the outputs and an index of the prompts
 (for `auto`), and the outputs themselves. Outputs are token ids as the model would emit them after
 their prompt (leading space and merges included) and end with the EOS id, so that a drafter can
 propose both the first token of an answer and its end.
@@ -38,8 +38,8 @@ class Corpus:
 
     fingerprint: of the tokenizer. token_ids: int32 [tokens], the outputs in a row;
     document_starts: int64 [documents + 1], the last entry is the number of tokens.
-    evidence, outcomes: what a held-out part of the examples says about drafters.auto.trust.Trust
-    (its arrays of these names), or arrays without columns when that was not asked for.
+    evidence, outcomes: arrays of drafters.auto.trust.Trust, from a held-out part of the examples;
+    without columns when none was held out.
     """
 
     fingerprint: str
@@ -175,7 +175,7 @@ def build_corpus(
     max_indexed_tokens: int = 8_000_000,
     progress: Progress | None = None,
 ) -> Corpus:
-    """A corpus from (prompt ids, output ids) pairs; an empty prompt is "not known".
+    """A corpus from (prompt ids, output ids) pairs; an empty prompt means an unknown one.
 
     fingerprint: names the tokenizer that made the ids. n_max, p_min: of the M_n tables.
     max_indexed_tokens: the automaton and the prompt index cover the last so many output tokens

@@ -1,7 +1,7 @@
-"""The file of a corpus: its kind and version, and what is read of it without compiled code.
+"""The file of a corpus: its kind and version, and how to read its size without compiled code.
 
-The API process looks at corpora (are they of this tokenizer, how large are they) and never drafts
-from them, so this imports nothing that compiles; drafters.corpus writes and maps the whole.
+The API process checks corpora (their tokenizer and size) and never drafts from them, so this module
+imports nothing that compiles. drafters.corpus writes and maps the whole file.
 """
 
 from __future__ import annotations

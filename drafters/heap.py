@@ -1,12 +1,12 @@
-"""A max-heap for compiled code: keys in one array, places of what they stand for in another.
+"""A max-heap for compiled code: keys in one array, the places of their values in another.
 
     keys = np.empty(capacity, ...); places = np.arange(capacity, dtype=np.int32)
     place = push(keys, places, size, key); columns[place] = ...; size += 1
     place = pop(keys, places, size); size -= 1
 
 places is a permutation: its first `size` entries are in use, in the heap's order; the others are
-free. So what belongs to a key is written once, at `place`, and does not move with its key. A place
-that was popped stays as it is until the next push.
+free. So the values of a key are written once, at `place`, and do not move with their key. A popped
+place keeps its values until the next push.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How the package compiles: numba in nopython mode, cached on disk where a place can be written.
+"""How the package compiles: numba in nopython mode, cached on disk where a folder is writable.
 
-numba looks for `NUMBA_CACHE_DIR`, then `__pycache__` beside the module, then the user's cache
-directory, so a read-only installation still starts from a cache. Where none of these can be
-written, it refuses at decoration time; then the function is compiled anew in each process.
+numba tries `NUMBA_CACHE_DIR`, then `__pycache__` beside the module, then the user's cache
+directory, so a read-only installation still starts from a cache. Where none of these is writable,
+numba refuses at decoration time; then the function is compiled anew in each process.
 
-numba takes what it kept as long as the function's own file is the same. Functions that are called,
-constants and the fields of records are compiled in from other files, so `keep_while_unchanged`
-makes that: as long as all sources of the package that machine code is made of are the same.
+By itself numba reuses cached code as long as the function's own file is unchanged. But called
+functions, constants and record fields are compiled in from other files. So `keep_while_unchanged`
+makes the cache depend on all sources of the package that machine code is made of.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _packages: dict[Path, str] = {}  # folder: its dotted name
 
 
 def sources(package: str, folder: Path) -> dict[str, bytes]:
-    """Module: text, of what a package's machine code is made of.
+    """{module: its text} of the sources that a package's machine code is made of.
 
-    Those are the modules that import numba or this one, and what they import of the package.
+    These are the modules that import numba or this one, and what they import of the package.
     """
     texts = {}
     for path in folder.rglob("*.py"):
@@ -85,25 +85,26 @@ class _Fresh:
         return super().from_function(py_func, py_file)  # type: ignore[misc]
 
     def get_source_stamp(self) -> tuple[Any, str]:
-        """What must be the same for kept code to be taken."""
+        """The digest that cached code must have been compiled with."""
         folder = next(f for f in Path(self._py_file).parents if f in _packages)
         return super().get_source_stamp(), _digest(folder)  # type: ignore[misc]
 
 
 class InCacheFolder(_Fresh, caching.UserProvidedCacheLocator):
-    """NUMBA_CACHE_DIR."""
+    """Cached code in NUMBA_CACHE_DIR."""
 
 
 class BesideSource(_Fresh, caching.InTreeCacheLocator):
-    """`__pycache__` beside the module."""
+    """Cached code in `__pycache__` beside the module."""
 
 
 class InUserFolder(_Fresh, caching.UserWideCacheLocator):
-    """The user's cache directory."""
+    """Cached code in the user's cache directory."""
 
 
 def keep_while_unchanged(package: str, folder: Path) -> None:
-    """Call it before a package's functions are decorated. folder: that of its `__init__.py`."""
+    """Make the cache of a package's functions depend on all its sources. Called before they are
+    decorated. folder: that of its `__init__.py`."""
     _packages[folder] = package
     ours = [f"{__name__}.{cls.__name__}" for cls in (InCacheFolder, BesideSource, InUserFolder)]
     theirs = [cls.__name__ for cls in caching.CacheImpl._locator_classes]
@@ -122,19 +123,19 @@ def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def borrowing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`compiled`, and arrays are borrowed: nothing in it makes an array or keeps one.
+    """`compiled`, and arrays are borrowed: the function must neither make an array nor keep one.
 
     Numba counts a reference for each array that is taken out of a record, and every count is an
-    atomic instruction: they were half of a proposal's time. Such a function calls `inlined` ones.
+    atomic instruction: these took half of a proposal's time. Such a function calls `inlined` ones.
     """
     return _compiled(function, _nrt=False)
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`borrowing`, and made a part of each function that calls it.
+    """`borrowing`, and compiled into each function that calls it.
 
-    For inner functions that take records: one of ten arrays is eighty words, to be copied for
-    every call.
+    For inner functions that take records: a record of ten arrays is eighty words, which every call
+    would copy.
     """
     return _compiled(function, _nrt=False, forceinline=True)
 

@@ -1,9 +1,9 @@
-"""Learned outputs: what a task's requests ended with, bounded and decayed, as a layer of corpus.
+"""Learned outputs: outputs of finished requests, bounded and decayed, as a layer over a corpus.
 
 `LearnedOutputs` is a biased reservoir (Aggarwal, "On biased reservoir sampling in the presence of
-stream evolution", VLDB 2006): once it is full, each new output drives out older ones drawn at
-random, so that the chance that an output is still there decays exponentially with what came after
-it. `build_layer` makes a Corpus of it, to be drafted from beside the task's own corpus.
+stream evolution", VLDB 2006): once it is full, each new output replaces older ones drawn at random,
+so that the chance that an output is still held decays exponentially with the outputs after it.
+`build_layer` makes a Corpus of it, which is drafted from beside the task's own corpus.
 
     outputs = LearnedOutputs(200_000)
     outputs.add(prompt_ids, output_ids)
@@ -35,8 +35,8 @@ Int64 = npt.NDArray[np.int64]
 KIND = "learned outputs"
 VERSION = 1
 MAX_MERGED_TOKENS = 250_000
-"""A corpus of up to so many tokens is indexed together with what was learned. A larger one keeps
-its own index: what was learned then comes in through the examples that are retrieved."""
+"""A corpus of at most so many tokens is indexed together with the learned outputs. A larger one
+keeps its own index; learned outputs are then used only as retrieved examples."""
 
 
 class LearnedOutputs:
@@ -44,7 +44,7 @@ class LearnedOutputs:
 
     max_tokens: of outputs held; of prompts there are up to PROMPT_SHARE times as many. max_prompt,
     max_output: longer prompts lose their start, longer outputs their end. seed: of the draw of
-    what is driven out.
+    what is replaced.
     """
 
     PROMPT_SHARE = 4
@@ -67,7 +67,7 @@ class LearnedOutputs:
         return len(self._examples)
 
     def add(self, prompt_ids: Sequence[int] | Int32, output_ids: Sequence[int] | Int32) -> None:
-        """Take an output; what no longer fits is driven out. An empty one is no output."""
+        """Add an output; others are dropped until it fits. An empty output is ignored."""
         prompt = np.array(prompt_ids, np.int32)
         prompt = prompt[max(0, prompt.shape[0] - self.max_prompt) :].copy()
         output = np.array(output_ids[: self.max_output], np.int32)
@@ -115,7 +115,7 @@ class LearnedOutputs:
         """Take over what save() wrote, in place of what there is; more than fits is driven out.
 
         Raises FileNotFoundError; FingerprintError for another tokenizer's; ArrayFileError for
-        another scope's, and for anything else that is not right.
+        another scope's, and for any other fault.
         """
         meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
         if meta.get("scope") != scope:
@@ -161,11 +161,11 @@ def build_layer(
     fingerprint: str,
     max_merged_tokens: int = MAX_MERGED_TOKENS,
 ) -> Corpus:
-    """What was learned as a Corpus to draft from beside `base`, the task's own (None: none).
+    """The learned outputs as a Corpus to draft from beside `base`, the task's own (None: none).
 
-    Its outputs, prompts and copy prior are the learned ones alone. Its automaton and its n-gram
-    tables cover `base` as well, if that has at most `max_merged_tokens` tokens; of a larger base
-    they are the base's own, so that nothing known is given up. About 5 us a token.
+    Its outputs, prompts and copy prior are the learned ones alone. Its automaton and n-gram tables
+    cover `base` as well, if that has at most `max_merged_tokens` tokens; otherwise they are the
+    base's own. Takes about 5 us a token.
     """
     prompts = [prompt for prompt, _ in examples]
     outputs = [output for _, output in examples]

@@ -1,4 +1,4 @@
-"""What a drafter can be told: a frozen dataclass whose fields are made by `option`.
+"""The options of a drafter: a frozen dataclass whose fields are made by `option`.
 
     @dataclass(frozen=True)
     class EchoOptions:
@@ -6,8 +6,8 @@
 
 A field's name is the parameter of the drafter's class, its default is the drafter's default. From
 such a class come the section of task files, the field of requests, `--option` of the replay and the
-table of the documents. Fields are int, float, str or a Literal of strings; `| None` where the
-default is None. `__post_init__` may refuse values that do not fit together, by OptionError.
+table in docs/drafting.md. Fields are int, float, str or a Literal of strings; `| None` where the
+default is None. `__post_init__` may raise OptionError for values that do not fit together.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class OptionError(ValueError):
 class OptionFile:
     """An option whose value in a task file is a file's name, and for the drafter what is in it.
 
-    kind: "module:Class"; the class has `load(path, *, fingerprint)`. what: what error messages
-    call it. made_by: the command that makes one. of: whose fingerprint it must have.
+    kind: "module:Class"; the class has `load(path, *, fingerprint)`. what: its name in error
+    messages. made_by: the command that makes one. of: whose fingerprint it must have.
     """
 
     kind: str

@@ -38,7 +38,7 @@ class Recording:
     """One request as it went: ids of prompt and output (its EOS id included if it ended).
 
     likely_ids, likely_chances: what the model held likeliest at each token of the output, where
-    that was recorded (loadtest.own_runs); else empty. Of rejected nodes no replay knows it.
+    that was recorded (loadtest.own_runs); else empty. It is not recorded for rejected nodes.
     """
 
     prompt_ids: Sequence[int]
@@ -77,7 +77,7 @@ class ReplayResult:
 
     @property
     def served_tokens_per_step(self) -> float:
-        """As a server counts: the prefill step and its token are a step and a token like others."""
+        """As a server counts: the prefill step and its token count as well."""
         num = len(self.num_steps)
         return (sum(self.num_tokens) + num) / max(1, sum(self.num_steps) + num)
 
@@ -187,7 +187,7 @@ def replay(
 
 
 def note_rows(session: DraftSession, recording: Recording, position: int, num: int) -> None:
-    """Give a session that wants them the rows of the next `num` tokens of a recording."""
+    """Give a LikelySession the rows of the next `num` tokens of a recording."""
     if not recording.likely_ids or not getattr(session, "num_likely", 0):
         return
     rows = slice(position, position + num)

@@ -62,12 +62,12 @@ class TextSession:
         self.size = end
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Calibration learns what became of the tree."""
+        """Tell the calibration what became of the tree."""
         self._check_open()
         self._calibration.record(tree, accepted)
 
     def settle(self) -> None:
-        """Nothing is deferred unless a drafter says so."""
+        """Do nothing; a subclass may."""
         self._check_open()
 
     def checkpoint(self) -> int:
@@ -76,7 +76,7 @@ class TextSession:
         return self.size - self.num_prompt
 
     def rollback(self, mark: int) -> None:
-        """Forget all but the first `mark` tokens seen since open()."""
+        """Forget all but the first `mark` tokens seen since open(). Raises ValueError."""
         self._check_open()
         if not 0 <= mark <= self.size - self.num_prompt:
             raise ValueError(f"mark {mark} is not in 0..{self.size - self.num_prompt}")
@@ -89,12 +89,12 @@ class TextSession:
 
 
 class IndexedSession(Generic[MakerT]):
-    """Prompt and output of one Sequence, indexed, and the drafter that made it until close()."""
+    """Prompt and output of one Sequence as a TextIndex, and the drafter that made it."""
 
     __slots__ = ("_drafter", "_index", "_num_prompt")
 
     def __init__(self, drafter: MakerT, num_prompt: int) -> None:
-        """The index is empty: what derives from this appends the prompt's ids."""
+        """Begins with an empty index: the subclass appends the ids of the prompt."""
         self._drafter: MakerT | None = drafter
         self._num_prompt = num_prompt
         self._index = TextIndex(num_prompt + 256)
@@ -105,11 +105,11 @@ class IndexedSession(Generic[MakerT]):
         return self._drafter
 
     def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Nothing is learned from trees unless a drafter says so."""
+        """Learn nothing from trees; a subclass may."""
         self._owner()
 
     def settle(self) -> None:
-        """Nothing is deferred unless a drafter says so."""
+        """Do nothing; a subclass may."""
         self._owner()
 
     def checkpoint(self) -> int:

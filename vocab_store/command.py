@@ -18,14 +18,14 @@ from vocab_store.profile import ProfileSettings, VocabProfile, build_profile, re
 from vocab_store.slice import RequiredIds, TokenTexts
 
 TokensOf = Callable[[Any, int], TokenTexts]
-"""(tokenizers.Tokenizer, the model's vocabulary size) -> its token texts; token_bytes.build is one.
+"""(tokenizers.Tokenizer, the model's vocabulary size) -> TokenTexts; token_bytes.build is one.
 The server must build its own with the same size, or the fingerprints differ."""
 
 
 def model_facts(folder: str | Path) -> tuple[int, int, tuple[int, ...]]:
     """(vocabulary size, hidden size, EOS ids of the generation config, else of the config).
 
-    Raises VocabStoreError when the folder's JSON files do not say.
+    Raises VocabStoreError when the folder's JSON files lack one.
     """
     root = Path(folder)
 

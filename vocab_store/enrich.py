@@ -7,11 +7,11 @@
 PCS(t^n) is the probability, over E, that the string of the n-gram's last constituent is a proper
 prefix of another token's string: with a tokenizer that matches strings, the new token would cut
 such a token in two ("in|the" against "in|therapy"). Ids cannot be cut, but text that people write
-by hand can be read both ways, and the score costs nothing in length, so it stays.
+by hand can be read both ways, and the test makes outputs no longer, so it is kept.
 
 E are outputs *as they stand behind their prompts* (leading space, merges): mined bare, the same
-tokens shorten an output half as much. The counts are kept up to date as tokens are merged, so the
-work is that of the changed outputs and not of all of them.
+tokens shorten an output half as much. The counts are updated as tokens are merged, so
+only changed outputs are counted again.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def enrich(
             continue
         flat = tuple(i for symbol in gram for i in expanded(symbol))
         symbol = symbol_of.get(flat)
-        if symbol is None:  # the same base ids, put together in another way, are one token
+        if symbol is None:  # the same base ids, merged in another order, are one token
             symbol = symbol_of[flat] = base_vocab_size + len(parts)
             parts.append(flat)
         state.merge(gram, symbol)

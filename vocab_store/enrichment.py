@@ -1,9 +1,9 @@
 """An enrichment: tokens that a task adds to its model's vocabulary, each a tuple of base ids.
 
 TASC-ft (arXiv 2602.24174, section 4) adds a task's frequent output n-grams to the tokenizer. Here
-they are added to the *ids* and the tokenizer stays as it is: a prompt has the ids that it always
-had, prompt caches and requests for the base model are not touched, and half characters, stop
-strings and streaming work through the bytes of the parts. The paper's way, `add_tokens`, cuts
+they are added to the *ids* and the tokenizer stays as it is: a prompt keeps its ids, prompt
+caches and requests for the base model are not touched, and half characters, stop strings and
+streaming work through the bytes of the parts. The paper's way, `add_tokens`, cuts
 inside base tokens and changes the ids of every prompt; `tailor tasks enrich --export` writes it
 for other programs.
 
@@ -91,7 +91,7 @@ class Enrichment:
 
     @property
     def hash(self) -> str:
-        """sha256 (hex) of what the ids mean: tokenizer, ids and parts, and where they stand."""
+        """sha256 (hex) of tokenizer, ids and parts: what the ids mean."""
         body = [self.tokenizer, self.base_vocab_size, self.ids, self.parts]
         body += ["prompts"] if self.prompts else []
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()

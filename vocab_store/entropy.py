@@ -1,4 +1,4 @@
-"""How concentrated a task's outputs are: what TASC (arXiv 2602.24174) measures before it acts.
+"""How concentrated a task's outputs are: the measures by which TASC (arXiv 2602.24174) chooses.
 
 H_1 = -sum p ln p and H_2 = -ln sum p^2 (Renyi, order 2; the paper's predictor of run time: a
 higher H_2 of the output tokens means fewer tokens an answer), in nats; the normalised H_1 divides

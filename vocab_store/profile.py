@@ -73,7 +73,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How a slice does on documents it was not made from. Counts are additive.
+    """How well a slice covers documents it was not made from. Counts are additive.
 
     num_tokens, num_missed: output tokens, and those neither in the slice nor in the own input.
     num_documents, num_documents_missed: the same by document. mean_dynamic: prompt ids outside
@@ -227,8 +227,8 @@ def fill_order(examples: Sequence[Example], static: VocabSlice, max_fill: int) -
 def fill_gains(fill_ids: Int32, coverage: Coverage) -> Float32:
     """By how much each id of the fill order lowers the held-out miss rate; float32 [f].
 
-    Which rare token is missed next is luck, so what the held-out misses say is spread evenly over
-    ranks [2^k - 1, 2^(k+1) - 1): sums over these are as measured, single gains are estimates.
+    Which rare token is missed next is random, so the held-out misses are spread evenly over ranks
+    [2^k - 1, 2^(k+1) - 1): sums over these are as measured, single gains are estimates.
     """
     gains = np.zeros(fill_ids.shape[0], np.float64)
     rank = {int(token_id): at for at, token_id in enumerate(fill_ids)}

@@ -6,7 +6,7 @@ request and the pinned profile only (docs/DESIGN.md section 6), so no result dep
 requests or on what a cache happens to hold. Ids stay global everywhere; only the head and the
 sampler see columns.
 
-What the paper's public code gets wrong and this module makes impossible:
+Faults of the paper's public code that this module excludes:
 - pad columns are zeros and win when every logit is negative: here a runner makes them -inf;
 - ids are unsorted, so ties are broken differently: ids and `SequenceColumns` are ascending;
 - an EOS id outside the slice never stops: `RequiredIds.check` refuses such a map by name;
@@ -144,7 +144,7 @@ class RequiredIds:
         """Refuse a map (ascending ids) that lacks any required id.
 
         Raises MissingIdsError naming the kind and the ids (their text too, given `tokens`); EOS
-        ids first, for that is what never stops.
+        ids first, because without them an answer never stops.
         """
         kinds = (("EOS", self.eos_ids), ("special", self.special_ids), ("byte", self.byte_ids))
         for kind, wanted in kinds:

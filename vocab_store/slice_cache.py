@@ -1,7 +1,7 @@
 """SliceCacheIndex: in which rows of a device the ids of VocabSlices lie.
 
-Pure data: no weights here. A device keeps a matrix of T per profile and one pool of dynamic rows,
-and does what a `Placement` says.
+This module holds no weights. A device keeps a matrix of T per profile and one pool of dynamic
+rows, and copies the rows that a `Placement` lists.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class SliceCacheIndex:
     it and stays cached afterwards until its place is needed; the least recently released goes
     first. Free places are taken lowest first, so that the product over the pool stays narrow.
 
-    Sequences of one scope share rows. Another scope's row of the same id is a row of its own: what
-    has to be loaded tells a scope nothing about the ids that others have used.
+    Sequences of one scope share rows. Another scope has its own row of the same id, so that the
+    number of rows to load tells a scope nothing about the ids that others have used.
 
-    One writer, one thread. Every method either does all it says or raises and changes nothing.
+    One writer, one thread. A method that raises changes nothing.
     """
 
     def __init__(self, capacity: int) -> None:

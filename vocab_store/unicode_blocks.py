@@ -1,6 +1,6 @@
 """Unicode blocks of languages: the second filter of Algorithm 1 (arXiv 2508.15229, section 3.2).
 
-Nothing here is a hand-typed table of blocks or languages:
+No table of blocks or languages is typed by hand:
 
 - blocks, scripts and script extensions come from `fontTools.unicodedata`, which is generated from
   the Unicode Character Database (Blocks.txt, Scripts.txt, ScriptExtensions.txt);
@@ -72,9 +72,9 @@ class BlockSet:
         """Whether a token, given as its bytes, can be part of a text in these blocks.
 
         Every whole character must lie inside. A token of a byte-level vocabulary may begin or end
-        within a character: continuation bytes at its start say nothing and pass; an unfinished
-        character at its end passes when one of the characters it may become lies inside. Bytes
-        that are never UTF-8 pass: no character argues against them.
+        within a character: continuation bytes at its start pass; an unfinished character at its
+        end passes when one of the characters it may become lies inside. Bytes that are never
+        UTF-8 pass, because they are part of no character.
         """
         start = 0
         while start < min(3, len(data)) and 0x80 <= data[start] < 0xC0:
@@ -172,7 +172,7 @@ def scripts_of_language(tag: str) -> frozenset[str]:
         raise UnknownBlockError(f"{tag!r} is not a BCP 47 language tag: {error}") from error
     script = language.script
     if script is None:
-        # maximize() answers "Latn" for what CLDR does not know; that is no answer.
+        # maximize() returns "Latn" for a language that CLDR does not know.
         known = language.language in LIKELY_SUBTAGS and language.language != "und"
         script = language.maximize().script if known else None
     if script is None:

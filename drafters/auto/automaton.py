@@ -206,7 +206,7 @@ class Automaton:
     longest context, occurrences, first edge (the next row's ends them), index in tops or -1.
     edges: int32 [num_edges, 3]: token, target and the target's occurrences, by token inside a
     state. tops: int32 [n, 2]: tokens and occurrences of the MAX_TOP commonest edges of each state
-    that has more. Occurrences are there again so that a proposal reads them in a row."""
+    that has more. Occurrences are repeated there so that a proposal reads them from one place."""
 
     states: Int32
     edges: Int32
@@ -218,18 +218,18 @@ class Automaton:
 
     @staticmethod
     def empty() -> Automaton:
-        """Knows nothing; grow_tree skips it."""
+        """An automaton without outputs; grow_tree skips it."""
         return Automaton(
             np.empty((0, 5), np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """For write_arrays."""
+        """The arrays by name, for write_arrays."""
         return {"states": self.states, "edges": self.edges, "tops": self.tops}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Automaton:
-        """What arrays() gave."""
+        """The automaton whose arrays() these are."""
         return cls(arrays["states"], arrays["edges"], arrays["tops"])
 
 

@@ -1,6 +1,6 @@
-"""Blending what the contexts say into a chance for each candidate, and learning from what came.
+"""Blends the contexts' next-token shares into chances, and learns from emitted tokens.
 
-The answers are blended from the shortest context to the longest: with q the shares at a level,
+The shares are blended from the shortest context to the longest: with q the shares at a level,
 p = w q + (1 - w) p. This is deleted interpolation (Jelinek and Mercer 1980); w is the trust in
 such a level, kept per cell of (source, match length, occurrences, agreement, whether the match
 covers the whole output) and learned by expectation maximisation from the tokens that came
@@ -45,10 +45,8 @@ EvidenceFields = tuple[Float64, Float64]
 
 @inlined
 def blend(weights: Float64, num_levels: int, found: Gathered) -> None:
-    """Write found.chances from the longest context down.
-
-    A level gets its trust's part of what the longer ones left.
-    """
+    """Write found.chances from the longest context down: each level gets its trust's part of what
+    the longer ones left."""
     num = found.state[NUM]
     chances = found.chances
     left = np.float32(1.0)
@@ -97,7 +95,8 @@ def _share(row: int, level: int, found: Gathered) -> float:
 def _learn_trusts(
     row: int, num_levels: int, weights: Float64, asks: Float64, found: Gathered
 ) -> float:
-    """Expected asks and answers of every level, given that `row` came; returns its chance."""
+    """Add the expected asks and answers of every level, given that `row` came; returns its
+    chance."""
     # Upward: the blend below each level; then downward: how likely the level was reached.
     below = found.below
     chance = BASE_CHANCE

@@ -26,7 +26,9 @@ NUM_FACTORS = NUM_SOURCES * NUM_BINS * NUM_SITUATIONS * NUM_SHARES
 
 MAX_MATCH = 34  # comparisons end here: longer matches share a bucket
 MAX_VISITS = 64  # occurrences looked at per node and chain, newest first
-MAX_RETRIEVED_VISITS = 24  # the same in retrieved outputs, the likest last and so seen first
+MAX_RETRIEVED_VISITS = (
+    24  # the same in retrieved outputs; the most similar is last, so it is seen first
+)
 MAX_RETRIEVED_MATCH = 34
 MAX_LIKELY_MATCH = 3  # longest contexts whose likeliest ids are kept
 MAX_CANDIDATES = 208  # distinct next tokens per node

@@ -1,10 +1,10 @@
 """CopyPrior: which parts of a task's prompts are copied into outputs, and which tokens.
 
-A passage is copied where an instruction is not; names are copied where function words are not.
-For every output token the earlier prompt positions with the same preceding token are asked
-whether they would have been right; the rates by distance from the prompt's start, by distance
-from its end, by whether the pair is template text and by the token itself, each over the task's
-mean rate, multiply to a weight for every prompt position (naive Bayes, tempered).
+Outputs copy passages more often than instructions, and names more often than function words. For
+every output token, each earlier prompt position with the same preceding token is checked: would
+copying from it have been right? The rates by distance from the prompt's start, by distance from its
+end, by whether the pair is template text, and by the token itself, each over the task's mean rate,
+multiply to a weight for every prompt position (naive Bayes, tempered).
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class CopyPrior:
 
     @staticmethod
     def flat() -> CopyPrior:
-        """Knows nothing."""
+        """A prior without evidence: every weight is 1."""
         ones = np.ones(NUM_DISTANCES, np.float32)
         return CopyPrior(ones, ones, np.empty(0, np.int32), np.empty(0, np.float32))
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """For write_arrays."""
+        """The arrays by name, for write_arrays."""
         return {
             "start_lift": self.start_lift,
             "end_lift": self.end_lift,
@@ -120,7 +120,7 @@ class CopyPrior:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> CopyPrior:
-        """What arrays() gave."""
+        """The prior whose arrays() these are."""
         return cls(
             arrays["start_lift"], arrays["end_lift"], arrays["token_ids"], arrays["token_lift"]
         )

@@ -2,13 +2,12 @@
 
 Sources: the sequence's own text, the task's corpus at any match length, the outputs of the
 corpus' examples nearest to this prompt, the client's prediction, and what the model's own logits
-held likely (drafters.auto.likely). What they say is gathered
-(drafters.auto.gather), blended (drafters.auto.blend) and grown into a tree
-(drafters.auto.tree_builder). How far each kind of context is believed is learned per task from
-every token that is emitted (drafters.auto.trust).
+held likely (drafters.auto.likely). Their next tokens are gathered (drafters.auto.gather), blended
+(drafters.auto.blend) and grown into a tree (drafters.auto.tree_builder). How far each kind of
+context is trusted is learned per task from every emitted token (drafters.auto.trust).
 
-The first answer tokens are drafted before any is there: the corpus indexes output starts, and a
-prediction's first token follows START like any other output's.
+The first tokens of an answer can be drafted: the corpus indexes output starts, and a prediction's
+first token follows START as those of other outputs do.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ NUM_RETRIEVED = 12  # examples whose outputs are retrieved for a request
 RESYNC_TOKENS = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_TOKENS = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
-SHARPNESS = 4.0  # a retrieved output counts as its likeness to the likest to this power
-TEMPLATE_WEIGHT = 0.15  # what a place of the prompt counts that stands in every prompt
-COMPARE_ALL = 1500  # tokens that are all compared with what they were without the corpus
+SHARPNESS = 4.0  # weight of a retrieved output: its likeness over the greatest, to this power
+TEMPLATE_WEIGHT = 0.15  # weight of a prompt position whose text stands in every prompt
+COMPARE_ALL = 1500  # so many first tokens are all compared with their chances without the corpus
 COMPARE_EVERY = 4  # ... and then one in so many
 
 
@@ -62,7 +61,7 @@ class AutoDrafter:
     trust: weights and their evidence, shared by the sessions; by default what the corpus' held-out
         examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
-    eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
+    eos_token_ids: never proposed, because the bonus token brings an EOS without a draft.
         By default the id that ends the corpus' outputs.
     learn: adapt the trust to the tokens that are emitted.
     num_likely: likeliest ids of a verified row that are kept and drafted from; 0 is off.
@@ -123,8 +122,8 @@ class AutoDrafter:
 
     @property
     def follows_corpus(self) -> bool:
-        """Whether it drafts from its corpus and layers: where the model does not answer as they
-        do, drafting as if there were none is better."""
+        """Whether it drafts from its corpus and layers. Where the model does not answer as they do,
+        drafting without them is better."""
         return not self.has_corpus or self.trust.fit.helps
 
     def open(
@@ -280,7 +279,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self._anchors.append((anchor, off + 1))
 
     def _weigh_near(self) -> None:
-        """Let the prediction's places near the anchor count fully."""
+        """Let the prediction's positions near the anchor count fully."""
         docs = self._retrieved
         assert docs is not None
         anchor, _ = self._anchors[-1]

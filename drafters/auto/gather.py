@@ -1,7 +1,7 @@
 """Gathering: which tokens followed the context at one node, by source and match length.
 
-At a node the context is the path to it, then the text before it. Every source is asked which
-tokens followed that context at *every* match length it has:
+At a node the context is the path to it, then the text before it. Every source gives the tokens
+that followed that context, at *every* match length it has:
 
     corpus      a suffix automaton over a task's outputs (drafters.auto.automaton)
     prompt      the prompt of this sequence (drafters.auto.text_index)
@@ -303,7 +303,7 @@ def _order_levels(found: Gathered, context_cover: int) -> int:
     """
     num_candidates = found.state[NUM]
     totals = found.totals
-    # A context is believed less where the rival source matches as much: the prompt's longest
+    # A context is trusted less where the rival source matches as much: the prompt's longest
     # match for all others, the corpus' longest for the prompt.
     prompt_longest, corpus_longest = _longest(PROMPT, totals), _longest(CORPUS, totals)
     num_levels = 0

@@ -1,7 +1,7 @@
-"""A corpus with what its own examples say about trust: some are held out and replayed on the rest.
+"""A corpus with its own evidence about trust: some examples are held out and replayed on the rest.
 
-So `auto` starts with this task's own trust: how far copies from the prompt hold here, how far the
-corpus does.
+So `auto` starts with this task's own trust: how often copies from the prompt are right here, and
+how often the corpus is.
 """
 
 from __future__ import annotations

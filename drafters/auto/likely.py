@@ -1,13 +1,14 @@
 """The model's own logits as a source: what it held likely after the same few tokens before.
 
 Every verified row, that of a rejected node too, comes with the ids that were likeliest there. They
-are kept by the last one, two and three tokens before them, as sums of chances: Token Recycling
-(Luo et al., arXiv 2408.08696) keeps the last row of each token alone, STAND (arXiv 2506.04708)
-averages by n-gram, which is what is done here. LogitSpec (arXiv 2507.01449): what the last row held
+are kept by the last one, two and three tokens before them, as sums of chances. Token Recycling
+(Luo et al., arXiv 2408.08696) keeps only the last row of each token; STAND (arXiv 2506.04708)
+averages by n-gram, as this module does. LogitSpec (arXiv 2507.01449): what the last row held
 likely and did not draw may come one token later; a session keeps that itself.
 
-The table is a hash table in which a context lives within WAYS slots of its home. It grows up to
-a bound; from then on what is seen rarely is overwritten, and what is asked to make room fades.
+The table is a hash table in which a context lies within WAYS slots of its hash. It grows up to a
+bound. From then on the context seen least is overwritten, and the others that a new context finds
+in its way fade.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def _note_step(
     tokens: Int32,
     scratch: tuple[Int32, Int32, Float32],
 ) -> int:
-    """Both, in one call. scratch: a path and the echo."""
+    """Add the rows of a step and write the echo, in one call. scratch: a path and the echo."""
     path, echo_ids, echo_chances = scratch
     _note_rows(table, text, nodes, ids, chances, path)
     if tokens.shape[0] == 0:
@@ -231,7 +232,7 @@ class LikelyTable:
 
     @property
     def arrays(self) -> tuple[Int64, Int32, Float32]:
-        """(keys, ids, sums), as compiled code takes them."""
+        """(keys, ids, sums), the arguments of compiled code."""
         return self.keys, self.ids, self.sums
 
     def note(

@@ -105,7 +105,8 @@ class Nearest:
     template: Int64
 
     def find(self, prompt_ids: Sequence[int] | Int32, num: int) -> tuple[Int64, Float32]:
-        """(examples, likeness), the likest first; fewer than `num` when fewer share anything."""
+        """(examples, likeness), the most similar first; fewer than `num` when fewer share any
+        term."""
         ids = np.asarray(prompt_ids, np.int32)
         terms = np.empty(2 * ids.shape[0], np.int64)
         terms = np.sort(terms[: _terms(ids, terms)])
@@ -130,7 +131,7 @@ class Nearest:
         return out
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """For write_arrays."""
+        """The arrays by name, for write_arrays."""
         return {
             "keys": self.keys,
             "starts": self.starts,
@@ -142,7 +143,7 @@ class Nearest:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Nearest:
-        """What arrays() gave."""
+        """The index whose arrays() these are."""
         return cls(
             arrays["keys"],
             arrays["starts"],
@@ -169,7 +170,7 @@ def build_nearest(prompts: Sequence[Sequence[int] | Int32]) -> Nearest:
     keys, counts = np.unique(terms[order], return_counts=True)
     limit = min(MAX_TERM_DOCUMENTS, max(1.0, MAX_SHARE * num))
     idf = np.log((num + 1.0) / counts)
-    # Common terms are dropped; what is left of an example still makes its norm.
+    # Common terms are dropped; the other terms of an example make its norm.
     keep = counts <= limit
     weights = (idf * idf).astype(np.float32)
     postings = documents[order]

@@ -1,7 +1,7 @@
 """Growing one tree from all sources, best-first, by the estimated chance of each node.
 
-At every node the sources are asked (drafters.auto.gather) and what they say becomes a chance for
-each next token (drafters.auto.blend). The product of the chances along a path is the node's
+At every node the sources' next tokens are gathered (drafters.auto.gather) and blended into a
+chance for each (drafters.auto.blend). The product of the chances along a path is the node's
 survival, and a max-heap on it with parent closure gives the tree: deep where the context is
 certain, broad where it is not.
 """
@@ -126,7 +126,7 @@ def _offer(
         value = survival * chance
         if value < limits.min_survival or size >= waiting.keys.shape[0]:
             continue
-        # An end is never drafted: where it comes it is the bonus token for nothing, and after it
+        # An EOS is never drafted: the bonus token brings it without a draft, and after it
         # there is none.
         token = found.tokens[row]
         if is_end(token, context.ends):
@@ -264,7 +264,7 @@ class Workspace:
         )
 
     def grow(self, limits: LimitsFields, context: ContextFields, trusts: TrustsFields) -> DraftTree:
-        """The tree that these give."""
+        """The DraftTree of a step."""
         budget, max_depth, _ = limits
         if budget > self._max_budget or max_depth > self._max_depth:
             self._resize(max(budget, self._max_budget), max(max_depth, self._max_depth))

@@ -1,10 +1,10 @@
-"""Trust: how far each kind of context is believed, and how that is learned and kept.
+"""Trust: how far each kind of context is trusted, and how that is learned and kept.
 
 grow_tree blends the next-token shares of all contexts; the weight of a context is the trust of
 its cell (source, match length, occurrences, agreement, situation). What the blend then claims is
 corrected by how often such claims came true: a factor per cell of (leading source, its match
-length and situation, claimed chance), the calibration table of `auto`. Evidence is decayed, so
-that a task that changes is followed, and saved atomically, so that a restart forgets nothing.
+length and situation, claimed chance), the calibration table of `auto`. Evidence decays, so
+that the table follows a task that changes. It is saved atomically and survives a restart.
 
 The defaults were fitted on the train splits of twenty task data sets (loadtest/fit_trust.py).
 """
@@ -77,8 +77,8 @@ def write_default_trust(
 class CorpusFit:
     """Whether a corpus (or what was learned) helps: chances with it beside chances without it.
 
-    Both are given to every token that came. num_tokens: how many were compared, decayed. gain: sum
-    of log(chance with + FLOOR) - log(chance without + FLOOR), decayed alike. One writer: the
+    Every emitted token is given both chances. num_tokens: how many were compared, decayed. gain:
+    sum of log(chance with + FLOOR) - log(chance without + FLOOR), decayed alike. One writer: the
     sessions of the drafter that owns the trust.
     """
 
@@ -105,7 +105,7 @@ class CorpusFit:
 
     @property
     def helps(self) -> bool:
-        """Whether to draft from the corpus; so it is until its tokens say otherwise."""
+        """Whether to draft from the corpus; true until enough was compared."""
         return not self.is_known or self.gain >= -self.MARGIN * self.num_tokens
 
 
@@ -151,22 +151,22 @@ class Trust:
 
     @property
     def without(self) -> Trust:
-        """The trust of the same texts drafted without the corpus; its own, and never saved."""
+        """The trust of the same texts drafted without the corpus; a separate one, never saved."""
         if self._without is None:
             self._without = Trust()
         return self._without
 
     @property
     def fields(self) -> TrustsFields:
-        """(weights, factors), as compiled code takes them."""
+        """(weights, factors), the arguments of compiled code."""
         return self.weights, self.factors
 
     def start_from(self, evidence: Float64, outcomes: Float64) -> None:
-        """Take what a task's held-out examples said as the prior of what is seen from now on.
+        """Take the evidence of a task's held-out examples as the prior of later evidence.
 
-        It says where to begin and counts for no more than any prior: held-out examples outnumber
-        what a task sees live by far, and where the model does not answer as they do, thousands of
-        their asks would drown every answer. Raises CalibrationError as restore_arrays does.
+        It counts for no more than any prior: held-out examples outnumber the tokens that a task
+        sees live by far, and where the model does not answer as they do, thousands of their asks
+        would outweigh every answer. Raises CalibrationError as restore_arrays does.
         """
         self.restore_arrays(evidence, outcomes)
         self._prior_odds = _odds(self.weights)
@@ -183,10 +183,10 @@ class Trust:
     def update(self) -> None:
         """Fold the evidence into weights and factors, from coarse to fine.
 
-        A task has little evidence for most cells at first, but soon enough to say that, for
-        example, copies from its prompts hold better than elsewhere. So the defaults' log odds are
-        shifted per source, then per situation and match length too, each shift fitted with a
-        normal prior; only then has each cell its own say.
+        A task has little evidence for most cells at first, but soon enough to show, for example,
+        that copies from its prompts are right more often than elsewhere. So the defaults' log odds
+        are shifted per source, then per situation and match length, each shift fitted with a normal
+        prior. Then each cell is fitted by its own evidence.
         """
         old = self.evidence[0] > self.memory
         self.evidence[:, old] *= 0.5
@@ -216,10 +216,11 @@ class Trust:
         self.update()
 
     def table(self) -> list[dict[str, Any]]:
-        """The calibration for people, the most used first: (source, match length, claimed share).
+        """The calibration table, for people to read, the most used first: (source, match length,
+        claimed share).
 
         min_match_length 0 is the start of an output. chance = (accepted + 1) / (offered + 2);
-        mean_claim is what the blend says there before it is corrected.
+        mean_claim is the mean blended chance before its correction.
         """
         shape = (3, NUM_SOURCES, NUM_BINS, NUM_SITUATIONS, NUM_SHARES)
         claimed, accepted, offered = self.outcomes.reshape(shape).sum(axis=3)
@@ -257,7 +258,7 @@ class Trust:
             out.write(json.dumps(body).encode())
 
     def restore(self, path: Path | str) -> None:
-        """Take over saved evidence in place of what there is.
+        """Replace the evidence by a saved one.
 
         Raises CalibrationError when the file is not a trust of this version and shape.
         """
@@ -276,7 +277,8 @@ class Trust:
         self.restore_arrays(evidence, outcomes)
 
     def restore_arrays(self, evidence: Float64, outcomes: Float64) -> None:
-        """The same from arrays. Raises CalibrationError for other shapes or impossible counts."""
+        """Replace the evidence by these arrays. Raises CalibrationError for other shapes or
+        impossible counts."""
         evidence = _widened(evidence, NUM_CELLS)
         outcomes = _widened(outcomes, NUM_FACTORS)
         if evidence.shape != self.evidence.shape or outcomes.shape != self.outcomes.shape:
@@ -291,8 +293,8 @@ class Trust:
 
 
 def _widened(counts: Float64, num_cells: int) -> Float64:
-    """Counts [., cells] of the first few sources, as they were before there were more, with
-    nothing counted for the others. What cannot be that stays as it is."""
+    """Counts [., cells] of the first few sources, widened with zeros for the sources added since.
+    Counts of another shape are returned as they are."""
     missing = num_cells - counts.shape[-1]
     if counts.ndim != 2 or missing < 0 or missing % (num_cells // NUM_SOURCES):
         return counts

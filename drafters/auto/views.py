@@ -1,12 +1,12 @@
-"""What a proposal reads, as compiled code names it, and as Python hands it over.
+"""What a proposal reads, as compiled code names it, and as Python passes it.
 
-Compiled functions get these NamedTuples from each other. Where Python calls them it hands over
-plain tuples with the same fields in the same order (`*Fields`): numba takes a NamedTuple of four
-arrays in 0.9 us and a plain tuple in a tenth of that, and a proposal takes 15. The entry points
-(grow_tree, learn_token) name them again, which costs nothing there.
+Compiled functions pass these NamedTuples to each other. Python passes plain tuples with the same
+fields in the same order (`*Fields`): numba takes a NamedTuple of four arrays in 0.9 us and a plain
+tuple in a tenth of that, and a proposal takes 15 us. The entry points (grow_tree, learn_token) make
+NamedTuples of them, which takes no time in compiled code.
 
-The classes stand in this module and not in a script because numba caches what takes them only
-where it can import them.
+The classes stand in a module of their own because numba caches functions that take them only where
+it can import them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class CorpusView(NamedTuple):
 
 
 class LikelyView(NamedTuple):
-    """A drafters.auto.likely.LikelyTable, and what the row held likeliest that drew the last token.
+    """A drafters.auto.likely.LikelyTable, and the likeliest ids of the row that drew the last
+    token.
 
     keys: int64 [slots]. ids: int32 [slots, K]. sums: float32 [slots, K + 1]. echo_ids: int32 [K]
     and echo_chances: float32 [K], or empty.
@@ -78,9 +79,9 @@ class LikelyView(NamedTuple):
 class Context(NamedTuple):
     """All that the next token is guessed from.
 
-    own: prompt and output. num_output: tokens of output at its end. docs: retrieved outputs and
-    the prediction. hints: int32, places in docs that may come next. ends: int32, EOS ids, which
-    are never drafted. likely: what the model's own logits said.
+    own: prompt and output. num_output: tokens of output at its end. docs: retrieved outputs and the
+    prediction. hints: int32, positions in docs that may come next. ends: int32, EOS ids, which are
+    never drafted. likely: the table of the model's own logits.
     """
 
     own: TextView
@@ -128,7 +129,7 @@ NO_LIKELY: LikelyFields = (
 
 @inlined
 def context_of(fields: ContextFields) -> Context:
-    """The Context of plain tuples."""
+    """The Context of plain tuples (`*Fields`)."""
     own, num_output, docs, hints, corpus, ends, likely = fields
     return Context(
         TextView(*own),

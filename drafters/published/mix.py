@@ -5,7 +5,7 @@ n_max - 1 tokens that the tables hold, or the most frequent token when none matc
 the same over prompt and output of the request, with p_min = 1 (the paper's 5 would empty it).
 p_mixed = lambda p_corp + (1 - lambda) p_prompt; the draft is one chain of its likeliest tokens.
 The paper prints p_min = 5 and lambda = 0.75; n_max = 5 and the horizon of 10 tokens are ours.
-Without a corpus the prompt's part is all there is.
+Without a corpus only p_prompt is used.
 """
 
 from __future__ import annotations
@@ -190,9 +190,8 @@ class MixDrafter:
     """Makes MixSessions.
 
     corpus: the task's, or None. learned: a layer over it, whose tables hold it too. n_max: longest
-    n-gram. horizon: tokens drafted. mixing: the
-    paper's lambda, the weight of the corpus: 1 is p_corp alone, 0 is p_prompt alone.
-    p_min is a property of the corpus' tables.
+    n-gram. horizon: tokens drafted. mixing: the paper's lambda, the weight of the corpus: 1 is
+    p_corp alone, 0 is p_prompt alone. p_min is a property of the corpus' tables.
     """
 
     name = "mix"
@@ -238,7 +237,7 @@ class MixDrafter:
 
 
 class MixSession(IndexedSession[MixDrafter]):
-    """One Sequence's own tables are its TextIndex: counts at any length are read off its chains."""
+    """Drafts for one Sequence. Its TextIndex gives the counts of p_prompt at every length."""
 
     __slots__ = ("_modes",)
 

@@ -95,7 +95,7 @@ class NGramTables:
         return dict(pairs)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """For write_arrays."""
+        """The arrays by name, for write_arrays."""
         return {
             "first_row": self.first_row,
             "keys": self.keys,
@@ -108,7 +108,7 @@ class NGramTables:
     def from_arrays(
         cls, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> NGramTables:
-        """What arrays() gave, with the numbers that `meta` holds."""
+        """The tables whose arrays() these are, with the numbers that `meta` holds."""
         return cls(
             int(meta["n_max"]),
             int(meta["p_min"]),

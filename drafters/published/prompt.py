@@ -105,7 +105,7 @@ class PromptSession(TextSession):
             if num == 0:
                 return DraftTree.empty()
             parents = np.arange(-1, num - 1, dtype=np.int32)
-            # The rule has no odds of its own; the calibration learns them by match and depth.
+            # The rule gives no chances; the calibration learns them by match length and depth.
             cells = drafter.calibration.cells(0, length + np.arange(num), 0.75)
             return DraftTree(
                 np.asarray(chosen, np.int32),

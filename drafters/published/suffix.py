@@ -2,8 +2,8 @@
 
 Needs nothing but the sequence itself: no corpus, no settings, no state between requests.
 Suffix decoding (Oliaro et al., arXiv 2411.04975) keeps a suffix tree and drafts from the longest
-match; here every match length has its say (drafters.auto.gather), so that short contexts fill the
-part of the budget that long ones leave.
+match; here every match length counts (drafters.auto.gather), so that short contexts fill the part
+of the budget that long ones leave.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SuffixDrafter:
     """Makes SuffixSessions.
 
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
-    eos_token_ids: never proposed: where the model ends, the bonus token says so for nothing.
+    eos_token_ids: never proposed, because the bonus token brings an EOS without a draft.
     """
 
     name = "suffix"
@@ -74,8 +74,8 @@ class SuffixSession(IndexedSession[SuffixDrafter]):
         self._index.append(prompt_ids)
 
     def propose(self, budget: int, max_depth: int) -> DraftTree:
-        """See DraftSession.propose. Survival is the estimated chance; no node
-        below min_survival is in the tree."""
+        """See DraftSession.propose. Survival is the estimated chance; no node below min_survival is
+        in the tree."""
         drafter = self._owner()
         index = self._index
         if budget <= 0 or max_depth <= 0 or index.size == 0:

@@ -1,16 +1,15 @@
 """`trie`: N-Gram-Trie speculative decoding, as published.
 
-"Faster In-Context Learning for LLMs via N-Gram Trie Speculative Decoding", EMNLP 2025 main,
-section 3. Every n-gram of the prompt's context is split at L_p, and every sub-prefix with the
-n-gram's rest, gram[j:] for j in 0..L_p-1, is inserted into a trie, which adds to the frequency of
-every node passed. To draft, the last L_p *generated* tokens are matched from the
-root, one fewer at a time until they match, and the sub-tree below is cut to `num_draft` nodes by
-frequency.
+"Faster In-Context Learning for LLMs via N-Gram Trie Speculative Decoding", EMNLP 2025 main, section
+3. Every n-gram of the prompt's context is split at L_p, and every sub-prefix with the n-gram's
+rest, gram[j:] for j in 0..L_p-1, is inserted into a trie, which adds to the frequency of every node
+passed. To draft, the last L_p *generated* tokens are matched from the root, one fewer at a time
+until they match, and the sub-tree below is reduced to its `num_draft` most frequent nodes.
 
-Where the paper leaves it open: n-grams at the text's end are shorter, down to L_p tokens; a span
-of the text that two n-grams yield counts once; the cut keeps exactly num_draft nodes when there
-are that many, ties going to the shallower and then to the earlier node, so that it stays closed
-under parents. (The authors' code drops the longest branches first and loses nodes by it.)
+Where the paper leaves it open: n-grams at the text's end are shorter, down to L_p tokens; a span of
+the text that two n-grams yield counts once; exactly num_draft nodes are kept when there are that
+many, ties going to the shallower and then to the earlier node, so that a kept node's parent is
+kept. (The authors' code drops the longest branches first and so keeps fewer.)
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def build_trie(context: Int32, n: int, prefix_length: int, nodes: Int32, table: 
     num = 1
     for start in range(size):
         # Spans that start here: from the n-grams at start - j, j < L_p, when these exist. Their
-        # ends differ until the text's end cuts them; equal spans count once.
+        # ends differ except at the text's end; equal spans count once.
         longest = min(start + n, size) - start
         fewest = longest + 1
         spans = np.zeros(prefix_length, np.int32)

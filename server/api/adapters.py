@@ -1,7 +1,7 @@
-"""The routes about adapters: what is served beside the base models, and changes without a restart.
+"""The admin routes for adapters, which add and remove them without a restart.
 
     POST /v1/load_lora_adapter     serve a folder that PEFT saved; vLLM's body
-    POST /v1/unload_lora_adapter   serve it no more; requests that are open end with it
+    POST /v1/unload_lora_adapter   stop serving it; requests that are open end with it
 
 The gate lets only admin keys in. An adapter is served once every engine of its base has read and
 checked it. Engines that start later are told of it; a server that starts again is not.
@@ -52,7 +52,7 @@ _POLL_S = 0.02
 
 
 class AdapterAdmin(Protocol):
-    """Who holds the adapters (server.wiring.adapters). `read` is called in a thread; it raises
+    """Keeps the adapters (server.wiring.adapters). `read` is called in a thread; it raises
     ConfigError and ModelError."""
 
     @property
@@ -77,7 +77,7 @@ class AdapterRoutes:
         self._lock = asyncio.Lock()
 
     async def load(self, body: LoadAdapterBody) -> str:
-        """What POST /v1/load_lora_adapter answers."""
+        """The answer of POST /v1/load_lora_adapter."""
         admin, intake = self._need_admin(), self._context.intake
         name = body.lora_name
         async with self._lock:
@@ -110,7 +110,7 @@ class AdapterRoutes:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, body: UnloadAdapterBody) -> str:
-        """What POST /v1/unload_lora_adapter answers."""
+        """The answer of POST /v1/unload_lora_adapter."""
         admin, intake = self._need_admin(), self._context.intake
         name = body.lora_name
         async with self._lock:
@@ -157,19 +157,19 @@ class AdapterRoutes:
         return self._admin
 
     def _engines(self, model: str) -> dict[str, int]:
-        """The model's engines, with the number of their lives. Raises LoadingError while one is
-        starting: it was told which adapters there are when it began to."""
+        """The model's engines, each with the number of its start. Raises LoadingError while one is
+        starting: it has the list of adapters from when it began."""
         slots = [slot for slot in self._client.slots if slot.spec.model == model]
         if any(slot.state in ("loading", "restarting") for slot in slots):
             raise LoadingError("An engine of the model is starting.", retry_after_s=2.0)
         return {slot.spec.name: slot.generation for slot in slots if slot.state == "ready"}
 
     async def _tell_engines(self, served: ServedModel) -> None:
-        """Until every engine of the base has read the adapter. One that died and started again
-        meanwhile was not told of it at its start, so it is told now.
+        """Wait until every engine of the base has read the adapter. An engine that died and started
+        again meanwhile does not have it from its start, so it is told now.
 
         Raises InvalidRequestError with what is wrong with the adapter, LoadingError and
-        NoEngineError; then no engine knows it.
+        NoEngineError; then no engine has it.
         """
         told: dict[str, int] = {}
         try:
@@ -191,7 +191,7 @@ class AdapterRoutes:
         while not problem:
             states = (await self._client.control(engine, "adapter_states", None))["value"]
             state = next((s for s in states if s["id"] == order.adapter_id), None)
-            if state is None:  # another life of the engine
+            if state is None:  # the engine was started again
                 return
             problem = state["problem"]
             if not state["pending"]:
@@ -203,7 +203,7 @@ class AdapterRoutes:
             raise InvalidRequestError(f"lora_path: {problem}.", param="lora_path")
 
     async def _forget(self, served: ServedModel) -> None:
-        """No engine knows the adapter any more; one that is not there knows none."""
+        """Make every engine forget the adapter; an engine that is not running has none."""
         for slot in self._client.slots:
             if slot.spec.model != served.name or slot.state != "ready":
                 continue

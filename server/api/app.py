@@ -1,6 +1,6 @@
 """The HTTP application: its middleware, its routes, its errors.
 
-For the composition root (server/wiring/server.py):
+server/wiring/server.py uses it so:
 
     metrics = Metrics()
     client = EngineClient([EngineSpec(name, model, device, factory), ...], metrics=metrics,
@@ -13,7 +13,7 @@ For the composition root (server/wiring/server.py):
   client's specs.
 - server.api.serving runs it.
 
-`create_app` makes no hidden state: two apps in one process share nothing.
+`create_app` keeps no global state: two apps in one process share nothing.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def create_app(
     traces: TraceSink | None = None,
     key_use: Callable[[ApiKey], KeyUse] = OwnUse,
 ) -> FastAPI:
-    """The application. It owns nothing but its tokenizing threads; see the top of this file.
+    """The application. It owns only its tokenizing threads; see the top of this file.
 
-    task_admin: who changes tasks for the admin routes; None: they only look. It holds the
-    adapters, too, if there are any. key_use: keeps the account of an API key.
+    task_admin: changes tasks for the admin routes and holds the adapters, if there are any; None:
+    tasks can only be read. key_use: keeps the account of an API key.
     """
     metrics = client.metrics
     keys = Keyring([ApiKey.from_config(key) for key in config.keys], key_use)
@@ -128,7 +128,7 @@ def create_app(
 def _life(
     intake: Intake, history: History | None
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """What runs while the application does: the page's history; then threads are ended."""
+    """Runs while the application does: takes the page's history, then ends the threads."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -150,7 +150,7 @@ def _middleware(
     traces: TraceSink | None,
     keys: Keyring,
 ) -> list[Middleware]:
-    """CORS where it is asked for, and the gate. paths: those that metrics may name."""
+    """CORS where it is configured, and the gate. paths: those that metrics may name."""
     open_paths, admin_paths = OPEN_PATHS, ADAPTER_PATHS
     if config.metrics.admin_only and config.keys:
         admin_paths |= frozenset({"/metrics"})

@@ -1,4 +1,4 @@
-"""A request body as one strict JSON object, with every way it can be wrong told apart.
+"""Reads a request body as one strict JSON object, with an error of its own for each fault.
 
 Bounded while it is read (size, time), never decompressed, UTF-8 only, no duplicate keys, no NaN or
 infinity, no lone surrogates, no nesting deeper than `MAX_DEPTH`.
@@ -38,7 +38,7 @@ async def read_object(request: Request, max_bytes: int, timeout_s: float) -> dic
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The body of `request`, which says that it is JSON.
+    """The body of `request`, whose content type is JSON.
 
     Raises UnsupportedMediaTypeError, BodyTooLargeError, BodyTimeoutError, and
     starlette.requests.ClientDisconnect when the client leaves before the body is complete.
@@ -82,7 +82,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """One JSON object from bytes. Raises InvalidBodyError, which says what is wrong."""
+    """One JSON object from bytes. Raises InvalidBodyError with what is wrong."""
     if not body.strip():
         raise InvalidBodyError("The body is empty; send a JSON object.")
     if body.startswith(b"\xef\xbb\xbf"):

@@ -1,7 +1,7 @@
-"""What all objects that clients send have in common: strict types, nothing unknown, no NaN.
+"""What all objects that clients send have in common: strict types, no unknown members, no NaN.
 
-The rule of every body: a member that is null is as good as absent, known or not; any other member
-is honoured, or refused by name, or has the value of what happens anyway.
+The rule of every body: a member that is null counts as absent, known or not. Any other member is
+honoured, or refused by name, or holds the value that applies anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class BodyPart(BaseModel):
-    """Anything a client sends."""
+    """Base of every object that a client sends."""
 
     model_config = ConfigDict(
         extra="forbid",

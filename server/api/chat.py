@@ -1,4 +1,4 @@
-"""Deltas into a chat's answer: messages and tool calls, whole or in chunks as OpenAI's."""
+"""From Deltas to a chat's answer: messages and tool calls, whole or as OpenAI's chunks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ChoiceReader:
         return ChoicePiece(events, self._logprobs(delta), delta.token_ids, sources, rejected)
 
     def _logprobs(self, delta: Delta) -> list[TokenLogprobs]:
-        """Of the tokens that are the message's: an id that only ends it is none of them."""
+        """Logprobs of the message's tokens, without that of an id that only ends it."""
         if self._order.order.logprobs is None:
             return []
         entries = delta.logprobs
@@ -129,7 +129,7 @@ def _choices(order: ChatOrder) -> list[ChoiceReader]:
 
 @dataclass(slots=True)
 class _Message:
-    """A choice's message, put together from its pieces."""
+    """A choice's message as its pieces arrive."""
 
     content: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -153,8 +153,8 @@ class _Message:
         self.rejected += piece.rejected
 
     def shown(self, *, was_cut: bool) -> ChatMessage:
-        """OpenAI's message. was_cut: a forced call, by max_tokens; one that was broken off is text,
-        not a call with arguments that nobody can read."""
+        """OpenAI's message. was_cut: by max_tokens. A forced call that was cut is shown as text,
+        because its arguments are not complete JSON."""
         content = "".join(self.content)
         if was_cut and self.calls and not _is_object(self.calls[-1].function.arguments):
             content += self.calls.pop().function.arguments
@@ -205,7 +205,7 @@ def _tier(order: ChatOrder) -> Literal["default"] | UnsetType:
 
 
 def _shown(order: ChatOrder, choice: ChoiceReader, message: _Message) -> ChatChoice:
-    """A choice that ended."""
+    """The choice of the answer, once it ended."""
     inner = order.order
     shown = ChatChoice(
         index=choice.index,
@@ -239,7 +239,7 @@ class _ChunkWriter:
         self.frame = ChunkFrame(order.order, submission, ChatChunk, service_tier=_tier(order))
 
     def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
-        """The events of what arrived together."""
+        """The events of the Deltas that arrived together."""
         out: list[bytes] = []
         for _, delta in arrived:
             self._num_open -= delta.finish_reason is not None
@@ -248,13 +248,13 @@ class _ChunkWriter:
         return b"".join(out)
 
     def _chunks(self, choice: ChoiceReader, delta: Delta, piece: ChoicePiece) -> list[bytes]:
-        """The chunks of one Delta: the role before anything else, one for each piece of content and
-        of a call, and one without a delta that has the finish_reason."""
+        """The chunks of one Delta: the role first, one for each piece of content and of a call, and
+        one with an empty delta and the finish_reason."""
         ended = delta.finish_reason is not None
         deltas = [_delta_of(event) for event in piece.events]
         if not deltas and (piece.logprobs or self._has_extras(piece)):
             deltas.append(MessageDelta(content=""))
-        # Whether a message begins with content or with a call is not known before either is there.
+        # A message may begin with content or with a call: the role waits for the first of them.
         waits = self._order.style is not None and not deltas and not ended
         chunks: list[bytes] = []
         if choice.index not in self._begun and not waits:

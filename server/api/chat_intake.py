@@ -1,9 +1,9 @@
-"""A validated chat into an order: messages and tools through the model's template into ids, and the
-rest as /v1/completions takes it.
+"""From a validated chat to an order: the model's template turns messages and tools into ids, and
+server.api.intake takes the rest.
 
-A chat is a completion of its rendered prompt, so tasks, limits, sampling, drafting, structured
-outputs and seeds are those of server.api.intake; only fields' names differ, and where nothing says
-how long an answer may be, it may fill the context.
+A chat is a completion of its rendered prompt. Tasks, limits, sampling, drafting, structured outputs
+and seeds are those of server.api.intake. Only fields' names differ, and without any max_tokens an
+answer may fill the context.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ THINKING = frozenset({"enable_thinking", "preserve_thinking", "thinking"})
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
 _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
-"""A chat's names of fields, by their keys."""
+"""The names of a chat's fields, by their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ChatOrder:
     order: the completion that it is. table: id -> bytes, with text for the tokens that the reading
     of tool calls needs. names: token texts for logprobs. style: how calls are written, None when no
     tool may be called. tools: what may be called. forced: a call that the prompt already opens.
-    service_tier: what the answer says of it, None to say nothing.
+    service_tier: the answer's member of that name, None to leave it out.
     """
 
     order: CompletionOrder
@@ -84,10 +84,10 @@ class ChatOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Talker:
-    """A model with a chat template, and what is read off it once.
+    """A model with a chat template, and what is read from it once.
 
     style: how it writes calls, None for a way that is not read here. tells_tools: whether the
-    server tells it of tools, because its template does not.
+    server describes tools to it, because its template does not.
     """
 
     template: ChatTemplate
@@ -99,7 +99,7 @@ class _Talker:
 
 @dataclass(frozen=True, slots=True)
 class ChatNames:
-    """What a route calls its fields, by their keys, and where each message lies in its body."""
+    """The names of a route's fields, by their keys, and where each message lies in its body."""
 
     fields: Mapping[str, str]
     paths: Sequence[str] = ()
@@ -108,7 +108,7 @@ class ChatNames:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A chat as the model gets it. text: of `ids`, with control tokens. grammar: what the answer
-    must match so that it is the forced call, and the field it comes from."""
+    must match to be the forced call, and the field it comes from."""
 
     model: ServedModel
     talker: _Talker
@@ -123,7 +123,7 @@ _MAX_OWN_TALKERS = 256
 
 
 class ChatIntake:
-    """Turns chat bodies into ChatOrders. intake: what serves the completions of the same app."""
+    """Turns chat bodies into ChatOrders. intake: the Intake of the same app."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -135,7 +135,8 @@ class ChatIntake:
         self._own_talkers: dict[str, _Talker] = {}  # of adapters with ids of their own
 
     def _talker_of(self, model: ServedModel) -> _Talker | None:
-        """The model's; an adapter with ids of its own has its base's with its own table."""
+        """The model's. An adapter with ids of its own gets its base's, with its own table of
+        ids."""
         talker = self._talkers.get(model.name)
         if talker is None or not model.own_ids:
             return talker
@@ -153,7 +154,7 @@ class ChatIntake:
         tenant: str = "",
         names: ChatNames | None = None,
     ) -> ChatPrompt:
-        """The ids of one body's messages and tools. Raises what is the client's fault."""
+        """The ids of one body's messages and tools. Raises the client's errors (4xx)."""
         names = names or _names_of(body)
         task, model = self._intake.find(body.model)
         talker = self._talker_of(model)
@@ -176,7 +177,7 @@ class ChatIntake:
         messages = self._messages(body, talker.template, tools, names.paths)
         num_chars = sum(len(message["content"]) for message in messages)
         try:
-            # Templates may repeat what messages say, hardly ever leave it out.
+            # Templates may repeat messages; they hardly ever leave one out.
             self._intake.check_size(num_chars, model, max_tokens, room, str(PROMPT))
             opening = "" if forced is None else forced.opening
             chat = await self._render(body, messages, tools, talker, opening)
@@ -198,9 +199,9 @@ class ChatIntake:
         tenant: str = "",
         names: ChatNames | None = None,
     ) -> ChatOrder:
-        """The order of one body, for a tenant. Raises what is the client's fault.
+        """The order of one body, for a tenant. Raises the client's errors (4xx).
 
-        names: what the route calls its fields, where it is not a chat.
+        names: the route's names of fields, where the route is not a chat.
         """
         names = names or _names_of(body)
         prompt = await self.prompt(body, max_model_len, tenant, names)
@@ -239,7 +240,7 @@ class ChatIntake:
     async def _forced(
         self, body: ChatBody, tools: ChosenTools, talker: _Talker, tenant: str
     ) -> tuple[ForcedCall | None, tuple[GrammarSpec, str] | None]:
-        """How a call is made certain, and the checked grammar of it."""
+        """How a call is forced, and its checked grammar."""
         formatted = body.structured_outputs is not None or (
             body.response_format is not None and body.response_format.type != "text"
         )
@@ -327,7 +328,7 @@ def _talker(model: ServedModel, template: ChatTemplate) -> _Talker:
 
 
 def _names_of(body: ChatBody) -> ChatNames:
-    """A chat's names of fields: max_tokens is called as the client did."""
+    """The names of a chat's fields; max_tokens has the name that the client used."""
     names = dict(_NAMES)
     if body.max_completion_tokens is None and body.max_tokens is not None:
         del names["max_tokens"]
@@ -335,13 +336,14 @@ def _names_of(body: ChatBody) -> ChatNames:
 
 
 def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
-    """What the client sets in the template. Raises UnsupportedFieldError for what it ignores."""
+    """The template's variables that the client sets. Raises UnsupportedFieldError for one that the
+    template does not read."""
     variables: dict[str, Any] = {}
     for name, value in (body.chat_template_kwargs or {}).items():
         if value is None or (
             value is False and name in THINKING and not template.uses(name, with_tools=with_tools)
         ):
-            continue  # a template that does not read it thinks of nothing anyway
+            continue  # without that variable in the template, the model does not think anyway
         at = f"chat_template_kwargs.{echoed(name, 40).strip(chr(39))}"
         kind = TEMPLATE_KWARGS.get(name)
         if kind is None or not template.uses(name, with_tools=with_tools):
@@ -360,11 +362,11 @@ def _variables(body: ChatBody, template: ChatTemplate, with_tools: bool) -> dict
 
 
 def _effort(effort: str, template: ChatTemplate, with_tools: bool) -> dict[str, Any]:
-    """What reasoning_effort sets in the template.
+    """The template's variables for reasoning_effort.
 
     A template that reads it gets it. One that can only switch thinking gets it off for none and
-    minimal, and on for more. One that knows no thinking does none: the efforts that ask for little
-    are what happens anyway, the others are refused.
+    minimal, and on for more. A model whose template has no thinking never thinks: efforts that ask
+    for little change nothing, the others are refused.
     """
     if template.uses("reasoning_effort", with_tools=with_tools):
         return {"reasoning_effort": effort}

@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions: what a body may say; its messages and tools as templates read them.
+"""POST /v1/chat/completions: the fields of a body; its messages and tools as templates read them.
 
 No-op fields are those of every route (server.api.protocol.NO_OP_FIELDS). Fields of OpenAI's that
-this server cannot honour are known here by name, so that they are refused with a reason and not as
-unknown.
+this server cannot honour are declared here, so that they are refused with a reason and not as
+unknown fields.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class ToolCallBody(BodyPart):
 
 
 class MessageBody(BodyPart):
-    """One message. Which fields a role has is checked by `template_messages`.
+    """One message. `template_messages` checks which fields a role has.
 
-    Members that are empty say nothing and are as good as absent: clients send answers back with
-    members of their own (`provider_specific_fields: {"refusal": null}`, `images: []`).
+    Members that are empty count as absent: clients send answers back with members of their own
+    (`provider_specific_fields: {"refusal": null}`, `images: []`).
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -158,14 +158,14 @@ class ChatBody(GenerationBody):
     tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
 
-    # Honoured where they ask for what is done anyway, or what the template can do.
+    # Honoured where they ask for the default, or for what the template can do.
     modalities: list[Literal["text", "audio"]] | None = Field(None, max_length=2)
     reasoning_effort: str | None = Field(None, max_length=64)
     verbosity: Literal["low", "medium", "high"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
-    # Taken with the value of what happens anyway alone (see _NEUTRAL).
+    # Accepted only with the value that applies anyway (see _NEUTRAL).
     best_of: Any = None
     echo: Any = None
     add_special_tokens: Any = None
@@ -207,7 +207,7 @@ _NEUTRAL: Mapping[str, tuple[bool | float, str]] = {
 
 
 def refuse_unsupported(body: ChatBody) -> None:
-    """Raise UnsupportedFieldError for what no model here can honour, InvalidRequestError for
+    """Raise UnsupportedFieldError for fields that no model here can honour, InvalidRequestError for
     fields that contradict each other."""
     for name, reason in _REFUSED.items():
         if getattr(body, name) not in (None, [], "none"):

@@ -1,20 +1,20 @@
-"""A model's chat template: messages into text and ids, with control tokens only where the template
-wrote them.
+"""A model's chat template: turns messages into text and ids, with control tokens only where the
+template wrote them.
 
 A template is a jinja2 program that comes with the model; it runs in jinja2's immutable sandbox. Its
-output mixes what the template says (`<|im_start|>user`) with what clients say, and the tokenizer
-would turn a `<|im_end|>` in either into the same id. So that nobody can end their own message and
-speak as the system, every control token inside a client's string is put between two marks before
-rendering: private-use characters that occur nowhere in the request. The marks survive what
-templates do with strings (trim, split, tojson, concatenation). Afterwards the text is cut at the
-marks and each piece is encoded by itself; a marked token is cut in two, so that it is read as the
-plain text that it is. A client's string that begins or ends with a part of a control token gets a
-mark at that edge, so that two strings cannot make one together. Text without any of this is encoded
-in one piece: the ids are the tokenizer's own.
+output mixes the template's text (`<|im_start|>user`) with clients' text, and the tokenizer would
+turn a `<|im_end|>` in either into the same id. No client may end their own message and speak as the
+system. So every control token inside a client's string is put between two marks before rendering:
+private-use characters that occur nowhere in the request. The marks survive what templates do with
+strings (trim, split, tojson, concatenation). Afterwards the text is cut at the marks and each piece
+is encoded by itself; a marked token is cut in two, so that it is read as the plain text that it is.
+A client's string that begins or ends with a part of a control token gets a mark at that edge, so
+that two strings cannot make one together. Text without any of this is encoded in one piece: the ids
+are the tokenizer's own.
 
 Control tokens are the tokenizer's special tokens, and those of its other added tokens that the
-template writes (`<tool_call>` and `<think>` in Qwen's). What an assistant said may hold the latter:
-they are the model's own words, templates look for them, and they end nobody's message.
+template writes (`<tool_call>` and `<think>` in Qwen's). An assistant's message may hold the latter:
+the model wrote them, templates look for them, and they do not end a message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ESCAPED = re.compile(r"\\U000(f[0-9a-f]{4})|\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-
 
 
 class TemplateRefusal(Exception):
-    """What a template's raise_exception says."""
+    """The message of a template's raise_exception."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -93,8 +93,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _alternation(words: Iterable[str]) -> str:
-    """A regular expression of literal words that prefers the longest, as a tree of prefixes: the
-    six thousand added tokens of Gemma are scanned for as fast as one."""
+    """A regular expression of literal words that prefers the longest, as a tree of prefixes.
+    Scanning for Gemma's six thousand added tokens is as fast as for one."""
     root: dict[str, Any] = {}
     for word in words:
         node = root
@@ -148,7 +148,7 @@ class _Marks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A rendered chat, cut where no token may reach across. Joined, the segments are the text."""
+    """A rendered chat, cut where no token may span two parts. The segments joined are the text."""
 
     segments: tuple[str, ...]
 
@@ -224,7 +224,7 @@ class ChatTemplate:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the template says anything about tools."""
+        """Whether the template reads tools."""
         return "tools" in self._tool_names
 
     def uses(self, name: str, *, with_tools: bool = False) -> bool:
@@ -271,7 +271,7 @@ class ChatTemplate:
                 f"messages: the model's chat template refuses them: {echoed(str(refusal), 200)}",
                 param="messages",
             ) from None
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program: it may raise anything
             raise InvalidRequestError(
                 f"messages: the model's chat template cannot render them ({type(error).__name__}).",
                 param="messages",
@@ -296,7 +296,7 @@ class ChatTemplate:
 
     def encode(self, chat: RenderedChat) -> list[int]:
         """The ids of a rendered chat. Raises InvalidRequestError when a client's text would become
-        a control token all the same (by the tokenizer's normalisation)."""
+        a control token in spite of this (by the tokenizer's normalisation)."""
         ids: list[int] = []
         for i, segment in enumerate(chat.segments):
             new = self._encoder.later(segment) if i else self._encoder.first(segment)

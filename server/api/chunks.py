@@ -26,8 +26,8 @@ class CompletionChunkChoice(Extras, kw_only=True):
 
 
 class CompletionChunk(Shape, kw_only=True):
-    """`usage` is there with include_usage: null but in the last chunk, or with every chunk
-    (continuous_usage_stats)."""
+    """A chunk of a streamed completion. usage: present with include_usage; null but in the last
+    chunk, or in no chunk (continuous_usage_stats)."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

@@ -1,9 +1,8 @@
-"""JSON schemas whose objects have no members but those they describe.
+"""Closes JSON schemas: their objects have only the members that the schema describes.
 
-Schemas that clients write by hand or let pydantic write seldom say `additionalProperties`. JSON
-Schema reads that as "anything else, too", and small models fall into the hole: they invent keys
-until the limit. So objects that say nothing are closed, as llama.cpp and xgrammar do, unless the
-request or its task opens them (`additional_properties`).
+Schemas that clients or pydantic write seldom have `additionalProperties`. JSON Schema then allows
+further members, and small models invent keys until the limit. So such objects are closed, as
+llama.cpp and xgrammar do, unless the request or its task opens them (`additional_properties`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def close_described(schema: Any) -> Any:
 
 
 def close_all(schema: Any) -> Any:
-    """The schema with every object closed that does not say."""
+    """The schema with every object closed that has no additionalProperties."""
 
     def close(part: dict[str, Any]) -> dict[str, Any]:
         if "properties" in part or "patternProperties" in part or part.get("type") == "object":
@@ -47,7 +46,7 @@ def _close_one(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The schema with `change` done to a copy of each schema in it, inner ones first."""
+    """The schema with `change` applied to a copy of each schema in it, inner ones first."""
     if isinstance(schema, (list, tuple)):
         return [_mapped(item, change) for item in schema]
     if not isinstance(schema, Mapping):
@@ -66,7 +65,7 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def _is_mixed(schema: Any) -> bool:
-    """Whether somewhere one object is described by several schemas, of which some are elsewhere."""
+    """Whether some object is described by several schemas that lie in different places."""
     if isinstance(schema, (list, tuple)):
         return any(map(_is_mixed, schema))
     if not isinstance(schema, Mapping):

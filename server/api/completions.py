@@ -1,4 +1,5 @@
-"""Deltas into completions: the choices of one response, whole or in chunks, in OpenAI's shape."""
+"""From Deltas to completions: the choices of one response, whole or in chunks, in OpenAI's
+shape."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ class _Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """What best_of ranks by."""
+        """The figure that best_of ranks by."""
         return self.sum_logprob / self.num_tokens if self.num_tokens else float("-inf")
 
 
@@ -197,7 +198,7 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> C
 def _shown(
     order: CompletionOrder, choice: _Choice, pieces: list[_Piece], index: int
 ) -> CompletionChoice:
-    """A choice that ended, put together from its pieces."""
+    """The choice of the answer, once it ended."""
     shown = CompletionChoice(
         text="".join(piece.text for piece in pieces),
         index=index,
@@ -238,7 +239,7 @@ class _ChunkWriter:
         self.frame = ChunkFrame(order, submission, CompletionChunk)
 
     def write(self, arrived: list[tuple[int, Delta]]) -> bytes:
-        """The events of what arrived together."""
+        """The events of the Deltas that arrived together."""
         out: list[bytes] = []
         for choice, delta, piece in self._choices.take(arrived):
             self._num_open -= delta.finish_reason is not None

@@ -1,13 +1,13 @@
 """One HTTP/1.1 connection: uvicorn's, with bounds on what a client may hold and for how long.
 
-What uvicorn leaves open is closed here:
+It adds to uvicorn's:
 
 - the request line and headers have a size and a time (431, 408), however slowly they drip, and
   so have trailers and chunk extensions;
 - HTTP that the parser refuses (smuggling, bad lengths, raw TLS) answers in OpenAI's error shape;
 - a client that does not read its answer is cut off, so that it cannot hold what it asked for.
 
-Nothing is ever written into another answer: when one is under way, the connection just ends.
+An error is never written into an answer that is under way: the connection is closed instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from server.errors import BodyTimeoutError, HeadersTooLargeError, InvalidHttpErr
 log = logging.getLogger("tailor.http")
 
 CHUNK_OVERHEAD = 32
-"""Bytes around a chunk's data that are not held against the client."""
+"""Bytes around a chunk's data that the limit does not count."""
 
 
 class Connection(HttpToolsProtocol):
@@ -106,7 +106,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
 
     def send_400_response(self, msg: str) -> None:
-        """The parser gave up on the bytes."""
+        """Answer bytes that the parser refused."""
         refusal, self._refusal = self._refusal, None
         self._refuse(refusal or InvalidHttpError("The request is not valid HTTP/1.1."))
 
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
         self._stop_send_timer()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Upgrades are ignored, as HTTP allows; clients are not to fill the log with them."""
+        """Ignore upgrades, as HTTP allows, and log nothing: a client could fill the log."""
 
     # --- inside ---
 
@@ -152,7 +152,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _can_answer(self) -> bool:
-        """Whether nothing of an answer was sent for what is open here."""
+        """Whether no byte of the open request's answer was sent."""
         return not self.pipeline and not self.cycle.response_started
 
     def _start_head_timer(self) -> None:

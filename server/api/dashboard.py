@@ -5,10 +5,10 @@ The pages are static files in this package (server/api/page): no build step, not
 hosts, and a content security policy that allows neither. The files hold no data and need no key;
 what the page shows comes from `snapshot` at /dashboard/data, which needs one when there are any.
 
-Why a JSON route and not /metrics: a page that is open all day must cost next to nothing, and one
-answer of this route is about a thirtieth of /metrics; it may have the open requests too, which are
-no series; and /metrics is often closed to browsers. All figures are read from the very series that
-/metrics shows, so that they cannot differ.
+The page reads a JSON route and not /metrics: an answer of this route is about a thirtieth of
+/metrics, which matters for a page that is open all day; it also has the open requests, which are no
+series; and /metrics is often closed to browsers. All figures are read from the series that /metrics
+shows, so that they cannot differ.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ _NUM_BUCKETS = len(LATENCY_BUCKETS_S) + 1
 
 
 _LOAD = frozenset(f"tailor_{_GAUGES[name]}" for name in ("up", "running", "waiting", "kv_usage"))
-"""What every key may know: how busy the engines are."""
+"""Members of `snapshot` that every key may see: how busy the engines are."""
 
 
 def snapshot(
@@ -229,8 +229,8 @@ def snapshot(
     and sums. open: the oldest open requests, without any text of theirs; num_open: all of them.
 
     key: whose view it is. A key sees the tasks that it may use and, unless it is an admin key,
-    its own open requests; None (a server without keys) sees everything. tells_sums: whether a key
-    that is no admin's is told the sums over all keys; if not, only how busy the engines are.
+    its own open requests; None (a server without keys) sees everything. tells_sums: whether a
+    key that is no admin's sees the sums over all keys; if not, only how busy the engines are.
     """
     is_cut = tells_load_only(key, tells_sums)
     drafts: dict[tuple[str, ...], dict[str, Any]] = {}

@@ -1,8 +1,8 @@
-"""The last hour of a server, kept in memory for the page: a point every ten seconds, and of the
-last minutes all figures, so that a page which is opened now shows what was before.
+"""The last hour of a server, kept in memory for the page: one point every ten seconds, and of the
+last minutes all figures, so that a page that was just opened shows the time before.
 
-Both hold cumulative counts, as the page's own snapshots do, so that the page takes differences
-between any two. Nothing is written to disk, and nothing of any text or open request is kept.
+Both hold cumulative counts, as the page's own snapshots do, so that the page can take the
+difference of any two. Nothing is written to disk, and no text or open request is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from server.api.keys import ApiKey
 EVERY_S = 10.0
 NUM_POINTS = 361
 NUM_RECENT = 31
-"""Points whose figures are kept whole: the page's longest window, five minutes."""
+"""Points whose figures are kept whole: the page's longest period, five minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Point:
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Point:
-        """From what dashboard.snapshot gives without a key."""
+        """The point of a dashboard.snapshot made without a key."""
         sums: dict[tuple[str, str], list[float]] = {}
         for entry in figures["drafts"]:
             own = sums.setdefault((entry["task"], entry["model"]), [0.0] * 4)
@@ -54,7 +54,7 @@ class Point:
 class History:
     """Takes a point every EVERY_S seconds while `run` runs, and forgets those over an hour old.
 
-    look: what dashboard.snapshot gives without a key.
+    look: makes a dashboard.snapshot without a key.
     """
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What POST /v1/decisions takes: OpenAI's Decisions API, as openai-python 3.52 types it.
+"""The body of POST /v1/decisions: OpenAI's Decisions API, as openai-python 3.52 types it.
 
 Pictures are refused by name, and so is anything unknown. `prompt_cache_key`,
 `prompt_cache_options`, `prompt_cache_breakpoint` and `safety_identifier` change nothing here: the
@@ -97,7 +97,7 @@ OutputContent = Annotated[Any, WithJsonSchema(_parts_schema(OutputText, Refusal)
 
 
 class UserMessage(BodyPart):
-    """What a user said."""
+    """A user's message."""
 
     role: Literal["user"]
     content: InputContent
@@ -105,7 +105,7 @@ class UserMessage(BodyPart):
 
 
 class InstructionMessage(BodyPart):
-    """What a developer or the system said."""
+    """A message of a developer or the system."""
 
     role: Literal["developer", "system"]
     content: TextContent
@@ -113,7 +113,7 @@ class InstructionMessage(BodyPart):
 
 
 class AssistantMessage(BodyPart):
-    """What an assistant said."""
+    """An assistant's message."""
 
     role: Literal["assistant"]
     content: OutputContent
@@ -146,7 +146,7 @@ class CustomToolCall(BodyPart):
 
 
 class CallOutput(BodyPart):
-    """What a call gave; call_id names a call before it."""
+    """The result of a call; call_id names a call before it."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str

@@ -46,7 +46,8 @@ from server.api.decision_body import (
 from server.errors import InvalidRequestError, LimitExceededError, UnsupportedFieldError
 
 _TAILS = (("\nAnswer:", " "), ("\nAnswer: ", ""))
-"""How a prompt may end, and what then stands before a label; the first that tells all apart."""
+"""How a prompt may end, and what then stands before a label; the first pair whose labels all
+differ is used."""
 
 _LABEL_CHARS = 64
 """The first token of a label lies in its first so many characters."""
@@ -59,8 +60,8 @@ EncodeFunction = Callable[[Sequence[str]], list[list[int]]]
 class Labels:
     """How the options of a question are told apart.
 
-    tail: what the prompt ends with. shown: the options as the prompt lists them. token_ids: the
-    id that answers each. lettered: the answers are letters.
+    tail: the end of the prompt. shown: the options as the prompt lists them. token_ids: the id that
+    answers each. lettered: the answers are letters.
     """
 
     tail: str
@@ -164,7 +165,8 @@ def question_text(question: Question, labels: Labels, at: str) -> str:
 
 
 def input_text(given: Any) -> str:
-    """The input as one text: a lone user message is its content, of several each says who spoke.
+    """The input as one text. A single user message is its content; several messages each begin with
+    their role.
 
     Raises InvalidRequestError and its kin.
     """
@@ -216,7 +218,7 @@ def _part(part: Part, at: str) -> str:
 
 
 def json_text(data: Any, at: str) -> str:
-    """JSON as a model is shown it. Raises LimitExceededError for what is too deep or too large."""
+    """JSON as a model reads it. Raises LimitExceededError for a value too deep or too large."""
     depth, num_values = _extent(data)
     if depth > MAX_JSON_DEPTH or num_values > MAX_JSON_VALUES:
         raise LimitExceededError(

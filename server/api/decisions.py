@@ -6,8 +6,8 @@ comes first in every prompt, so that the prefix cache holds it: the first questi
 alone, the others follow in batches and read it.
 
 `confidence` is 1 when one option has all the probability and 0 when all have the same:
-(n p - 1) / (n - 1) for the highest p of n. A score is the expected level, counted from 0. A
-refusal is never an answer here.
+(n p - 1) / (n - 1) for the highest p of n. A score is the expected level, counted from 0. The
+answer is never a refusal.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class DecisionIntake:
 
 
 def _encode(model: ServedModel, texts: Sequence[str]) -> list[list[int]]:
-    # Not encode_batch: its threads would take the cores that the engine computes on.
+    # encode_batch is not used: its threads would take the cores that the engine computes on.
     return [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 

@@ -8,4 +8,4 @@ PROMPT = FieldKey("prompt")
 MAX_TOKENS = FieldKey("max_tokens")
 LOGPROBS = FieldKey("logprobs")
 GRAMMAR = FieldKey("structured_outputs")
-"""Whichever field brought the grammar."""
+"""The field that brought the grammar."""

@@ -1,10 +1,10 @@
-"""A validated body into frozen Requests: the task, its defaults and hard limits, ids, the seed.
+"""From a validated body to frozen Requests: the task, its defaults and hard limits, ids, the seed.
 
-What is decided here, in this order: the Task and its model (the `model` field) · how many prompts
-and choices · sampling (the request's value, else the task's, else OpenAI's default) · speculation
-within the task's limits · the ids of every prompt · whether they fit. A value above a limit is
-refused with a 400 that names the field; nothing is clamped or truncated, except a max_tokens that
-the client did not give, which is cut to the room that the prompt leaves.
+Decided here, in this order: the Task and its model (the `model` field); how many prompts and
+choices; sampling (the request's value, else the task's, else OpenAI's default); speculation within
+the task's limits; the ids of every prompt; whether they fit. A value above a limit is refused with
+a 400 that names the field. Nothing is clamped or truncated, except a max_tokens that the client did
+not give, which is reduced to the room that the prompt leaves.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CompletionOrder:
     requests: one per prompt, in order. num_choices: n (each Request runs best_of). logprobs: what
     the client asked for. needs_engine: False when there is nothing to compute (max_tokens 0 without
     logprobs). names: the route's names of fields, by their keys, for errors of the engine.
-    token_names: of logprobs. prompt_logprobs: how many of each prompt position the answer tells.
+    token_names: of logprobs. prompt_logprobs: how many of each prompt position the answer has.
     num_truncated: tokens cut off the prompts.
     """
 
@@ -178,11 +178,11 @@ class Intake:
     ) -> CompletionOrder:
         """The order of one body.
 
-        max_model_len: what the engine can hold, if it told less than the model's own.
-        default_max_tokens: where neither the body nor the task says; cut to the room there is.
+        max_model_len: what the engine can hold, if that is less than the model's own.
+        default_max_tokens: where neither body nor task has one; reduced to the room there is.
         grammar: a checked one that the output must match, and the field that it comes from, for a
             body that asks for none. tenant: who asks (Visit.tenant).
-        Raises the errors of server.errors that are the client's fault (4xx).
+        Raises the client's errors of server.errors (4xx).
         """
         arrival_s = time.monotonic()
         task, model = self.find(body.model)
@@ -247,7 +247,7 @@ class Intake:
         return await self.work(work, len(text))
 
     async def work(self, do: Callable[[], _T], num_chars: int) -> _T:
-        """Run `do`, which reads num_chars characters, here or, if they are many, in a thread."""
+        """Run `do`, which reads num_chars characters: here, or in a thread if they are many."""
         if num_chars < LONG_TEXT_CHARS:
             return do()
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
@@ -364,13 +364,13 @@ class Intake:
 
 
 def _echo_logprobs(body: CompletionBody, choices: Choices) -> int | None:
-    """How many logprobs of each prompt position the engine tells; None for none at all."""
+    """How many logprobs of each prompt position the engine returns; None for none."""
     wanted = [body.prompt_logprobs, body.logprobs if choices.echo else None]
     return max((num for num in wanted if num is not None), default=None)
 
 
 def opens_objects(body: GenerationBody, task: TaskConfig) -> bool:
-    """Whether objects of a JSON schema that do not say may have further members."""
+    """Whether JSON objects without additionalProperties may have further members."""
     if body.additional_properties is not None:
         return body.additional_properties
     return task.additional_properties
@@ -409,7 +409,7 @@ def _order(
 
 
 def refuse_unsupported(body: CompletionBody) -> None:
-    """Raise UnsupportedFieldError for what no model here can honour."""
+    """Raise UnsupportedFieldError for fields that no model here can honour."""
     refuse_unless_neutral(body, NEUTRAL)
     if body.suffix:
         raise UnsupportedFieldError(

@@ -1,4 +1,4 @@
-"""How a body drafts and what part of the head it computes, within its task's limits."""
+"""How a request drafts and which part of the head it computes, within its task's limits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def speculation_of(
     if body.prediction is not None:
         named = asked is not None and asked.drafter is not None
         allowed = known.drafters if own.allowed_drafters is None else own.allowed_drafters
-        # A drafter that ignores predictions would ignore a field.
+        # A drafter that does not use predictions would ignore the field: it is refused.
         predicting = [name for name in that_use(Need.PREDICTION) if name in known.drafters]
         able = [name for name in predicting if name in allowed]
         if not named and drafter not in predicting and able:

@@ -1,4 +1,4 @@
-"""Prompts of a body: their four shapes, where their context lies, what an echo repeats."""
+"""The prompts of a body: their four shapes, where their context lies, what an echo repeats."""
 
 from __future__ import annotations
 

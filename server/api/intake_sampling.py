@@ -23,16 +23,16 @@ from server.errors import (
 from server.types import SamplingParams
 
 LEAST_TEMPERATURE = 1e-30
-"""Below it logits divide to infinity (fp32 ends at 3e38); above it the likeliest id has all the
-probability long since: the choices are greedy either way."""
+"""Below it logits divide to infinity (fp32 ends at 3e38). Just above it the likeliest id already
+has all the probability, so treating lower ones as greedy changes no choice."""
 
 _ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """num: n of the body. best_of: choices that are made. echo: whether they begin with the prompt.
-    stream: whether they are streamed."""
+    """How many choices a request makes. num: n of the body. best_of: choices that are made. echo:
+    whether they begin with the prompt. stream: whether they are streamed."""
 
     num: int
     best_of: int
@@ -181,9 +181,9 @@ def max_tokens_of(
     room: int,
     at: str,
 ) -> int:
-    """How long an answer may be, behind num_prompt tokens where `room` tokens fit.
+    """How long an answer may be, after num_prompt tokens, where `room` tokens fit.
 
-    A max_tokens that the client did not give is cut to the room. Raises LimitExceededError,
+    A max_tokens that the client did not give is reduced to the room. Raises LimitExceededError,
     ContextLengthExceededError and InvalidRequestError.
     """
     most_prompt = task.limits.max_prompt_tokens

@@ -1,4 +1,4 @@
-"""API keys: whose request this is, what it may call, and how much of it.
+"""API keys: who sends a request, what they may call, and how much.
 
 A key is known by the SHA-256 of its secret and compared with all keys in constant time; the secret
 itself is not kept. Its limits are token buckets (a minute's worth may be saved up) and a number of
@@ -81,7 +81,7 @@ class ApiKey:
 class Bucket:
     """A token bucket: `per_minute` flow in each minute, and at most so many are saved up.
 
-    An amount above a minute's worth is let through by a full bucket, which then owes: the mean
+    A full bucket lets an amount above a minute's worth through and goes below zero: so the mean
     rate holds, and no request is refused for ever.
     """
 
@@ -96,7 +96,7 @@ class Bucket:
         return max(0.0, (min(amount, self._most) - self.level(now_s)) / self._rate)
 
     def level(self, now_s: float) -> float:
-        """What can be taken; negative where it owes."""
+        """What can be taken; negative after an amount above a minute's worth."""
         self._level = min(self._most, self._level + (now_s - self._at_s) * self._rate)
         self._at_s = now_s
         return self._level
@@ -107,23 +107,23 @@ class Bucket:
 
 
 class KeyUse(Protocol):
-    """What one key has open and has used, whoever keeps the account: OwnUse, or a fleet."""
+    """What one key has open and has used. OwnUse keeps it for one process; a fleet for many."""
 
     async def enter(self) -> None:
-        """Take a seat and one request. Raises RateLimitedError, and then took neither."""
+        """Take a seat and one request. Raises RateLimitedError and takes neither then."""
 
     def leave(self) -> None:
         """Give the seat back."""
 
     async def reserve(self, amount: int) -> None:
-        """Take so many tokens. Raises RateLimitedError, and then took none."""
+        """Take so many tokens. Raises RateLimitedError and takes none then."""
 
     def give_back(self, amount: int) -> None:
         """So many of the reserved tokens were not used."""
 
 
 class OwnUse:
-    """The account of a key that comes to this process alone. A KeyUse that never waits."""
+    """The account of a key that is used in this process alone. A KeyUse that never waits."""
 
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self._key = key
@@ -187,8 +187,8 @@ def too_many_tokens(wait_s: float) -> RateLimitedError:
 class Visit:
     """One HTTP request from the gate to its last byte: who calls, and what it has at the engines.
 
-    Every route that generates submits through it: this is where a key's task list and token rate
-    are checked, where the prefix cache is separated by key, and where time-outs begin.
+    Every route that generates submits through it: it checks a key's task list and token rate,
+    separates the prefix cache by key, and begins the time-outs.
     """
 
     def __init__(self, request_id: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -249,7 +249,7 @@ class Visit:
         return submission
 
     def leave(self) -> None:
-        """The response is over: the key's seat and unused tokens go back. Called once."""
+        """The response has ended: give back the key's seat and unused tokens. Called once."""
         use = self._use
         if use is None:
             return

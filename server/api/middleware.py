@@ -111,7 +111,7 @@ class Gate:
             status = CLIENT_GONE
         except Exception as error:
             if not isinstance(error, TailorError):
-                # Where it happened, but not its message: that may hold a prompt.
+                # Log where it happened, but not its message, which may hold a prompt.
                 frames = traceback.extract_tb(error.__traceback__)[-8:]
                 log.error(
                     "error",
@@ -134,7 +134,7 @@ class Gate:
             self._tell(scope, visit, status or CLIENT_GONE, code)
 
     def _tell(self, scope: Scope, visit: Visit, status: int, code: str) -> None:
-        """Count, trace and log a request that is over. No prompt and no output is in any of it."""
+        """Count, trace and log a request that has ended, without its prompt and output."""
         path = scope["path"]
         route = self._routes.get(path, "other")
         if route == "other" and path.startswith("/v1/models/"):

@@ -33,7 +33,7 @@ class ModelRoutes:
         self._chats = chats
 
     def entry(self, name: str) -> ModelEntry:
-        """One model or task as GET /v1/models tells it."""
+        """The entry of one model or task in GET /v1/models."""
         task, model = self._context.intake.find(name)
         return ModelEntry(
             id=name,

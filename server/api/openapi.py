@@ -1,8 +1,8 @@
-"""What /openapi.json says: bodies as pydantic checks them, answers as declared, every status.
+"""The content of /openapi.json: bodies as pydantic checks them, answers as declared, every status.
 
 FastAPI knows neither, because bodies are read by hand and answers are msgspec's. `described`
 gives a route its texts and schemas; `document` writes the whole, with the errors that every route
-can answer, so that a new route has them without saying so.
+can answer, so that a new route has them without declaring them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The HTTP shapes: what a body may say (pydantic, strict, nothing unknown) and how answers look.
+"""The HTTP bodies: their fields (pydantic, strict, nothing unknown).
 
-Requests are validated once per request by pydantic. Responses are plain dicts built by hand; no
-model is involved per token. Every number has bounds here; bounds that depend on the model, the
-task or the server's configuration are checked in server.api.intake.
+Pydantic validates each body once. Answers are declared in server.api.responses. Every number has
+bounds here; bounds that depend on the model, the task or the server's configuration are checked in
+server.api.intake.
 
 No-op fields, the complete list (NO_OP_FIELDS): they are accepted and change nothing. Any other
-field is honoured or refused with a 400 that names it; null is as good as absent everywhere.
+field is honoured or refused with a 400 that names it; null counts as absent everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEUTRAL: Mapping[str, tuple[bool | float, str]] = {
     "spaces_between_special_tokens": (True, "text is made of the tokens' own bytes"),
     "detokenize": (True, "answers have text"),
 }
-"""Fields of vLLM's that are taken with the value of what happens anyway, and why with no other."""
+"""Fields of vLLM's that are accepted only with the value that applies anyway, and why."""
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -197,7 +197,7 @@ class GenerationBody(BodyPart):
         None, max_length=MAX_LOGPROB_IDS, description="told by logprobs in place of the likeliest"
     )
 
-    # Honoured with the value of what happens anyway alone (see NEUTRAL).
+    # Accepted only with the value that applies anyway (see NEUTRAL).
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
@@ -296,7 +296,7 @@ class DetokenizeBody(BodyPart):
 
 
 def joined_texts(content: Any, at: str, separator: str) -> str:
-    """The text of a string or of a list of text parts. Nothing that is not text is fetched or read.
+    """The text of a string or of a list of text parts.
 
     at: path of the content in the body. Raises InvalidRequestError, and UnsupportedFieldError for
     parts that are no text.
@@ -315,7 +315,7 @@ def joined_texts(content: Any, at: str, separator: str) -> str:
                 f"{where}: a part is an object with a type; got {echoed(part)}.", param=where
             )
         kind = part["type"]
-        # What an assistant refused with is text that it said.
+        # An assistant's refusal is text, too.
         key = kind if kind in ("text", "refusal") else None
         if key is None:
             raise UnsupportedFieldError(

@@ -21,14 +21,14 @@ FinishReason = Literal["stop", "length", "content_filter", "tool_calls", "functi
 
 
 class Shape(Struct, forbid_unknown_fields=True, gc=False):
-    """What all answers are: named members and no others."""
+    """Base of all answers: named members and no others."""
 
 
 # --- errors ---
 
 
 class ErrorDetail(Shape, kw_only=True):
-    """What went wrong, and the field that is to blame."""
+    """What went wrong, and the field at fault."""
 
     message: str
     type: str
@@ -43,7 +43,7 @@ class ErrorAnswer(Shape, kw_only=True):
 
 
 def error_answer(error: TailorError) -> ErrorAnswer:
-    """An error as it is answered."""
+    """The answer of an error."""
     detail = ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)
     return ErrorAnswer(error=detail)
 
@@ -52,7 +52,7 @@ def error_answer(error: TailorError) -> ErrorAnswer:
 
 
 class PromptDetails(Shape, kw_only=True):
-    """truncated_tokens: cut off the prompts (truncate_prompt_tokens), where some were."""
+    """Details of the prompts. truncated_tokens: cut off by truncate_prompt_tokens, if any were."""
 
     cached_tokens: Count
     audio_tokens: Count = 0
@@ -60,8 +60,8 @@ class PromptDetails(Shape, kw_only=True):
 
 
 class CompletionDetails(Shape, kw_only=True):
-    """base_tokens: ids of the base tokenizer that the completion stands for, where the model has
-    tokens of its own; in a stream when all that was generated was sent."""
+    """Details of the completion. base_tokens: ids of the base tokenizer that it stands for, where
+    the model has tokens of its own; in a stream once all that was generated was sent."""
 
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count
@@ -134,7 +134,7 @@ class SourceRun(Shape, kw_only=True):
 
     source: the drafter's source whose drafts were accepted, null for tokens that the model drew
     without one. tokens: how many (one that ends the choice counts, its text may be empty). text:
-    what they let go of; a character or a possible stop string that spans runs is in the last one.
+    theirs; a character or a possible stop string that spans runs is in the last one.
     """
 
     source: str | None

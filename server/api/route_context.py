@@ -30,13 +30,13 @@ _O = TypeVar("_O")
 
 
 def visit_of(request: HttpRequest) -> Visit:
-    """The visit that the gate made for a request: generation is submitted through it."""
+    """The Visit that the gate made for a request."""
     visit: Visit = request.state.visit
     return visit
 
 
 class RouteContext:
-    """See the top of this file. limits: the server's."""
+    """What the routes of one app share (see the top of this file). limits: the server's."""
 
     def __init__(
         self, *, intake: Intake, client: EngineClient, metrics: Metrics, limits: LimitsConfig

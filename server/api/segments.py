@@ -38,7 +38,7 @@ class SegmentEncoder:
         return self.first(text)
 
     def _find_anchor(self) -> list[int]:
-        """The ids that are taken off again; none for a tokenizer that puts no space before."""
+        """The ids of the line break; none for a tokenizer that puts no space before a text."""
         anchor, behind = self.first(_ANCHOR), self.first(_ANCHOR + "a")
         if behind[: len(anchor)] == anchor and behind[len(anchor) :] != self.first("a"):
             return anchor

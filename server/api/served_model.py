@@ -1,4 +1,4 @@
-"""One target model as the API knows it: its tokenizer, its sizes, its chat template."""
+"""One target model in the API process: its tokenizer, its sizes, its chat template."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from server.types import AdapterOrder
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One target model as the API knows it; the engine has the weights.
+    """One target model in the API process; the engine has the weights.
 
     vocab_size: V of the model (ids at or above are refused). max_model_len: tokens of prompt and
     output together. created: Unix seconds. fingerprint: OpenAI's system_fingerprint. chat: the
-    model's chat template, None for a base model. sampling: how it was made to be sampled
-    (generation_config.json), where a task is silent. implementation: what computes it, a family of
-    ours or transformers' own forward. adapter: of an adapter beside its base: the rest is the
-    base's but for the meaning of its ids. own_ids: how many base ids each id stands for that is a
-    token of the model's own. reads: how the base ids of a prompt are read, None: as they are.
-    longest_token: bytes. root: where an adapter was taken from, as vLLM tells it.
+    model's chat template, None for a base model. sampling: its sampling
+    defaults (generation_config.json), used where a task has none. implementation: what computes
+    it, a family of ours or transformers' own forward. adapter: None for a base model; an adapter
+    shares everything with its base but the meaning of ids. own_ids: for each id that is a token of
+    the model's own, how many base ids it stands for. reads: turns the base ids of a prompt into
+    the model's, None: they are the same.
+    longest_token: bytes. root: the folder of an adapter, as in vLLM's /v1/models.
     """
 
     name: str

@@ -4,8 +4,8 @@
     app = create_app(config, tasks=tasks, models=models, client=client, ...)
     status = await serve(app, client, host=..., port=..., drain_s=config.limits.drain_s)
 
-- All of it inside one coroutine, run by `run_loop(main())`, which is asyncio.run on uvloop where
-  that is installed.
+- Both calls stand inside one coroutine, run by `run_loop(main())`, which is asyncio.run on uvloop
+  where that is installed.
 - `serve` starts the engines, listens at once (/ready is 503 until they are loaded), and returns an
   exit status: 0 after SIGTERM or SIGINT and a drain, 1 when no engine is left.
 """
@@ -46,7 +46,7 @@ def run_loop(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: `serve` drains before it lets go of the socket."""
+    """uvicorn without its own signal handling: `serve` drains before it closes the socket."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -116,7 +116,7 @@ async def serve(
     On the first signal /ready turns 503 and new completions are refused with 503, while open ones
     go on for up to drain_s seconds; then they are aborted with an error, the engines are stopped
     and the status is 0. When no engine is left and none will be restarted, the status is 1.
-    SIGHUP reloads the tasks; when it says that the terminal is gone, it ends the server.
+    SIGHUP reloads the tasks; when the terminal was closed, it ends the server.
     """
     limits = limits or LimitsConfig()
     server = _Server(_uvicorn_config(app, client, limits, host, port))
@@ -190,7 +190,7 @@ def _has_terminal() -> bool:
 
 
 async def _reload(app: FastAPI) -> None:
-    """What SIGHUP does; a problem is told in the log, and the old tasks stay."""
+    """Reload the tasks (SIGHUP); a problem is logged, and the old tasks stay."""
     try:
         await app.state.reload_tasks()
     except TailorError as error:

@@ -3,7 +3,7 @@
 A client that sets `include_token_sources` gets, per choice and chunk, a list of runs. Their texts
 joined are the chunk's text (without an echoed prompt), their token counts the chunk's tokens.
 
-With `include_rejected_drafts` a choice and a chunk tell what was drafted and not accepted, too.
+With `include_rejected_drafts` a choice and a chunk also have the drafts that were not accepted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RejectedDrafts:
         self._num_tokens = 0
 
     def take(self, delta: Delta) -> list[RejectedDraft]:
-        """Those of one Delta. It must be called for each, in order."""
+        """The rejected drafts of one Delta. Called for each, in order."""
         offsets = [
             self._counter.push(self._table.join((token,), skip_special=self._skip_special))
             for token in delta.token_ids

@@ -1,4 +1,4 @@
-"""A request that is over, as fields of a log line and as a tree of spans.
+"""A request that has ended, as fields of a log line and as a tree of spans.
 
     POST /v1/completions                      the HTTP request
     └── generate                              one prompt, all its choices
@@ -25,7 +25,7 @@ MAX_PROMPT_SPANS = 64
 
 
 def request_fields(visit: Visit, ended_s: float) -> dict[str, Any]:
-    """What a log line says of a request: who, what, how long, how many tokens; never which."""
+    """The log line's fields of a request: who, what, how long, how many tokens; no content."""
     fields: dict[str, Any] = {
         "request_id": visit.request_id,
         "duration_ms": round((ended_s - visit.started_s) * 1e3, 1),

@@ -30,7 +30,7 @@ def event(data: Struct) -> bytes:
 
 
 def error_event(error: TailorError) -> bytes:
-    """An error where there is no status left to set, and the stream's end."""
+    """The event of an error after the status was sent, and the stream's end."""
     return event(error_answer(error)) + DONE
 
 
@@ -78,8 +78,9 @@ class EventStream(Response):
 
     events: yields complete events. on_gone: called at once when the client leaves, also while no
     event comes. late_error: the events of an error before the first event, if the headers are sent.
-    keep_alive_s: after so much silence a comment is sent, which clients skip and
-    proxies count as life; 0 is off. The generator is closed in every case.
+    keep_alive_s: after so many seconds without an event a comment is sent, which clients skip and
+    which keeps proxies from closing the connection; 0 is off. The generator is closed in every
+    case.
     """
 
     media_type = "text/event-stream"

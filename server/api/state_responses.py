@@ -11,7 +11,7 @@ from server.api.responses import Chance, Count, Shape
 
 class ModelEntry(Shape, kw_only=True):
     """OpenAI's members, vLLM's root and max_model_len, a description, and what computes the model:
-    `tailor`, or `transformers` for a dense model that is none of our families (slower)."""
+    `tailor`, or `transformers` for a dense model of another family (slower)."""
 
     id: str
     object: Literal["model"] = "model"

@@ -25,7 +25,7 @@ class StateRoutes:
         self._metrics = metrics
 
     def health(self) -> Response:
-        """GET /health: 200 while an engine is there or on its first way up, and none hangs."""
+        """GET /health: 200 while an engine serves or starts for the first time, and none hangs."""
         client = self._client
         states = [engine["state"] for engine in client.engines()]
         status: Literal["ok", "degraded", "loading", "stuck", "dead"]

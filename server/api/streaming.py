@@ -36,7 +36,7 @@ def shown_stop_reason(stop_reason: int | bytes | None) -> int | str | None:
 def told_prompt_logprobs(
     entries: Sequence[TokenLogprob | None], num_top: int, names: TokenNames | TokenIdNames
 ) -> PromptLogprobs:
-    """A prompt's logprobs as vLLM tells them, with the num_top likeliest of each position."""
+    """A prompt's logprobs in vLLM's shape, with the num_top likeliest of each position."""
 
     def of(entry: TokenLogprob) -> dict[str, PromptTokenLogprob]:
         ranked = [(token_id, value, k + 1) for k, (token_id, value) in enumerate(entry.top)]
@@ -123,7 +123,7 @@ async def stream_events(
     """The response as server-sent events, one byte string for all that arrived together.
 
     write: the events of what arrived, b"" for none. An error before the first event is raised;
-    later it becomes an event, as there is no status left to set. [DONE] is always last.
+    after the status was sent it becomes an event. [DONE] is always last.
     """
     started = False
     try:

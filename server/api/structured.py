@@ -5,10 +5,10 @@ For routes:
     wanted = await intake.grammars.of(body.structured_outputs, body.response_format, scope)
     check_with_sampling(spec, sampling)
 
-What can be wrong is told before a request is admitted, as a 400 that names the field: both fields
-at once, more than one form in a field, a schema or expression that llguidance does not support,
-one that nothing matches, one that is too large or takes too long to compile. Grammars are checked
-in threads (llguidance lets go of the interpreter lock), so a large one never stalls the event loop.
+Every fault is a 400 that names the field, before a request is admitted: both fields at once, more
+than one form in a field, a schema or expression that llguidance does not support, one that nothing
+matches, one that is too large or takes too long to compile. Grammars are checked in threads
+(llguidance lets go of the interpreter lock), so a large one never stalls the event loop.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def grammar_of(
 ) -> tuple[GrammarSpec, str] | None:
     """(what the output must match, the field that says so), or None for any text.
 
-    close: whether objects of a schema that do not say have no further members. Looks at the fields
-    alone and compiles nothing. Raises InvalidRequestError or LimitExceededError.
+    close: whether objects without additionalProperties have no further members. Reads the fields
+    and compiles nothing. Raises InvalidRequestError or LimitExceededError.
     """
     formatted = response_format is not None and response_format.type != "text"
     if response_format is not None:
@@ -146,18 +146,18 @@ def grammar_of(
 
 
 def _closed(schema: Any, where: str) -> Any:
-    """The schema with its objects closed; its depth is looked at before it is walked."""
+    """The schema with its objects closed; its depth is checked before it is walked."""
     _check_depth(schema, where)
     return close_described(schema)
 
 
 def grammar_of_schema(schema: Any, where: str) -> GrammarSpec:
-    """The grammar of a JSON schema that another field brings. Raises LimitExceededError."""
+    """The grammar of a JSON schema of another field. Raises LimitExceededError."""
     return _json_schema(schema, WHITESPACE, where)
 
 
 def check_with_sampling(spec: GrammarSpec | None, sampling: SamplingParams) -> None:
-    """Refuse what cannot be honoured together with a grammar. Raises UnsupportedFieldError."""
+    """Raise UnsupportedFieldError for sampling that cannot be combined with a grammar."""
     if spec is None:
         return
     if sampling.min_tokens:
@@ -283,13 +283,13 @@ def _too_long(where: str, num_chars: int) -> LimitExceededError:
 
 
 class GrammarChecker:
-    """Checks grammars in two threads and remembers what it found; `close` ends them.
+    """Checks grammars in two threads and keeps the results; `close` ends them.
 
-    It remembers per scope: an answer that comes at once would tell a client that another has asked
+    Results are kept per scope: an immediate answer would tell a client that another has asked
     with the same grammar.
 
     timeout_s: how long a grammar may take to compile; then it is refused. max_waiting: grammars
-    waiting for a thread; then 429. max_known: grammars that are remembered.
+    waiting for a thread; then 429. max_known: results that are kept.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""POST /v1/systemone: the System One protocol of decision servers, put as a /v1/decisions order.
+"""POST /v1/systemone: the System One protocol of decision servers, answered as /v1/decisions.
 
 A body has a `state` and named questions of three types; an answer has their names:
 
@@ -149,7 +149,7 @@ def _answer(
 
 
 def decision_body(body: SystemOneBody) -> DecisionBody:
-    """The same questions as /v1/decisions takes them. Raises InvalidRequestError and its kin."""
+    """The same questions as a body of /v1/decisions. Raises InvalidRequestError and its kin."""
     questions = body.questions
     if not isinstance(questions, dict) or not questions:
         raise InvalidRequestError(

@@ -7,10 +7,10 @@
     POST   /v1/tasks/{task}/corpus     upload examples
     DELETE /v1/tasks/{task}/corpus     delete what was uploaded and what was learned
 
-The gate lets only admin keys in. A task's name is looked up among the tasks that are served before
-anything is done with it. Requests that are open keep the tasks and drafters they began with.
+The gate lets only admin keys in. A task's name must be that of a served task. Requests that are
+open keep the tasks and drafters they began with.
 
-Engines of one model calibrate and learn apart; the tables told here are their sums.
+Engines of one model calibrate and learn separately; answers have their sums.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class CorpusFigures(Protocol):
 
 
 class TaskAdmin(Protocol):
-    """Who holds the tasks (server.wiring.task_set); the composition root gives it.
+    """Keeps the tasks (server.wiring.task_set).
 
-    profile_summary reads a file. It and the three that change something raise ConfigError, and
-    then everything is as it was.
+    profile_summary reads a file. It and the three methods that change something raise ConfigError,
+    and change nothing then.
     """
 
     @property
@@ -104,13 +104,13 @@ class TaskAdmin(Protocol):
     async def delete(self, task: str) -> Mapping[str, TaskConfig]: ...
 
 
-_MIN_COMPARED = 100  # tokens, before it is said whether a corpus fits
+_MIN_COMPARED = 100  # tokens before the answer says whether a corpus fits
 _FITS = 0.02  # of log chance a token: what the best other tasks' corpora bring is below it
 
 
 @dataclass(slots=True)
 class _Report:
-    """What the engines of a task's model know of it, summed."""
+    """The sums of what the engines of a task's model keep of it."""
 
     num_steps: float = 0.0
     num_tokens: float = 0.0
@@ -131,7 +131,7 @@ class _Report:
         self.learned.scopes += int(value.get("num_learned_scopes", 0))
 
     def corpus_fit(self) -> CorpusFit | None:
-        """What is known of the corpus; None before enough tokens came."""
+        """Whether the corpus fits; None before enough tokens came."""
         if self.corpus_tokens < _MIN_COMPARED:
             return None
         gain = self.corpus_gain / self.corpus_tokens
@@ -333,7 +333,7 @@ class TaskRoutes:
         return {**told, "profile": summary}
 
     def follow(self, tasks: Mapping[str, TaskConfig]) -> None:
-        """New requests get these tasks."""
+        """Use these tasks for new requests."""
         self._intake.replace_tasks(tasks)
         self._note_sizes()
 
@@ -349,7 +349,7 @@ class TaskRoutes:
         )
 
     async def _tell_engines(self, control: str, payload: Any) -> bool:
-        """Whether all engines did it. One that is not ready starts from what is there then."""
+        """Whether all engines did it. An engine that is not ready will read the new state."""
         ready = [e["name"] for e in self._client.engines() if e["state"] == "ready"]
         answers = await asyncio.gather(
             *(self._client.control(n, control, payload, REPORT_TIMEOUT_S) for n in ready),
@@ -364,7 +364,7 @@ class TaskRoutes:
 
     async def _report(self, task: TaskConfig) -> _Report:
         """What the engines of a task's model know of it, summed. Engines that do not answer in
-        time are left out, and told in `engines`."""
+        time are left out and listed in `engines`."""
         served = self._intake.model_of(task)
         model, spec = served.name, task.speculation
         payload = {
@@ -398,7 +398,7 @@ class TaskRoutes:
         return report
 
     def add_to(self, app: FastAPI) -> None:
-        """Declare the routes. `reload` comes before {task}: no task's name hides it."""
+        """Declare the routes. `reload` comes before {task}, so that no task's name hides it."""
 
         @app.get("/v1/tasks")
         async def list_tasks() -> Response:

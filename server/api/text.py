@@ -1,8 +1,8 @@
-"""Ids into text, one choice at a time: never half a UTF-8 character, never text that may still be
-part of a stop string.
+"""From ids to text, one choice at a time: never half a UTF-8 character, never text that may still
+be part of a stop string.
 
 The engine decides where a choice ends (it matches stop strings on the same bytes, see
-server.token_bytes); this module only holds back and cuts. At any time
+server.token_bytes); this module only holds text back and cuts it. At any time
 
     released text = a prefix of decode(bytes of all ids so far), cut at the stop string.
 """
@@ -91,7 +91,7 @@ class TextStream:
         self.dropped_last = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids`, which do not end the choice, let go of."""
+        """The text that can be sent after `token_ids`, which do not end the choice."""
         new = self._table.join(token_ids, skip_special=self._skip_special)
         if not self._prefixes:
             return self._decode(new)
@@ -151,8 +151,8 @@ class CharCounter:
 
 class TokenNames:
     """Token strings for logprobs: the token's text, or "bytes:\\xe2\\x80" as OpenAI writes tokens
-    that are not UTF-8 by themselves; in chats without the prefix, where the bytes are told beside
-    them. Names are made on first use and kept."""
+    that are not UTF-8 by themselves; in chats without the prefix, where the answer has the bytes
+    beside them. Names are made on first use and kept."""
 
     __slots__ = ("_names", "_prefix", "_table")
 

@@ -1,4 +1,4 @@
-"""The account of one Request: what its Deltas add up to, for `usage` and for the metrics at once.
+"""The account of one Request: the sums of its Deltas, for both `usage` and the metrics.
 
 `observe` is the only place where tokens are counted, so the counters in /metrics equal the sums of
 the usage that clients see.
@@ -127,7 +127,7 @@ class RequestAccount:
         return max(self._last_s.values(), default=None)
 
     def close(self, outcome: str) -> None:
-        """The request is over: "ok", "abort" or "error". Called once."""
+        """The request has ended. outcome: "ok", "abort" or "error". Called once."""
         self._metrics.count_outcome(self.request.task, self.request.model, outcome)
 
 
@@ -153,7 +153,7 @@ def usage_report(
 ) -> Usage:
     """OpenAI's `usage` of an HTTP request. Prompts count once, all choices (best_of too) count.
 
-    num_sent: completion tokens told so far, where a stream has not told all that arrived.
+    num_sent: completion tokens sent so far, where a stream has not sent all that arrived.
     num_truncated: tokens cut off the prompts.
     """
     prompt = cached = completion = accepted = rejected = base = 0

@@ -1,1 +1,1 @@
-"""The engines as the API sees them: requests go out, Deltas come back, dead engines start again."""
+"""The API's view of the engines: requests go out, Deltas come back, dead engines start again."""

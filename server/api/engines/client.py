@@ -1,6 +1,6 @@
-"""EngineClient: the engines as the API sees them.
+"""EngineClient: submits requests to the engines and starts and stops them.
 
-Submission (submission.py) is what a route gets; EngineSlot (slot.py) is one engine and its threads;
+A route gets a Submission (submission.py); EngineSlot (slot.py) is one engine and its threads;
 Supervisor (supervisor.py) starts, restarts and stops them; `route` (routing.py) chooses among them.
 All state is touched from the event loop's thread only.
 """
@@ -130,7 +130,7 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether an engine is there or still on its first way up."""
+        """Whether some engine serves or is starting for the first time."""
         return self._supervisor.is_alive
 
     @property
@@ -139,11 +139,11 @@ class EngineClient:
         return [slot.spec.name for slot in self.slots if slot.is_stuck]
 
     def info(self, model: str) -> ModelInfo | None:
-        """What an engine of the model told when it was ready; None before that."""
+        """What an engine of the model reported when it was ready; None before that."""
         return next((s.info for s in self._of(model) if s.info is not None), None)
 
     def engines(self) -> list[dict[str, Any]]:
-        """The engines' state for /health. Nothing about files or errors: /health needs no key."""
+        """The engines' state for /health, without files or errors: /health needs no key."""
         return [
             {
                 "name": slot.spec.name,

@@ -6,10 +6,10 @@ import time
 
 
 class Pulse:
-    """What was last heard of one engine. Clock: time.monotonic().
+    """When one engine was last heard of. Clock: time.monotonic().
 
-    Every message is a sign of progress; a beat may say that the last progress is older than itself.
-    Between messages the age grows, so an engine that is silent looks as one that hangs.
+    Every message is a sign of progress; a beat says how old the last progress is. Between messages
+    the age grows, so a silent engine looks like one that hangs.
     """
 
     def __init__(self, stuck_after_s: float) -> None:
@@ -18,7 +18,8 @@ class Pulse:
         self._progress_s = time.monotonic()
 
     def heard(self, age_s: float = 0.0) -> None:
-        """A message arrived; age_s: how long ago the engine's loop went on, as it says."""
+        """A message arrived. age_s: seconds since the loop last made progress, as the engine
+        reports."""
         self._progress_s = time.monotonic() - age_s
 
     @property
@@ -28,5 +29,5 @@ class Pulse:
 
     @property
     def is_late(self) -> bool:
-        """Whether that is too long ago."""
+        """Whether that is longer than stuck_after_s."""
         return self.age_s > self._stuck_after_s

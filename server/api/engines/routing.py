@@ -1,4 +1,4 @@
-"""Which engine of a model works for a Request."""
+"""Chooses which engine of a model serves a Request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def route(slots: Sequence[EngineSlot], request: Request) -> EngineSlot:
             if back_s is None
             else max(1.0, math.ceil(back_s - time.monotonic())),
         )
-    # One that hangs may go on: it gets Requests only when its model has no other.
+    # A hanging engine may recover: it gets Requests only when its model has no other.
     ready = [slot for slot in ready if slot.serves] or ready
     if len(ready) == 1:
         return ready[0]

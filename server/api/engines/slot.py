@@ -3,9 +3,9 @@
 The life of a slot:
 
     loading ──ready──> ready ──died──> restarting ──ready──> ready ...
-       │  └──died without a word, or for lack of memory──> loading again, after a pause
+       │  └──died without a report, or for lack of memory──> loading again, after a pause
        │                                   │
-       └──cannot be built: said so───────┬─┘ too many restarts in window_s
+       └──reports: cannot be built───────┬─┘ too many restarts in window_s
                                          v
                                       failed
 
@@ -46,7 +46,7 @@ class EngineSpec:
 
 
 class SlotListener(Protocol):
-    """Who is told what an engine says, on the loop. generation: of the handle that said it."""
+    """Gets what an engine sends, on the loop. generation: of the handle that sent it."""
 
     def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None: ...
 
@@ -86,12 +86,12 @@ class WaitingRoom:
         self.num_tokens += num_tokens
 
     def remove(self, request_id: str) -> None:
-        """A Request got its first Delta, or is over. Idempotent."""
+        """A Request got its first Delta, or has ended. Idempotent."""
         self.num_tokens -= self._tokens.pop(request_id, 0)
 
 
 class EngineSlot:
-    """One engine that should run, and the handle that does if there is one."""
+    """One engine that should run, and its handle while it does."""
 
     def __init__(
         self, spec: EngineSpec, listener: SlotListener, waiting: WaitingRoom, pulse: Pulse
@@ -127,7 +127,7 @@ class EngineSlot:
     # What it holds.
 
     def hold(self, submission: Submission, request: Request) -> None:
-        """Work for a Request from now on."""
+        """Serve a Request from now on."""
         self.open[request.request_id] = (
             submission,
             request.num_choices,
@@ -138,7 +138,7 @@ class EngineSlot:
         submission.placed(request.request_id, self)
 
     def forget(self, request_id: str) -> None:
-        """Work for a Request no more. Idempotent."""
+        """Stop serving a Request. Idempotent."""
         held = self.open.pop(request_id, None)
         if held is not None:
             self.load -= held[1]
@@ -177,7 +177,7 @@ class EngineSlot:
             self._outbox = None
 
     def _read(self, handle: EngineHandle, generation: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Reader thread. Everything it learns is posted to the loop."""
+        """Reader thread. It posts every message to the loop."""
         reason, final = "its channel closed", False
         try:
             while True:
@@ -203,7 +203,7 @@ class EngineSlot:
             pass
         except RuntimeError:
             return  # the loop is closed: the server is gone
-        except Exception as error:  # a message that is none: treat the engine as broken
+        except Exception as error:  # not a message: treat the engine as broken
             reason = f"it sent a message that cannot be read ({type(error).__name__})"
         try:
             loop.call_soon_threadsafe(self._listener.on_death, self, generation, reason, final)

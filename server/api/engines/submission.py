@@ -23,7 +23,7 @@ from server.types import Delta, Request
 
 
 class Holder(Protocol):
-    """Who works for a Request: an engine's slot."""
+    """The engine slot that serves a Request."""
 
     def forget(self, request_id: str) -> None: ...
 
@@ -40,7 +40,7 @@ class Submission:
     (the others are aborted then). `abort` may be called at any time, any number of times; the
     iteration then raises `error`, or ends if none was given.
 
-    names: what the route calls fields, by their keys, in errors of the engine; written by the
+    names: the route's names of fields, by their keys, for errors of the engine; written by the
     route.
     """
 
@@ -58,7 +58,8 @@ class Submission:
 
     @classmethod
     def answered(cls, requests: Sequence[Request], metrics: Metrics) -> Submission:
-        """One that needs no engine: every choice ended at once with no token (max_tokens 0)."""
+        """A Submission that needs no engine: every choice ended at once with no token (max_tokens
+        0)."""
         submission = cls(requests, metrics)
         now_s = time.monotonic()
         for i, request in enumerate(requests):
@@ -88,7 +89,7 @@ class Submission:
         return arrived
 
     def abort(self, error: TailorError | None = None) -> None:
-        """Free what the engines hold for this; idempotent. What already arrived is dropped."""
+        """Free what the engines hold for this. Idempotent. Deltas that arrived are dropped."""
         if not self._open:
             return
         for request_id, (i, _) in self._open.items():
@@ -110,7 +111,8 @@ class Submission:
         self._timer = asyncio.get_running_loop().call_later(seconds, self.abort, error)
 
     def wake(self) -> None:
-        """Let the iteration see what arrived. After `take`, once for all Deltas of a step."""
+        """Let the iteration read what arrived. Called after `take`, once for all Deltas of a
+        step."""
         if not self._open and self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -159,7 +161,7 @@ class Submission:
                 account.close("ok")
 
     def fail(self, request_id: str, error: TailorError) -> None:
-        """The engine of an open Request is gone: this ends with `error`."""
+        """The engine of an open Request has died: the iteration raises `error`."""
         i, _ = self._open.pop(request_id)
         self.accounts[i].close("error")
         self.abort(error)
@@ -169,7 +171,7 @@ class Submission:
 
 
 def _engine_error(delta: Delta, request: Request) -> TailorError:
-    """The error of a Delta, with the field that is to blame where one is."""
+    """The error of a Delta, with the field at fault where there is one."""
     message = delta.error or "The engine could not finish this request."
     error = error_for_engine_code(delta.error_code, message)
     param: str | None = None

@@ -1,7 +1,7 @@
-"""The engines' supervisor: starts them, hears them, restarts those that die, drains, stops.
+"""Starts the engines, takes their messages, restarts those that die, drains and stops them.
 
-All state is touched from the event loop's thread only. The supervisor and nobody else writes a
-slot's state; see server.api.engines.slot for its life.
+All state is touched from the event loop's thread only. Only the supervisor writes a slot's state;
+server.api.engines.slot draws its life.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """All slots of the server; hears what they say (slot.SlotListener).
+    """All slots of the server; takes their messages (slot.SlotListener).
 
     `gave_up` is set when no engine is left and none will be restarted. A handle that died fails the
     Requests that it held and no others.
@@ -89,10 +89,10 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether traffic may come: every model has an engine, and none is on its first way up.
+        """Whether traffic may come: every model has an engine, and none starts for the first time.
 
-        So a server with many devices gets its load when all of them can share it, and keeps it
-        while some engine of each model lives. Requests are taken as soon as their model has one.
+        So a server with many devices gets traffic when all of them can share it, and keeps it while
+        some engine of each model runs. Requests are taken as soon as their model has one.
         """
         return (
             not self._draining
@@ -102,7 +102,7 @@ class Supervisor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether an engine is there or still on its first way up."""
+        """Whether some engine serves or is starting for the first time."""
         return any(slot.state in ("ready", "loading") for slot in self.slots)
 
     # --- life ---
@@ -203,7 +203,7 @@ class Supervisor:
                         self.on_death(slot, slot.generation, "it is not alive")
 
     def _note_pulse(self, slot: EngineSlot, stuck: set[str]) -> None:
-        """Keep the metric, and say in the log once when an engine hangs and when it goes on."""
+        """Set the metric, and log once when an engine hangs and when it goes on."""
         name, age_s = slot.spec.name, slot.pulse.age_s if slot.state == "ready" else 0.0
         self._metrics.engine_heartbeat(name, slot.spec.model, age_s)
         if slot.is_stuck and name not in stuck:
@@ -235,7 +235,7 @@ class Supervisor:
     # --- what the slots tell (on the loop) ---
 
     def on_idle(self) -> None:
-        """A slot holds nothing any more: drain may go on."""
+        """A slot has no open Request any more: drain may go on."""
         self._idle.set()
 
     def on_ready(self, slot: EngineSlot, generation: int, info: ModelInfo) -> None:
@@ -294,8 +294,8 @@ class Supervisor:
     def on_death(self, slot: EngineSlot, generation: int, reason: str, final: bool = False) -> None:
         """An engine's channel closed: fail what it held, restart it.
 
-        final: it said that it cannot be built. That ends a slot that was never ready; one that
-        was is tried again, because what it needs was there before.
+        final: it reported that it cannot be built. A slot that was never ready then fails; one
+        that was ready is tried again, because what it needs was there before.
         """
         if generation != slot.generation or slot.handle is None or self._stopping:
             return

@@ -1,1 +1,1 @@
-"""POST /v1/responses: OpenAI's Responses API, without anything that is kept between requests."""
+"""POST /v1/responses: OpenAI's Responses API; nothing is kept between requests."""

@@ -1,6 +1,6 @@
-"""Deltas into the answer of POST /v1/responses: whole, or as OpenAI's events.
+"""From Deltas to the answer of POST /v1/responses: whole, or as OpenAI's events.
 
-Both come from one ResponseWriter, so they say the same.
+One ResponseWriter makes both, so they agree.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ResponseWriter:
         return events
 
     def finish(self) -> list[ResponseEvent]:
-        """The output is over: the last item is, and the response is."""
+        """End the last item and the response."""
         was_cut = self._choice.finish_reason == "length"
         events = self._close(was_cut=was_cut)
         answer = self.answer
@@ -66,7 +66,7 @@ class ResponseWriter:
         return [*events, self._event(f"response.{answer.status}", response=answer)]
 
     def error(self, error: TailorError) -> bytes:
-        """The event of what went wrong once events were sent."""
+        """The event of an error after other events were sent."""
         self._num_events += 1
         return error_written(error, self._num_events - 1)
 
@@ -210,7 +210,7 @@ async def response_events(
 
 
 def error_written(error: TailorError, sequence_number: int = 0) -> bytes:
-    """The event of an error where there is no status left to set."""
+    """The event of an error after the status was sent."""
     return _written(
         ErrorEvent(
             sequence_number=sequence_number,

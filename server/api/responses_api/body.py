@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes. Nothing is stored, so what refers to stored things is refused."""
+"""The body of POST /v1/responses. Nothing is stored, so references to stored things are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FunctionToolBody(BodyPart):
 
 
 class ReasoningBody(BodyPart):
-    """reasoning. There are no summaries; auto asks for none where there is nothing to tell."""
+    """reasoning. There are no summaries; auto is accepted and gives none."""
 
     effort: str | None = Field(None, max_length=64)
     summary: Literal["auto"] | None = None
@@ -91,7 +91,7 @@ class ResponsesBody(BodyPart):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # Taken with the value of what happens anyway alone (see intake).
+    # Accepted only with the value that applies anyway (see intake).
     store: Any = None
     background: Any = None
     include: Any = None

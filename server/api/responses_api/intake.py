@@ -1,4 +1,4 @@
-"""A Responses body into the order of a chat, with errors that name the body's own fields."""
+"""From a Responses body to the order of a chat; errors name the body's own fields."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ResponsesOrder:
 async def responses_order(
     body: ResponsesBody, chats: ChatIntake, response_id: str, room: int, tenant: str
 ) -> ResponsesOrder:
-    """The order of one body. Raises the errors of server.errors that are the client's fault."""
+    """The order of one body. Raises the client's errors of server.errors (4xx)."""
     for name, (neutral, reason) in _NEUTRAL.items():
         value = getattr(body, name)
         same = any(value == item and type(value) is type(item) for item in neutral)

@@ -19,7 +19,7 @@ _TEXTS: Mapping[str, str] = {
     "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
 }  # fmt: skip
 _IGNORED = frozenset({"id", "status", "type", "phase", "annotations", "logprobs", "namespace"})
-"""Members of items and parts that change nothing in the prompt: answers are sent back whole."""
+"""Members of items and parts that do not change the prompt: clients send whole answers back."""
 
 
 def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str], dict[str, str]]:
@@ -51,7 +51,7 @@ def messages_of(given: Any) -> tuple[list[dict[str, Any]], list[str], dict[str, 
         message = _message(item, kind, at)
         last = messages[-1] if messages else {}
         if kind == "function_call" and last.get("tool_calls"):
-            last["tool_calls"] += message["tool_calls"]  # calls that were made together
+            last["tool_calls"] += message["tool_calls"]  # calls of one turn
         else:
             messages.append(message)
             paths.append(at)

@@ -76,7 +76,7 @@ class ResponseAnswer(Shape, kw_only=True):
 
 
 class ResponseEvent(Shape, kw_only=True):
-    """One event of a stream; which members it has goes by its type."""
+    """One event of a stream; its type determines its members."""
 
     type: str
     sequence_number: Count
@@ -94,7 +94,7 @@ class ResponseEvent(Shape, kw_only=True):
 
 
 class ErrorEvent(Shape, kw_only=True):
-    """An error where there is no status left to set."""
+    """An error after the status was sent."""
 
     type: Literal["error"] = "error"
     sequence_number: Count

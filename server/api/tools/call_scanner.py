@@ -9,7 +9,7 @@ _SPACE = " \t\r\n"
 
 
 class NotACall(Exception):
-    """What was read is no call of a known tool."""
+    """The text is not a call of a known tool."""
 
 
 class CallScanner:
@@ -39,11 +39,11 @@ class CallScanner:
 
     @property
     def arguments(self) -> str:
-        """The arguments' text that was not taken yet."""
+        """The part of the arguments' text that was not taken yet."""
         return "".join(self._arguments)
 
     def take_arguments(self) -> str:
-        """The same, once."""
+        """`arguments`, which counts as taken from now on."""
         text = self.arguments
         self._arguments.clear()
         return text

@@ -1,4 +1,4 @@
-"""What a chat's tools, tool_choice and parallel_tool_calls come to."""
+"""Which tools a chat may or must call: its tools, tool_choice and parallel_tool_calls together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from server.errors import (
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """What tools, tool_choice and parallel_tool_calls come to.
+    """Which tools a chat may or must call.
 
     shown: the tools as templates read them, None for none. callable: parameters' schemas of those
-    that may be called, by name. strict: checks of those that are held to their schema by looking.
-    must_call: whether the answer is a call for certain (a grammar holds it then).
+    that may be called, by name. strict: checks of those whose arguments are checked after the
+    call. must_call: whether the answer must be a call (a grammar forces it).
     num_chars: of all descriptions and schemas.
     """
 
@@ -37,10 +37,11 @@ class ChosenTools:
 
 
 def chosen_tools(body: ChatBody, *, close: bool = True) -> ChosenTools:
-    """close: whether objects of parameters that do not say have no further members.
+    """The ChosenTools of a body. close: whether objects of parameters without additionalProperties
+    have no further members.
 
     Raises InvalidRequestError and UnsupportedFieldError, naming the field.
-    With tool_choice "none" the model is not shown the tools: then it cannot call one.
+    With tool_choice "none" the prompt leaves the tools out, so that the model calls none.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     shown = []

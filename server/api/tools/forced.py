@@ -1,7 +1,7 @@
 """Calls that an answer must make (tool_choice "required" or a function).
 
-A forced call is not asked for but made certain: the server writes the family's opening itself, and
-a grammar holds the rest to the tools' JSON schemas.
+The server writes the opening of a call in the model family's form, and a grammar makes the rest
+match the tools' JSON schemas.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ForcedCall:
 def force_call(
     style: ToolFormat, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
 ) -> ForcedCall:
-    """How one of `tools` (parameters' JSON schemas by name) is called for certain.
+    """How a call of one of `tools` (parameters' JSON schemas by name) is forced.
 
     One tool: the server writes its name and the model the arguments. Several: the model writes name
     and arguments; more than one call only in Mistral's lists, and if parallel.

@@ -1,14 +1,14 @@
 """Tool calls in a model's output, read back while they stream.
 
 A call is reported as soon as its name is known, is one of the request's tools, and its arguments
-have begun; from then on they are passed through as the model writes them. What looks like a call
-and is none (another name, no JSON) stays text. Whole and streamed answers come from the same
-reader, so they say the same.
+have begun; from then on they are passed through as the model writes them. Text that looks like a
+call and is none (another name, no JSON) stays text. Whole and streamed answers come from the same
+reader, so they agree.
 
 A call of a strict tool waits for its end: it is reported if its arguments fit the tool's schema,
 and stays text otherwise.
 
-The families' ways are in formats.py, one call's in call_scanner.py.
+formats.py has the forms of the model families; call_scanner.py reads one call.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ToolReader:
 
     names: the tools that may be called. strict: what the arguments of some of them must fit.
     max_calls: calls beyond it, and all that follows, are not
-    reported. begun: the text goes on behind a marker that the server wrote. forced: it goes on
-    behind a name, too: all of it is that call's arguments.
+    reported. begun: the text continues a marker that the server wrote. forced: it continues a
+    name, too: all of it is that call's arguments.
 
     Content that turns out to be none (white space around calls) is dropped; a piece that may still
     become a marker is held back until it is known.
@@ -117,7 +117,7 @@ class ToolReader:
         return _joined(events)
 
     def finish(self) -> list[ToolEvent]:
-        """The events that the end of the text lets go of."""
+        """The events that waited for the end of the text."""
         if self._state == "forced":
             return self._pass_forced("")
         left = ""
@@ -247,7 +247,7 @@ class ToolReader:
         return start + 1 if rest[0] == "]" else start
 
     def _give_up(self, events: list[ToolEvent], read: str) -> None:
-        """What was read since the last content is content, too."""
+        """Make what was read since the last content part of the content."""
         events.append(self._opened + read)
         self._opened, self._call, self._behind_call = "", None, False
         self._state = "plain" if self._style == "llama3" else "text"

@@ -2,8 +2,8 @@
 
 A model that chooses by itself whether to call a tool (tool_choice "auto") writes without a grammar;
 a call of a strict tool is then reported only if its arguments fit. The keywords are those of
-OpenAI's strict schemas and what pydantic writes; others are refused by name at the door. Checking
-takes a bounded number of steps, whatever the schema: references that multiply end in "no".
+OpenAI's strict schemas and what pydantic writes; others are refused by name before admission.
+Checking takes a bounded number of steps; beyond them the arguments do not fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from server.errors import UnsupportedFieldError, echoed
 
 MAX_STEPS = 20_000
-"""Pairs of a schema and a value that are looked at; a call's arguments take a few hundred."""
+"""Most pairs of a schema and a value to check; a call's arguments take a few hundred."""
 
 _ANNOTATIONS = frozenset(
     {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "format",

@@ -1,4 +1,4 @@
-"""Tools for a model whose template says nothing of them: as text of the system's message."""
+"""Describes tools in the system's message, for a model whose template does not."""
 
 from __future__ import annotations
 
