@@ -13,6 +13,7 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
+DecoderChoice = Literal["auto", "fused", "modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +388,10 @@ class AdapterOrder:
         return self.adapter_id.rpartition("@")[0]
 
 
+DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
+"""Rows in one step, by kind of device: a GPU is idle while few rows are on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
     """The sizes of one engine, and the only place of their defaults.
@@ -404,7 +409,7 @@ class EngineSizes:
     """
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = DEFAULT_ROWS["cpu"]
     block_size: int = 16
     kv_bytes: int | None = None
     kv_fraction: float | None = None
@@ -421,6 +426,7 @@ class ModelInfo:
 
     dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them. kv_dtype:
     what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = not told.
+    decoder: what computes the layers on CUDA, "fused" or "modules"; "" on a CPU.
     """
 
     name: str
@@ -437,3 +443,4 @@ class ModelInfo:
     kernel: str = "torch"
     kv_dtype: str = "float32"
     kv_block_bytes: int = 0
+    decoder: str = ""

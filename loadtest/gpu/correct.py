@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, build, info_of
+from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked, Shape, build, info_of
 from server.engine.batch import Batch, Drawn, DrawParams
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.spec import TorchModel, Ways
@@ -25,7 +25,7 @@ PROMPT = 48
 CHAIN = 7
 """Nodes behind the root: eight rows, a bucket without padding."""
 
-__all__ = ["check"]
+__all__ = ["apart_bound", "check", "random_ids", "rows_of", "run"]
 
 
 def rows_of(token_ids: Sequence[int], start: int, *, root: int | None, targets: Any) -> Batch:
@@ -67,9 +67,23 @@ def rows_of(token_ids: Sequence[int], start: int, *, root: int | None, targets: 
     )
 
 
-def _run(runner: TorchRunner, batch: Batch) -> Drawn:
+def run(runner: TorchRunner, batch: Batch) -> Drawn:
+    """One step, to its end."""
     runner.launch(batch)
     return runner.wait()
+
+
+def random_ids(shape: Shape) -> list[int]:
+    """Of the prompt, of the chain behind it, and what follows."""
+    rng = np.random.default_rng(3)
+    ids: list[int] = rng.integers(0, shape.vocab_size, PROMPT + CHAIN + 2).tolist()
+    return ids
+
+
+def apart_bound(dtype: torch.dtype, spread: float) -> float:
+    """How far logprobs of that standard deviation may be apart: bfloat16 keeps 8 bits, and layers
+    of other sums are apart by that times their spread."""
+    return (0.05 if dtype == torch.bfloat16 else 2e-3) * max(1.0, spread)
 
 
 def check(asked: Asked) -> Iterator[dict[str, Any]]:
@@ -77,7 +91,7 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
     name, device, dtype = asked.name, asked.device, asked.dtype
     shape = SHAPES[name]
     total = PROMPT + 1 + CHAIN
-    ids = np.random.default_rng(3).integers(0, shape.vocab_size, total + 1).tolist()
+    ids = random_ids(shape)
     module = build(shape, device, dtype)
     with torch.inference_mode():
         logits = module(torch.tensor([ids[:total]], device=device)).logits[0].float()
@@ -96,20 +110,19 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
             max_num_batched_tokens=256,
         )  # fmt: skip
         runner = TorchRunner(TorchModel(module), info, Ways(cuda_graphs=graphs))
-        prompt = _run(runner, rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1]))
+        prompt = run(runner, rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1]))
         step = rows_of(ids[chain], PROMPT, root=PROMPT, targets=ids[PROMPT + 1 : total + 1])
         began = time.perf_counter()
-        drawn[graphs] = _run(runner, step)
+        drawn[graphs] = run(runner, step)
         first_s = time.perf_counter() - began
-        again = _run(runner, step)
+        again = run(runner, step)
         if not graphs:
             for what, found, own in (
                 ("prompt", prompt, slice(0, PROMPT)), ("chain of nodes", drawn[graphs], chain)
             ):  # fmt: skip
                 apart = np.abs(found.score_logprobs - want[own])
                 agree = float((found.token_ids == best[own]).mean())
-                # bfloat16 keeps 8 bits: layers of other sums are apart by that times their spread.
-                bound = (0.05 if dtype == torch.bfloat16 else 2e-3) * max(1.0, spread)
+                bound = apart_bound(dtype, spread)
                 yield {
                     "what": f"{what} against transformers", "shape": name,
                     "logprobs_apart": round(float(apart.max()), 6), "bound": round(bound, 4),
@@ -117,7 +130,7 @@ def check(asked: Asked) -> Iterator[dict[str, Any]]:
                     "ok": bool(apart.max() <= bound and agree >= 0.9),
                 }  # fmt: skip
             decoded = [
-                _run(runner, rows_of([ids[i]], i, root=None, targets=[ids[i + 1]]))
+                run(runner, rows_of([ids[i]], i, root=None, targets=[ids[i + 1]]))
                 for i in range(PROMPT, total)
             ]
             ids_alone = [int(d.token_ids[0]) for d in decoded]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu import correct, peers, steps, vocabulary
+from loadtest.gpu import correct, decoders, peers, steps, vocabulary
 from loadtest.gpu.shapes import SHAPES, Asked, build
 
 __all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
@@ -102,6 +102,7 @@ def profile(asked: Asked) -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Part] = {
     "machine": machine,
     "correct": correct.check,
+    "decoders": decoders.check,
     "profile": profile,
     "steps": step_table,
     "transformers": peers.transformers_own,
@@ -125,6 +126,8 @@ PLAN = (
     Planned("correct", "smollm2-135m", 60),
     Planned("correct", "qwen3-0.6b", 60),
     Planned("correct", "gemma-3-270m", 60),
+    Planned("decoders", "smollm2-135m", 60),
+    Planned("decoders", "gemma-3-270m", 60),
     Planned("profile", "smollm2-135m", 60),
     *(Planned("steps", name, 60) for name in SHAPES if not name.startswith("tiny")),
     Planned("transformers", "qwen3-0.6b", 90),

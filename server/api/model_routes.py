@@ -3,7 +3,10 @@ and /v1/chat/completions/render, which shows a chat as the model gets it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
+from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -35,6 +38,8 @@ class ModelRoutes:
     def entry(self, name: str) -> ModelEntry:
         """The entry of one model or task in GET /v1/models."""
         task, model = self._context.intake.find(name)
+        info = self._context.client.info(model.name)
+        decoder: Any = UNSET if info is None or not info.decoder else info.decoder
         return ModelEntry(
             id=name,
             created=model.created,
@@ -43,6 +48,7 @@ class ModelRoutes:
             max_model_len=self._context.room(model),
             description="" if name == model.key else task.description,
             implementation=model.implementation,
+            decoder=decoder,
         )
 
     def models(self, request: HttpRequest) -> ModelList:

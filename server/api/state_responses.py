@@ -11,7 +11,8 @@ from server.api.responses import Chance, Count, Shape
 
 class ModelEntry(Shape, kw_only=True):
     """OpenAI's members, vLLM's root and max_model_len, a description, and what computes the model:
-    `tailor`, or `transformers` for a dense model of another family (slower)."""
+    `tailor`, or `transformers` for a dense model of another family (slower). decoder: of a model on
+    CUDA whose engine is ready, what computes its layers."""
 
     id: str
     object: Literal["model"] = "model"
@@ -22,6 +23,7 @@ class ModelEntry(Shape, kw_only=True):
     max_model_len: Count
     description: str
     implementation: Literal["tailor", "transformers"]
+    decoder: Literal["fused", "modules"] | UnsetType = UNSET
 
 
 class ModelList(Shape, kw_only=True):

@@ -88,6 +88,7 @@ def simulate(
     cluster, server = load_cluster_config(file)
     arrivals = _arrivals(log, load, rate, num_tasks, server.models[0].name)
     table = _cost_table(costs)
+    sizes = server.engine.sizes(server.limits, server.models[0].devices[0])
     routing = RoutingNumbers(
         cluster.ingress.replicas, cluster.routing.target_load, cluster.routing.cold_cost
     )
@@ -96,8 +97,8 @@ def simulate(
         return Simulation(
             table.cost,
             num_replicas=num,
-            seats=server.engine.max_num_seqs,
-            max_rows=server.engine.max_num_batched_tokens,
+            seats=sizes.max_num_seqs,
+            max_rows=sizes.max_num_batched_tokens,
             routing=routing,
             overhead_s=_OVERHEAD_S,
         ).run(arrivals)

@@ -31,7 +31,7 @@ from server.config import (
 )
 from server.config import with_overrides as over
 from server.errors import ConfigError, TailorError
-from server.types import EngineSizes
+from server.types import DEFAULT_ROWS, EngineSizes
 from server.wiring.places import check_places
 
 HELLO_PROMPT = "The capital of France is"
@@ -126,7 +126,12 @@ class EngineOptions:
         int | None, Parameter(help=f"sequences in one step ({_SIZES.max_num_seqs})")
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Parameter(help=f"rows in one step ({_SIZES.max_num_batched_tokens})")
+        int | None,
+        Parameter(
+            help="rows in one step ("
+            + ", ".join(f"{rows} on {kind}" for kind, rows in DEFAULT_ROWS.items())
+            + ")"
+        ),
     ] = None
     kv_cache_memory: Annotated[
         MemorySize | None,
@@ -218,8 +223,7 @@ def server_config(place: Place, what: ModelChoice, how: EngineOptions) -> Server
             "weights": how.weights,
             "max_model_len": how.max_model_len,
             "max_num_seqs": how.max_num_seqs,
-            "max_num_batched_tokens": how.max_num_batched_tokens
-            or _rows_for(how.max_num_seqs, config.engine.max_num_batched_tokens),
+            "max_num_batched_tokens": how.max_num_batched_tokens,
             "kv_cache_memory": how.kv_cache_memory,
             "threads": how.threads,
             "prefix_cache": False if how.no_prefix_cache else None,
@@ -293,11 +297,6 @@ def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> 
         for name in key.tasks or ():
             if name not in names:
                 raise ConfigError(f"{key.where}: tasks: there is no task or model {name!r}")
-
-
-def _rows_for(max_num_seqs: int | None, rows: int) -> int | None:
-    """More sequences than rows would be refused: raise the rows that nobody chose."""
-    return max_num_seqs if max_num_seqs is not None and max_num_seqs > rows else None
 
 
 def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:

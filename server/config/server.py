@@ -21,7 +21,7 @@ from server.config.section import Section, from_folder, validate
 from server.config.values import Memory, check_name
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
-from server.types import EngineSizes
+from server.types import DEFAULT_ROWS, DecoderChoice, EngineSizes
 
 _SIZES = EngineSizes()  # the defaults
 
@@ -204,11 +204,13 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(
         _SIZES.max_num_seqs, ge=1, le=4096, description="sequences in one step"
     )
-    max_num_batched_tokens: int = Field(
-        _SIZES.max_num_batched_tokens,
+    max_num_batched_tokens: int | None = Field(
+        None,
         ge=16,
         le=1 << 20,
-        description="rows in one step: prompt chunks, last tokens, drafts",
+        description="rows in one step: prompt chunks, last tokens, drafts; default "
+        + ", ".join(f"{rows} on {kind}" for kind, rows in DEFAULT_ROWS.items())
+        + ", or max_num_seqs if that is more",
     )
     block_size: int = Field(_SIZES.block_size, ge=1, le=1024, description="KV slots in a block")
     kv_cache_memory: Memory | None = Field(
@@ -251,6 +253,11 @@ class EngineConfig(Section):
         description="whether steps of few rows, trees included, replay captured graphs on cuda; "
         "auto: yes there",
     )
+    decoder: DecoderChoice = Field(
+        "auto",
+        description="what computes the layers on cuda: fused, a decoder of our own with few "
+        "launches, or modules, transformers' own; auto: fused for the families that it covers",
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
     )
@@ -264,16 +271,18 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _rows_for_all(self) -> EngineConfig:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        rows = self.max_num_batched_tokens
+        if rows is not None and rows < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         return self
 
-    def sizes(self, limits: LimitsConfig) -> EngineSizes:
-        """The sizes of each engine. limits: of the server, whose queue an engine's is."""
+    def sizes(self, limits: LimitsConfig, device: str) -> EngineSizes:
+        """The sizes of an engine. limits: of the server, whose queue an engine's is."""
         memory = self.kv_cache_memory
+        default_rows = max(self.max_num_seqs, DEFAULT_ROWS[device.partition(":")[0]])
         return EngineSizes(
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens or default_rows,
             block_size=self.block_size,
             kv_bytes=None if memory is None else memory.num_bytes,
             kv_fraction=None if memory is None else memory.fraction,

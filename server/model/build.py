@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.generic import IMPLEMENTATION, is_generic
-from server.types import EngineSizes, ModelInfo
+from server.types import DecoderChoice, EngineSizes, ModelInfo
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,8 @@ class RunnerSpec:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and windows of `exact` are verified on the CPU. A CPU has it in place. cuda_graphs:
-    whether steps of few rows replay captured graphs on CUDA.
+    whether steps of few rows replay captured graphs on CUDA. decoder: what computes the layers
+    there (body.py).
     """
 
     name: str
@@ -55,6 +56,7 @@ class RunnerSpec:
     threads: int | None = None
     full_head: Literal["device", "stream", "cpu"] = "device"
     cuda_graphs: bool = False
+    decoder: DecoderChoice = "auto"
 
 
 def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
@@ -346,7 +348,8 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     runner = TorchRunner(
         TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu"),
         info,
-        Ways(cuda_graphs=spec.cuda_graphs and device.type == "cuda"),
+        Ways(cuda_graphs=spec.cuda_graphs and device.type == "cuda", decoder=spec.decoder),
     )
+    _log.info("weights: %s, decoder: %s", runner.info.dtype, runner.info.decoder)
     runner.warm_up()
     return runner

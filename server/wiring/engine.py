@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tailor.server")
 
+_MEASURED_ROWS = {"cpu": 128, "cuda": 1024}
+"""Rows of the largest step whose cost is measured, by kind of device: sizes beyond it are reckoned
+in proportion, which is right once a step's time is its products' and not the weights' way."""
+
 _TARGET_STEP_S = {"cpu": 0.15, "cuda": 0.05}
 """Seconds a step may take while some sequences decode and others prefill: their prompt chunks
 are cut to it by the measured cost of rows, so that a long prompt does not make the others wait.
@@ -99,6 +103,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         threads=engine.threads,
         full_head=engine.full_head,
         cuda_graphs=engine.cuda_graphs != "off",
+        decoder=engine.decoder,
     )
 
 
@@ -138,7 +143,9 @@ def build_engine(order: EngineOrder) -> Engine:
         _drafter_makers(runner.info, memory, vocabularies),
         _engine_settings(order),
         stop_table=stops,
-        cost=load_or_measure(runner, cost_file),
+        cost=load_or_measure(
+            runner, cost_file, max_rows=_MEASURED_ROWS[order.device.partition(":")[0]]
+        ),
         grammars=grammars,
         profiles=ProfileFiles(table, runner.info.eos_token_ids),
         memory=memory,

@@ -172,7 +172,7 @@ def _orders(
             weights=model.weights or config.engine.weights,
             max_model_len=model.max_model_len or config.engine.max_model_len,
             table=str(table_file(folder, enrichment_of(model.adapter))),
-            sizes=engine.sizes(config.limits),
+            sizes=engine.sizes(config.limits, device),
             engine=engine,
             drafters=DRAFTER_NAMES,
             namespace=_namespace(config),

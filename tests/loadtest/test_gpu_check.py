@@ -48,6 +48,14 @@ def test_rows_of_a_step_are_what_transformers_says(shape: str) -> None:
     assert lines[2]["what"] == "drafted rows against decoded ones" and lines[2]["same_ids"]
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
+def test_our_decoder_is_compared_with_modules(shape: str) -> None:
+    modules, fused, line = found("decoders", shape)
+    assert modules["decode_ms"] > 0 and fused["tree_ms"] > 0
+    assert line["ok"] and line["same_argmax"] == 1.0
+    assert line["same_greedy_ids"] == parts.decoders.NEW
+
+
 def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that see one key too few: the chain's logprobs are not transformers'."""
     rows_of = parts.correct.rows_of

@@ -7,7 +7,6 @@ untouched eager forward on the full sequence is the truth.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,7 @@ import pytest
 import torch
 
 from server.engine.batch import Runner
-from server.model.gpu.decoder import FusedDecoder
-from server.model.gpu.decoder_ops import TorchOps
-from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
-from server.model.shape import shape_of
 from tests.model import families
 from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages, all_logprobs
 from tests.model.cpu_models import cpu_runner
@@ -40,10 +35,8 @@ def torch_runner(family: str) -> Runner:
 
 def decoder_runner(family: str) -> Runner:
     """The CUDA path's own decoder, on its torch reference and the torch attention."""
-    runner = cast("TorchRunner", torch_runner(family))
-    module = families.build(family)
-    shape = shape_of(module.config)
-    runner._body.body = FusedDecoder(module, shape, families.MAX_LEN, TorchOps())
+    runner = runner_over(families.build(family), decoder="fused")
+    assert runner.info.decoder == "fused"
     return runner
 
 

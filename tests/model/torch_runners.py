@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from server.model.gpu.runner import TorchRunner
@@ -22,8 +21,9 @@ SIZES: dict[str, Any] = {
 def runner_over(module: Any, *, side: SideStream | None = None, **options: Any) -> TorchRunner:
     """Its device and ids are the module's, unless they are given."""
     own = {"vocab_size": module.config.vocab_size, "dtype": str(module.dtype)}
-    given: list[dict[str, Any]] = []
-    for fields in ([f.name for f in dataclasses.fields(ModelInfo)], TorchModel._fields):
-        given.append({name: options.pop(name) for name in fields if name in options})
-    info = ModelInfo(**(SIZES | own | given[0]))
-    return TorchRunner(TorchModel(module, **given[1]), info, Ways(**options), side)
+    model, ways = (
+        {name: options.pop(name) for name in kind._fields if name in options}
+        for kind in (TorchModel, Ways)
+    )
+    info = ModelInfo(**(SIZES | own | options))
+    return TorchRunner(TorchModel(module, **model), info, Ways(**ways), side)

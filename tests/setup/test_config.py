@@ -246,7 +246,10 @@ def test_paths_count_from_the_file_and_names_do_not(tmp_path: Path) -> None:
         ("models: []\n", ":1: models: "),
         ("engine:\n  block_size: 24\n", ":2: engine.block_size: must be a power of two"),
         ("engine:\n  kv_cache_memory: 2XB\n", ":2: engine.kv_cache_memory: must be a fraction"),
-        ("engine: {max_num_seqs: 600}\n", ":1: engine: max_num_batched_tokens must be at least"),
+        (
+            "engine: {max_num_seqs: 600, max_num_batched_tokens: 512}\n",
+            ":1: engine: max_num_batched_tokens must be at least",
+        ),
         ("keys:\n  - {id: a, key: x, env: Y}\n", ":2: keys[0]: set exactly one of key, env and"),
         ("listen:\n  port: 70000\n", ":2: listen.port: "),
         ("limits:\n  drain: 3\n", ":2: limits.drain: unknown key; did you mean drain_s?"),

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from server.model.generic import is_generic
+from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
-from server.model.gpu.decoder import FusedDecoder, is_covered
+from server.model.gpu.decoder import FusedDecoder, not_covered
+from server.model.gpu.decoder_ops import DecoderOps, TorchOps
 from server.model.shape import shape_of
+from server.types import DecoderChoice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +39,9 @@ class StepIds:
 
 
 class Body(Protocol):
-    """Everything between token ids and the LM head."""
+    """Everything between token ids and the LM head. name: of Ways.decoder."""
+
+    name: str
 
     def __call__(
         self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
@@ -47,6 +51,8 @@ class Body(Protocol):
 
 class ModuleBody:
     """transformers' own modules. See server.model.gpu.attention for how they reach our cache."""
+
+    name = "modules"
 
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         embed: Any = module.get_input_embeddings()
@@ -77,18 +83,35 @@ class ModuleBody:
 
 
 def body_of(
-    module: PreTrainedModel, attention: paged.AttentionName, num_positions: int, dtype: torch.dtype
+    module: PreTrainedModel,
+    attention: paged.AttentionName,
+    decoder: DecoderChoice,
+    num_positions: int,
+    dtype: torch.dtype,
 ) -> Body:
-    """The body that a runner uses: our own decoder with Triton's attention, for models that it
-    covers; their modules elsewhere, and as the reference beside the torch attention.
+    """The body that a runner uses. "auto" is our own decoder with Triton's attention, for models
+    that it covers, and their modules elsewhere: they are the reference beside the torch attention.
 
-    num_positions: the longest sequence. The module's weights become the decoder's.
+    num_positions: the longest sequence. The module's weights become the decoder's. Raises
+    UnsupportedModelError where "fused" is asked for a model that it does not compute.
     """
     device = next(p.device for p in module.parameters() if p.device.type != "meta")
-    if attention == "triton" and not is_generic(module.config):
-        shape = shape_of(module.config)
-        if is_covered(module, shape):
-            from server.model.gpu.decoder_kernels import TritonOps
+    if decoder == "modules" or (decoder == "auto" and attention != "triton"):
+        return ModuleBody(module, device, dtype)
+    reason = not_covered(module)
+    if reason is None:
+        return FusedDecoder(module, shape_of(module.config), num_positions, _ops(attention))
+    if decoder == "auto":
+        return ModuleBody(module, device, dtype)
+    raise UnsupportedModelError(
+        f"decoder: fused does not compute {module.config.model_type}: {reason}. `auto` and "
+        "`modules` take transformers' own layers for it"
+    )
 
-            return FusedDecoder(module, shape, num_positions, TritonOps())
-    return ModuleBody(module, device, dtype)
+
+def _ops(attention: paged.AttentionName) -> DecoderOps:
+    if attention == "torch":
+        return TorchOps()
+    from server.model.gpu.decoder_kernels import TritonOps
+
+    return TritonOps()

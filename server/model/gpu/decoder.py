@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from server.model.families import family_of
 from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
-from server.model.shape import ModelShape, query_scales, rope_tables
+from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from server.model.gpu.attention import PagedStep, StepTensors
     from server.model.gpu.body import StepIds
 
@@ -57,12 +60,19 @@ class _Layer:
     rope: int
 
 
-def is_covered(module: nn.Module, shape: ModelShape) -> bool:
-    """Whether FusedDecoder computes a model: no soft-capping, convolutions or biases of an MLP."""
+def not_covered(module: PreTrainedModel) -> str | None:
+    """Why FusedDecoder does not compute a model; None: it does."""
+    try:
+        family_of(module.config)
+    except KeyError:
+        return "it is none of our families"
+    shape = shape_of(module.config)
+    if shape.attention_cap or shape.logit_cap:
+        return "it soft-caps scores or logits"
+    if any(shape.convolutions):
+        return "some of its layers are convolutions"
     down: Any = module.get_submodule(f"model.layers.0.{shape.names.down}")
-    return not (
-        shape.attention_cap or shape.logit_cap or any(shape.convolutions) or down.bias is not None
-    )
+    return None if down.bias is None else "its MLP has biases"
 
 
 class FusedDecoder:
@@ -72,6 +82,8 @@ class FusedDecoder:
     weight is there twice, and the module stays usable. num_positions: the longest sequence. Final
     states are divided by shape.logit_divisor, because the LM head knows nothing of it.
     """
+
+    name = "fused"
 
     def __init__(
         self, module: nn.Module, shape: ModelShape, num_positions: int, ops: DecoderOps

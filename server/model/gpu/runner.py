@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,7 @@ class TorchRunner:
         self._slices = TorchSlices(self._head, device, self._side)
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         self._body = self._make_body(module, dtype, embedding, ways)
+        self.info = replace(info, decoder=self._body.body.name)
         self._planner = HeadPlanner(self._slices, self._head.vocab_size, ways.head_bytes)
         self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
         self._num_previous = 0
@@ -141,7 +143,7 @@ class TorchRunner:
             device=self._device,
         )
         return BodyRun(
-            body_of(module, self._attention, info.max_model_len, dtype),
+            body_of(module, self._attention, ways.decoder, info.max_model_len, dtype),
             self._cache,
             paged.TileShape.of(
                 num_heads=num_heads,

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from server.model.gpu.attention import AttentionName
+from server.types import DecoderChoice
 
 HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
@@ -33,13 +34,15 @@ class TorchModel(NamedTuple):
 class Ways(NamedTuple):
     """How a step is computed.
 
-    attention: None is "triton" on CUDA and "torch" elsewhere. cuda_graphs: captured graphs are
-    replayed for steps of few rows, trees included; needs "triton". head_bytes: memory that a slab
-    of logits and the work on it may take; more rows go through the head in several slabs.
-    partial_bytes: memory for split attention.
+    attention: None is "triton" on CUDA and "torch" elsewhere. decoder: "fused", our own, "modules",
+    transformers', or "auto": ours for the families that it covers, with "triton". cuda_graphs:
+    captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
+    memory that a slab of logits and the work on it may take; more rows go through the head in
+    several slabs. partial_bytes: memory for split attention.
     """
 
     attention: AttentionName | None = None
+    decoder: DecoderChoice = "auto"
     cuda_graphs: bool = False
     head_bytes: int = HEAD_BYTES
     partial_bytes: int = PARTIAL_BYTES

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from server.errors import UnsupportedModelError
 from server.model.gpu.body import ModuleBody
 from server.model.gpu.decoder import FusedDecoder
 from server.model.gpu.decoder_ops import (
@@ -27,7 +28,7 @@ from server.model.gpu.decoder_ops import (
 )
 from server.model.gpu.runner import TorchRunner
 from server.model.shape import shape_of
-from tests.model import families
+from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.torch_runners import runner_over
 
@@ -199,10 +200,30 @@ def test_the_module_stays_usable_and_no_weight_is_there_twice() -> None:
 
 
 def test_who_gets_which_body() -> None:
-    """Our decoder belongs to Triton's attention; the torch attention has modules."""
-    runner = runner_of("llama")
-    assert isinstance(runner._body.body, ModuleBody)
+    """Where nothing is asked for, our decoder belongs to Triton's attention."""
+    for options, kind in (
+        ({}, ModuleBody), ({"decoder": "fused"}, FusedDecoder), ({"decoder": "modules"}, ModuleBody)
+    ):  # fmt: skip
+        runner = runner_of("llama", **options)
+        assert isinstance(runner._body.body, kind)
+        assert runner.info.decoder == runner._body.body.name
+        runner.close()
+
+
+@needs_triton
+@pytest.mark.parametrize(("family", "decoder", "found"), [
+    ("llama", "auto", "fused"), ("llama", "modules", "modules"), ("gpt2", "auto", "modules"),
+])  # fmt: skip
+def test_who_gets_which_body_beside_triton(family: str, decoder: str, found: str) -> None:
+    build = families.build if family in families.FAMILIES else generic_models.build
+    runner = runner_over(build(family), decoder=decoder, attention="triton")
+    assert runner.info.decoder == found
     runner.close()
+
+
+def test_a_decoder_that_does_not_compute_the_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="fused does not compute gpt2: it is none of o"):
+        runner_over(generic_models.build("gpt2"), decoder="fused")
 
 
 COMPILED = {
