@@ -43,6 +43,15 @@ class OwnRows:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnHead:
+    """Head rows of an adapter's own: ids int64 [n], ascending; panels float32
+    [ceil(n / PANEL), hidden_size, PANEL], padded with zeros."""
+
+    ids: Int64
+    panels: Float32
+
+
+@dataclass(frozen=True, slots=True)
 class CpuAdapter:
     """One adapter, packed. inputs, parts: a place of lora.StepAdapters. arrays: what their
     addresses point into. embedding, head: its own rows, or None. vocab_size: ids that a request
@@ -52,13 +61,17 @@ class CpuAdapter:
     parts: Int64
     arrays: tuple[npt.NDArray[Any], ...]
     embedding: OwnRows | None
-    head: OwnRows | None
+    head: OwnHead | None
     vocab_size: int
 
     @property
     def num_bytes(self) -> int:
-        own = [t.rows for t in (self.embedding, self.head) if t is not None]
-        return self.inputs.nbytes + self.parts.nbytes + sum(a.nbytes for a in (*self.arrays, *own))
+        arrays = [self.inputs, self.parts, *self.arrays]
+        if self.embedding is not None:
+            arrays.append(self.embedding.rows)
+        if self.head is not None:
+            arrays.append(self.head.panels)
+        return sum(array.nbytes for array in arrays)
 
 
 class _Outputs:
@@ -148,8 +161,18 @@ def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers)
     enriched = () if lora.enrichment is None else lora.enrichment.ids
     vocab_size = max(shape.vocab_size, *(i + 1 for i in enriched)) if enriched else shape.vocab_size
     return CpuAdapter(
-        packer.inputs, packer.parts, tuple(packer.arrays), embedding, head, vocab_size
+        packer.inputs, packer.parts, tuple(packer.arrays), embedding, _own_head(head), vocab_size
     )
+
+
+def _own_head(own: OwnRows | None) -> OwnHead | None:
+    """Its rows as products read them."""
+    if own is None:
+        return None
+    num, hidden = own.rows.shape
+    panels = np.zeros((-(-num // PANEL), hidden, PANEL), np.float32)
+    pack_panels(own.rows, panels)
+    return OwnHead(own.ids, panels)
 
 
 def _own_rows(lora: LoraAdapter, name: str, shape: ModelShape) -> OwnRows | None:
@@ -252,7 +275,6 @@ class AdapterBank:
         self._max_rows = max_rows
         self._work = work
         self._held: dict[int, CpuAdapter] = {}
-        self._heads: dict[int, Any] = {}  # place -> (panels, record) of its own head rows
         self._head_logits = np.zeros((0, 0), np.float32)
         alternate, up = gate_up_layout(layers, shape)
         places = (1, shape.num_layers, len(KINDS))
@@ -291,16 +313,10 @@ class AdapterBank:
         self._step = step
         self._held[place] = adapter
         self.max_vocab_size = max(self.max_vocab_size, adapter.vocab_size)
-        if adapter.head is not None:
-            rows = adapter.head.rows
-            panels = np.zeros((-(-rows.shape[0] // PANEL), rows.shape[1], PANEL), np.float32)
-            pack_panels(rows, panels)
-            self._heads[place] = panels, float_linear(panels)
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine. No step may be in flight."""
         if self._held.pop(place, None) is not None:
-            self._heads.pop(place, None)
             self._step.inputs[place] = 0
             self._step.parts[place] = 0
 
@@ -335,17 +351,16 @@ class AdapterBank:
         where = np.fromiter(full.places.values(), np.int64)
         of_row = batch.seq_adapters[batch.seq_ids[rows]]
         for place in np.unique(of_row):
-            if int(place) not in self._heads:
+            own = None if place < 0 else self._held[int(place)].head
+            if own is None:
                 continue
-            panels, record = self._heads[int(place)]
-            own = self._held[int(place)].head
-            assert own is not None
             mine = where[of_row == place]
-            width = panels.shape[0] * PANEL
+            width = own.panels.shape[0] * PANEL
             if self._head_logits.shape[0] < mine.shape[0] or self._head_logits.shape[1] != width:
                 self._head_logits = np.zeros((mine.shape[0], width), np.float32)
             states = np.ascontiguousarray(full.states[mine])
             cap = self._shape.logit_cap
+            record = float_linear(own.panels)
             product(states, mine.shape[0], record, self._head_logits, self._work, cap)
             found = self._head_logits[: mine.shape[0], : own.ids.shape[0]]
             full.logits[np.ix_(mine, own.ids)] = found
