@@ -2,13 +2,13 @@
 
 Both sides hold one end of a `multiprocessing.Pipe`; whether the engine lives in its own process
 or in a thread makes no difference. A message is a tuple whose first item names it. msgspec encodes
-and checks the frozen dataclasses as they are declared: nothing that arrives can run code, and a
-Delta costs 2 microseconds there and back.
+and checks the frozen dataclasses as they are declared: no message can run code, and a Delta takes
+2 microseconds to encode and decode.
 
 API to engine:   ("submit", request) ("abort", request_id) ("drain",) ("stop",)
                  ("control", call_id, name, payload)      e.g. reload a task's corpus
 Engine to API:   ("ready", info) ("deltas", [delta, ...], stats) ("stats", stats)
-                 ("beat", age_s)                          seconds since the loop last went on
+                 ("beat", age_s)                          seconds since the loop made progress
                  ("control", call_id, payload)            the answer
                  ("failed", message, final)               the engine is about to exit; final: it
                                                           would fail again if it were restarted
@@ -27,7 +27,7 @@ Message = tuple[Any, ...]
 
 
 class EngineHandle(Protocol):
-    """One engine, seen from the API process. Made by a factory that the composition root gives.
+    """One engine, seen from the API process. server.wiring gives the factory that makes it.
 
     A handle is used once: an engine that died is replaced by a new handle.
     """
@@ -62,7 +62,8 @@ _TYPED: dict[str, tuple[msgspec.msgpack.Decoder[Any], ...]] = {
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes. Raises ValueError for what is no plain value and no word of types.py."""
+    """A message as bytes. Raises ValueError for anything but plain values and types.py's
+    classes."""
     try:
         return _ENCODER.encode(message)
     except TypeError as error:

@@ -1,9 +1,9 @@
-"""Data of a task: rows of prompts and outputs from a file, tokenized as a model would see them.
+"""Reads a task's data: prompts and outputs from a file, tokenized as a model would see them.
 
 JSON lines, CSV with a header, and Parquet (with pyarrow) are read, by the file's ending. A row has
 a prompt and an output, or `messages` whose last one, the assistant's, is the output, or ids.
 
-Completions are tokenized *in place*, behind their prompt, so that the leading space and the merges
+Completions are tokenized *in place*, after their prompt, so that the leading space and the merges
 are the model's own, and end with EOS.
 """
 
@@ -119,7 +119,7 @@ def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A row as a request and what it should be answered with.
+    """A row as a request and its expected answer.
 
     asked: `prompt`, or `messages`, of a request's body. gold: the output, None where the row has
     none.
@@ -159,7 +159,8 @@ def turn_of(entry: dict[str, Any], where: str, field: str, prompt_field: str) ->
 def read_examples(
     data: Path, field: str, prompt_field: str, tokenizer: Any, eos_token_id: int
 ) -> Iterator[Example]:
-    """The examples of a file. `field` holds the output; a missing prompt is "not known".
+    """The examples of a file. `field` holds the output; a row may lack the prompt, which is then
+    unknown.
 
     A line may instead hold `output_ids` (and `prompt_ids`), as recordings do. Raises ConfigError
     with file and line for anything else.

@@ -1,4 +1,4 @@
-"""Every error of the server, in one tree. Each class knows its HTTP status, OpenAI type and code.
+"""Every error of the server, in one tree. Each class has its HTTP status, OpenAI type and code.
 
     class                                      status type                  code
     TailorError                                500    server_error          -
@@ -157,7 +157,7 @@ class CacheFolderError(TailorError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model or adapter that would not be computed right; the message says what it asks for."""
+    """A model or adapter that would be computed wrongly; the message names what it needs."""
 
     code = "unsupported_model"
 
@@ -176,7 +176,7 @@ class UnsupportedTokenizerError(TailorError):
 
 
 class RequestError(TailorError):
-    """The client's fault, or a refusal it can act on."""
+    """The request is wrong, or is refused with a reason that the client can act on."""
 
     status = 400
     type = "invalid_request_error"
@@ -189,7 +189,7 @@ class InvalidRequestError(RequestError):
 
 
 class InvalidHttpError(InvalidRequestError):
-    """The bytes are no HTTP/1.1 request that has one meaning; the connection is closed."""
+    """The bytes are not one unambiguous HTTP/1.1 request; the connection is closed."""
 
     code = "invalid_http"
 
@@ -260,7 +260,7 @@ class ModelNotFoundError(RequestError):
 
 
 class TaskNotFoundError(RequestError):
-    """An admin route names a task that there is not."""
+    """An admin route names a task that does not exist."""
 
     status = 404
     code = "task_not_found"
@@ -318,7 +318,7 @@ class RateLimitedError(RequestError):
 
 
 class ServerError(TailorError):
-    """Ours. The message says no more than the client needs."""
+    """The server's fault. The message says no more than the client needs."""
 
     code = "internal_error"
 
@@ -389,8 +389,8 @@ class NoEngineError(UnavailableError):
 def error_for_engine_code(code: str | None, message: str) -> TailorError:
     """The exception for a Delta whose finish_reason is "error".
 
-    An engine names its errors by the codes above; a code it does not share with the API is an
-    EngineError. "kv_exhausted" is a request that does not fit the engine's KV memory even alone.
+    An engine names its errors by the codes above; any other code is an EngineError. "kv_exhausted":
+    the request does not fit the engine's KV memory even alone.
     """
     if code == "kv_exhausted":
         return ContextLengthExceededError(message)

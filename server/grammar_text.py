@@ -1,8 +1,8 @@
 """A GrammarSpec in llguidance's own form, its limits, and a check that needs no tokenizer.
 
-Both processes use this module: the API refuses what cannot be compiled before anything is
-admitted, and an engine compiles it for its tokenizer (server/engine/grammar.py). llguidance lets
-go of the interpreter lock while it compiles, and its limits bound how long and how large that gets.
+Both processes use this module: the API refuses grammars that cannot be compiled before admission,
+and an engine compiles them for its tokenizer (server/engine/grammar.py). llguidance releases the
+interpreter lock while it compiles, and its limits bound time and memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def grammar_text(spec: GrammarSpec) -> str:
 
 
 def grammar_limits() -> LLParserLimits:
-    """What a grammar may take. Past a limit it is refused, or the request that uses it fails."""
+    """llguidance's limits. Past one, the grammar is refused, or the request that uses it fails."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

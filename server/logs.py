@@ -6,8 +6,8 @@ Modules log through the standard library with fields in `extra`:
 
     log.info("request", extra={"request_id": "req-1", "status": 200})
 
-Whatever a field holds, it stays in its line: control characters (line ends, ANSI sequences) are
-escaped. A traceback shows code and never the values of variables: those may be prompts.
+A field cannot leave its line: control characters (line ends, ANSI sequences) are escaped. A
+traceback shows code and never the values of variables: those may be prompts.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def configure(
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
-    # What uvicorn says at this level is said by us, or is noise.
+    # The server logs the same itself, or it is noise.
     logging.getLogger("uvicorn").setLevel(logging.WARNING if level == "info" else logging.NOTSET)
 
 
 def _printable(_: Any, __: str, event: _Event) -> _Event:
-    """Escape what a terminal would act on. JSON needs none of this: it is ASCII already."""
+    """Escape control characters. JSON needs none of this: it is ASCII already."""
     for key, value in event.items():
         if not isinstance(value, str):
             continue

@@ -1,14 +1,14 @@
 """The id -> bytes table: what each token id adds to the text, as bytes.
 
-The engine matches stop strings on these bytes and the API turns ids into text with them, so both
-see the same thing, and neither calls the tokenizer per token. The table is built once per
+The engine matches stop strings on these bytes and the API turns ids into text with them, so the two
+agree, and neither calls the tokenizer per token. The table is built once per
 tokenizer, written to a file and memory-mapped by every process.
 
 Contract: the bytes of the ids of a text, joined and decoded as UTF-8 (errors="replace"), are the
 text that `tokenizer.decode(ids, skip_special_tokens=False)` gives, except for the leading space
-that SentencePiece-like decoders strip at the very start of a text (`strip_start` says how many).
+that SentencePiece-like decoders strip at the very start of a text (`strip_start`: how many).
 
-Two families are understood, by the tokenizer's own decoder:
+Two families of tokenizers are supported, by their own decoder:
 - byte-level BPE (GPT-2's byte alphabet: "Ġ" is a space);
 - SentencePiece-like: "▁" is a space, "<0xNN>" is one byte (byte fallback).
 Added and special tokens go through the same decoder, as in `tokenizers` itself.
@@ -98,7 +98,8 @@ class TokenBytes:
         return b""
 
     def showing(self, token_ids: Iterable[int]) -> TokenBytes:
-        """The same table with these ids not special: they have text where others are skipped.
+        """The same table, with these ids no longer special: they have text where special ids are
+        skipped.
 
         The arrays are shared.
         """

@@ -4,8 +4,8 @@
     trace_id = tracer.send(span, traceparent)
     tracer.close()
 
-A request is described once it is over, by a tree of `Span`s with their times; nothing of this is on
-the path of a token. `open_tracer` alone imports the opentelemetry packages (extra `tracing`).
+Once a request has ended, a tree of `Span`s with their times describes it; no token waits for this.
+`open_tracer` alone imports the opentelemetry packages (extra `tracing`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class TraceSink(Protocol):
     def send(self, span: Span, traceparent: str) -> str:
         """Queue a tree of spans; returns its trace id (32 hex digits), "" when not sampled.
 
-        traceparent: the caller's W3C header, or "": the caller's trace goes on, and its decision
-        whether to sample wins. Anything else in it is as if there were none.
+        traceparent: the caller's W3C header, or "": the spans join the caller's trace, and its
+        decision whether to sample holds. A malformed header is ignored.
         """
 
     def close(self) -> None:

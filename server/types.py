@@ -1,4 +1,4 @@
-"""The words of the project as frozen dataclasses. This module imports nothing of ours.
+"""The words of the project as frozen dataclasses. This module imports no other of the project.
 
 A *Request* is what a client asked, in ids, and never changes. A *Delta* is what one choice
 gained in one step. Everything that crosses the channel between the API process and an engine
@@ -34,7 +34,7 @@ class SamplingParams:
     stop: stop strings as UTF-8 bytes; the engine matches them on bytes.
     seed: 64 bits; fixed by the API when the client gave none.
     num_logprobs: None = no logprobs; k >= 0 = the drawn token's logprob and the k most likely.
-    logprob_token_ids: ascending ids whose logprobs are told in place of the k most likely.
+    logprob_token_ids: ascending ids whose logprobs are given in place of the k most likely.
     """
 
     temperature: float = 1.0
@@ -68,9 +68,9 @@ class SamplingParams:
 
 
 def scope_of(tenant: str, cache_salt: str, adapter: str = "") -> str:
-    """Names tenant, cache_salt and adapter: what is kept of one scope's content serves no other's
-    (docs/isolation.md). A tenant's name holds no control character, so no salt can make one the
-    other."""
+    """The scope of a tenant, cache_salt and adapter: what is kept of one scope's content serves no
+    other scope (docs/isolation.md). Tenants' names hold no control character, so two scopes
+    cannot have one name."""
     own = f"{adapter}\1" if adapter else ""
     return f"{own}{tenant}\0{cache_salt}"
 
@@ -99,8 +99,8 @@ class SpeculationParams:
     learn_tokens: when above 0, the output enters the learned outputs of (task, scope), of
         which so many tokens are held, and drafts come from them. 0: nothing is learned or used.
     persists: what is learned is written to disk and read from there; else it is in memory only.
-    scope: whose calibration and learned outputs these are: the engine takes Request.scope, so that
-        nobody's drafts depend on the text of another. adapter: Request.adapter, so that drafts are
+    scope: whose calibration and learned outputs are used: the engine sets Request.scope, so that
+        no drafts depend on another scope's text. adapter: Request.adapter, so that drafts are
         in its ids.
     """
 
@@ -160,18 +160,18 @@ class Request:
     cache_salt: mixed into the prefix-cache keys; requests with different salts share no block.
     label_ids: the request asks for the logprobs of these ids as the first token of its output,
         and for nothing else: max_tokens is 0 and there is one choice. It reads the prefix cache.
-    report_sources: whether Deltas tell the draft source of every token.
+    report_sources: whether Deltas have the draft source of every token.
     queue_timeout_s: when above 0, the engine refuses the request unless its first step comes within
         so many seconds of arrival_s.
     tenant: the API key's id, "" without keys; tenants share no block either, so that the time to a
-        first token tells nobody what another has asked.
+        first token does not show what another tenant has asked.
     priority: lower runs first: each step is worth 5 seconds of waiting, up to 64 steps, so that
-        no flood of one priority starves another; ties by arrival.
+        many requests of one priority cannot starve another; ties by arrival.
     arrival_s: time.monotonic() at the API, for queue time and deadlines.
     grammar: what the output must match, or None. A choice ends (finish_reason "stop") with the
         token that completes it where nothing may follow; elsewhere EOS is allowed only where the
         output matches as it stands. Never together with sampling.ignore_eos.
-    report_rejected: whether Deltas tell the drafts that were rejected.
+    report_rejected: whether Deltas have the drafts that were rejected.
     """
 
     request_id: str
@@ -215,7 +215,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What speculation did for one choice in the steps a Delta covers; sums are additive.
+    """Counts of speculation for one choice, over the steps that a Delta covers; sums are additive.
 
     num_steps: decode steps (a step that emitted at least one token of this choice), drafted or not.
     num_drafts: steps that carried at least one draft node.
@@ -223,7 +223,7 @@ class StepCounts:
         EOS/stop/max_tokens. accepted_by_depth[d]: accepted at depth d; offered_by_depth[d]: whether
         the tree had a node at depth d (counted per draft).
     by_source: (source name, drafted, accepted) triples.
-    expected_accepted: sum of the drafted nodes' survival, as the drafter's calibration claims it.
+    expected_accepted: sum of the drafted nodes' survival, as the drafter estimated it.
     by_survival: (tenth of the claimed survival 0..9, drafted, accepted) triples.
     In vocabulary mode "exact" tokens are counted before they are verified.
     verify_s: seconds of the forward passes that carried drafts of this choice; every choice of a
@@ -249,7 +249,8 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCounts:
-    """What an LM-head slice did for one choice in the steps a Delta covers; sums unless said.
+    """Counts of an LM-head slice for one choice, over the steps that a Delta covers. All are sums,
+    except where stated.
 
     num_ids: ids of its slice now (no sum). num_loaded: head rows copied for it. num_slice_steps,
     num_full_steps: decode steps drawn from the slice, from the full head. head_rows: head rows
@@ -369,7 +370,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
-    """An adapter that an engine is told of.
+    """An adapter that an engine shall know.
 
     adapter_id: its name and a hash of its files, "name@hash". folder: where those are. vocab_size:
     ids that its requests may have. table: file of its id -> bytes table, "" for the base's. pinned:
@@ -384,7 +385,7 @@ class AdapterOrder:
 
     @property
     def name(self) -> str:
-        """What requests call it."""
+        """Its name in requests."""
         return self.adapter_id.rpartition("@")[0]
 
 
@@ -398,7 +399,7 @@ class EngineSizes:
 
     server.yaml (EngineConfig, LimitsConfig) takes its defaults from here and is turned into one of
     these; the runner (RunnerSpec.sizes) and the step loop (EngineSettings) are made of it, and
-    ModelInfo tells the API what came of it.
+    ModelInfo reports the result to the API.
 
     max_num_seqs: sequences in one step. max_num_batched_tokens: rows in one step. block_size: KV
     slots in a block. kv_bytes or kv_fraction: memory of the KV cache, the fraction of what is free
@@ -422,10 +423,10 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an engine tells the API when it is ready: the sizes that it runs with.
+    """What an engine reports when it is ready: the sizes that it runs with.
 
     dtype: how weights are kept (`engine.weights` on a CPU). kernel: what multiplies them. kv_dtype:
-    what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = not told.
+    what K and V are kept as. kv_block_bytes: bytes of a block in all layers, 0 = unknown.
     decoder: what computes the layers on CUDA, "fused" or "modules"; "" on a CPU.
     """
 

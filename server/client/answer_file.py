@@ -1,7 +1,7 @@
-"""A file of answers that is written as they come and goes on where it stopped.
+"""A file of answers that is appended to as they come; a later run continues it.
 
 A record is one JSON line with `line` (the number of the input's line that it answers) and `key` (a
-hash of what was asked, so that answers to something else are noticed). Records are appended whole
+hash of the request, so that answers to another request are noticed). Records are appended whole
 lines at a time; a line torn by the end of an earlier run is dropped, and so is one with `error`,
 which is asked again.
 """
@@ -90,7 +90,7 @@ class AnswerFile:
 
     @contextmanager
     def appending(self) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """A function that puts one record behind the others. Raises AnswerFileError."""
+        """A function that appends one record. Raises AnswerFileError."""
         try:
             # Unbuffered: a line is in the file with one write, or not at all.
             with self.path.open("ab", buffering=0) as file:

@@ -8,11 +8,11 @@ are left alone. A line of the output is
     {"line": 8, "id": null, "error": {"message": ..., "code": ..., "status": 400, ...}, "key": ...}
 
 Answers are appended as they come, whole lines at a time. When every line has one the file is
-written anew in the order of the input. A run that was stopped, by anything, goes on where it was:
-lines that have an answer are not sent again, those with an error are. `key` is a hash of the
-request, so that answers to other prompts are noticed.
+written anew in the order of the input. A stopped run continues where it was: lines that have an
+answer are not sent again, those with an error are. `key` is a hash of the request, so that answers
+to other prompts are noticed.
 
-What is tried again, and when, is server.client.http's; any other error belongs to its line.
+server.client.http decides which requests are tried again, and when; any other error is its line's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`tailor complete`: one completion, streamed to a terminal, accepted drafts in colour.
 
-Every source of drafts has a colour; what the model drew without a draft has none. Where the output
-is no terminal the text is written as it is, without colours.
+Every source of drafts has a colour; tokens that the model drew without a draft have none. Where the
+output is no terminal the text is written as it is, without colours.
 """
 
 from __future__ import annotations

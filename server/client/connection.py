@@ -13,7 +13,7 @@ import httpx
 from server.errors import TailorError
 
 RETRY_STATUS = frozenset({429, 502, 503, 504})
-"""Statuses after which the same request may succeed: too much at once, or nobody there yet."""
+"""Statuses after which the same request may succeed: the server is overloaded or not ready."""
 
 FAULT_STATUS = 500
 """The server failed at this request, or an engine died that held it: another request may have been
@@ -48,8 +48,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer that is an error. may_retry: trying again may help, after retry_after_s where the
-    server says so. is_fault: it may help, or do the same harm again."""
+    """An answer that is an error. may_retry: trying again may help, after retry_after_s if the
+    server gives it. is_fault: it may help, or make the engine fail again."""
 
     status: int
     message: str
@@ -61,7 +61,7 @@ class Refusal:
     retry_after_s: float | None
 
     def record(self) -> dict[str, Any]:
-        """What a line of answers says of it."""
+        """Its members in a line of answers."""
         return {
             "message": self.message,
             "type": self.type,

@@ -1,8 +1,8 @@
 """The one HTTP client: how a server is called, and when a request is sent again.
 
 An answer of 429, 502, 503 or 504 and a lost connection are tried again, after Retry-After where
-the server says one; everybody waits then. An answer of 500 is tried again twice, and only its
-request waits: the request itself may be what the server fails at. With `x-should-retry: false`
+the server gives one; all requests wait then. An answer of 500 is tried again twice, and only its
+request waits: the request itself may be the cause. With `x-should-retry: false`
 nothing is tried again.
 """
 
@@ -74,7 +74,7 @@ class Caller:
         await self._client.aclose()
 
     async def check_task(self, task: str) -> None:
-        """Learn of a wrong address, key or task at once. Raises CallFailedError."""
+        """Raise CallFailedError at once for a wrong address, key or task."""
         base = self.endpoint.base
         try:
             await self._send("GET", f"{base}/models/{quote(task)}", None, may_be_lost=False)
@@ -124,7 +124,7 @@ class Caller:
         raise AssertionError("the loop returns or raises")
 
     def _wait_s(self, attempt: int, retry_after_s: float | None) -> float:
-        """Seconds before the next attempt: what the server says, else doubling with some chance."""
+        """Seconds before the next attempt: the server's, else doubling, with a random part."""
         if retry_after_s is not None and math.isfinite(retry_after_s):
             return min(MAX_WAIT_S, retry_after_s) + 0.1 * self._random.random() + 1e-6
         return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**attempt) * (0.5 + 0.5 * self._random.random())

@@ -1,9 +1,9 @@
 """`tailor`: the command line. Commands are one row each here and one function in a file by noun.
 
-A command's module is imported when the command is called, and what is heavy (numpy, torch) inside
-its function, so that `tailor --help` is there at once.
+A command's module is imported when the command is called, and numpy and torch inside its function,
+so that `tailor --help` answers at once.
 
-Exit status: 0 when the command did what it says, 1 when it failed (the reason is on stderr), 2 for
+Exit status: 0 when the command succeeded, 1 when it failed (the reason is on stderr), 2 for
 a wrong command line, 130 when it was interrupted.
 """
 
@@ -21,7 +21,7 @@ from server.errors import TailorError
 
 
 class Command(NamedTuple):
-    """One command. words: how it is called, behind `tailor`. function: "module:function", below
+    """One command. words: its name after `tailor`. function: "module:function", below
     server.commands. what: one line of help. example: a command line that works."""
 
     words: str
@@ -237,7 +237,7 @@ OLD_OPTIONS = {
     "replay": {"--budget": "--max-draft-tokens"},
     "tasks tune": {"--num-prompts": "--limit"},
 }
-"""How commands and options were called before; they still work and are not shown."""
+"""Earlier names of commands and options; they still work and are not shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -317,7 +317,7 @@ def _told(error: CycloptsError) -> str:
 
 
 def _new_names(words: Sequence[str]) -> list[str]:
-    """A command line with today's names for what was called otherwise."""
+    """A command line with today's names in place of earlier ones."""
 
     def renamed() -> Iterator[str]:
         first, second = (*words, "", "")[:2]

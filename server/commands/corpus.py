@@ -1,4 +1,4 @@
-"""`tailor corpus`: a task's corpus from its training data, what one holds, a model's bigrams."""
+"""`tailor corpus`: builds a task's corpus from its data, shows one, makes a model's bigrams."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _spelling(
 
 
 def describe(file: Path, folder: Path | None, num_top: int = 10) -> list[str]:
-    """What a corpus holds, as lines for people; n-grams as text when the model's folder is given.
+    """A corpus in lines for people to read; n-grams as text when the model's folder is given.
 
     Raises ConfigError for a file that is no corpus, or another tokenizer's.
     """

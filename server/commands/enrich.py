@@ -1,4 +1,4 @@
-"""`tailor tasks enrich`, `tailor tasks analyze`: tokens of a task's own, and whether they pay."""
+"""`tailor tasks enrich`, `tailor tasks analyze`: a task's own tokens, and whether they pay."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def analyze(
 
 
 def analyze_task(data: TaskData, budgets: Sequence[int], row_cost: float, bar: Bar) -> _Report:
-    """Measure a task's outputs, count forward passes, and say what would make it fast.
+    """Measure a task's outputs, count forward passes, and suggest what would make it fast.
 
     Forward passes are counted by replaying held-out answers through `auto` with a corpus of the
     others, the first tree in the prefill pass. row_cost: a step of n rows takes 1 + row_cost x

@@ -180,7 +180,7 @@ def _from_server(source: AnswerOptions, call: CallOptions, turns: dict[int, Turn
 
 
 def _metric_of(source: AnswerOptions) -> str | None:
-    """What the task's file says of its metric. Raises ConfigError."""
+    """The metric of the task's file. Raises ConfigError."""
     from server.config import load_tasks
 
     folder = source.tasks or tasks_folder()

@@ -1,4 +1,4 @@
-"""`tailor models`: the models that are here, with their sizes and places; fetching, removing."""
+"""`tailor models`: lists, shows, fetches and removes the models on this machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def list_models() -> int:
 
 
 def _print_families() -> None:
-    """What else `--model` takes, by the names that people know, and how it was tested."""
+    """Print the families that `--model` takes, by their usual names, and how each was tested."""
     from server.model.families import FAMILIES
 
     print("\nFamilies that --model takes as a folder or a Hugging Face id:")
@@ -96,7 +96,7 @@ def show(model: ModelName, /) -> int:
 
 
 def _kept(folder: Path, num_layers: int) -> dict[str, str]:
-    """Quantised copies that starts have kept, and what of them is in blocks."""
+    """Quantised copies that earlier starts kept, and which of their layers are in blocks."""
     from server.model.cache_folder import cache_dir
 
     facts: dict[str, str] = {}

@@ -49,7 +49,7 @@ class ModelOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
-    """How outputs are drawn. None: the command's or the task's own."""
+    """How outputs are drawn. None: the default of the command or task."""
 
     max_tokens: Annotated[int | None, Parameter(help="longest output (the task's, else 256)")] = (
         None
@@ -105,7 +105,7 @@ class FieldOptions:
 
 
 def sampling_of(options: SamplingOptions) -> SamplingParams:
-    """SamplingParams of a command's options; greedy where they do not say. Raises ConfigError."""
+    """SamplingParams of a command's options; greedy without a temperature. Raises ConfigError."""
     from server.types import SamplingParams
 
     if options.max_tokens is not None and options.max_tokens < 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def model_name(model: str) -> str:
-    """What requests call a model that was given without a name."""
+    """The name in requests of a model that was given without one."""
     from server.model.catalog import BUILT_IN
 
     path = Path(model).expanduser()
@@ -68,7 +68,7 @@ def ready_folder(model: ModelConfig, engine: EngineConfig) -> Path:
 def own_engine(
     options: ModelOptions, bar: Bar, drafters: tuple[str, ...]
 ) -> Iterator[tuple[ServedModel, Engine]]:
-    """(the model as the API knows it, its Engine in this process) of a command's options.
+    """(the ServedModel, its Engine in this process) of a command's options.
 
     drafters: to be compiled before the Engine is given. Raises ConfigError, ModelError.
     """

@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: bars and spinners on a terminal, plain lines in a log."""
+"""Progress of a long command on stderr: bars and spinners on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bar:
 
 
 def _bars(console: Console) -> Progress:
-    """Bars of one line each, however narrow the terminal: the stage's name gives way."""
+    """Bars of one line each; on a narrow terminal the stage's name is shortened."""
     from rich.progress import (
         BarColumn,
         Progress,

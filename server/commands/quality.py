@@ -75,7 +75,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 
 
 def repetition(output: str) -> float:
-    """Share of an output's runs of four words that it had already said."""
+    """Share of an output's runs of four words that repeat earlier ones."""
     words = _words(output)
     runs = [tuple(words[i : i + _LOOP]) for i in range(len(words) - _LOOP + 1)]
     return 1.0 - len(set(runs)) / len(runs) if runs else 0.0

@@ -97,7 +97,7 @@ def generate(
 
 
 def _check(prompts: PromptOptions) -> None:
-    """What is wrong with the prompts is told before a model is loaded."""
+    """Raise ConfigError for wrong prompts before a model is loaded."""
     from server.commands.recorder import read_prompts
 
     if prompts.concurrency < 1:

@@ -169,7 +169,7 @@ def _request(
     sampling: SamplingParams,
     speculation: SpeculationParams,
 ) -> Request | Failure:
-    """What the engine is asked for one prompt; a Failure where it does not fit the model."""
+    """The Request of one prompt; a Failure where it does not fit the model."""
     ids = prompt.ids
     if ids is None:
         ids = tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
@@ -217,8 +217,9 @@ def ask_server(
 ) -> Iterator[Answer | Failure]:
     """Answers as they finish, at most `num_open` requests at once.
 
-    What is tried again, and when, is server.client.http's. Raises CallFailedError when the server
-    cannot be reached, refuses every request (a wrong key, an unknown model) or is no Tailor server.
+    server.client.http decides which requests are tried again, and when. Raises CallFailedError when
+    the server cannot be reached, refuses every request (a wrong key, an unknown model) or is no
+    Tailor server.
     """
     waiting = iter(prompts)
     with asyncio.Runner() as runner:
@@ -298,7 +299,7 @@ def record(
     """Ask for every prompt and write the recordings; (lines, lines that were there, failures).
 
     ask: one of the generators above, with everything but its prompts. identity: names the model
-    and its settings; a FILE.partial with the same identity and prompts is gone on with. progress:
+    and its settings; a FILE.partial with the same identity and prompts is continued. progress:
     (done, all). Raises ConfigError for another run's FILE.partial, for a file that cannot be
     written, and when no prompt was answered.
     """

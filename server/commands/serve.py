@@ -53,7 +53,7 @@ def _memory(_: Any, tokens: Sequence[Token]) -> MemorySize:
 @Parameter(name="*", group=_WHERE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the server listens, and for whom."""
+    """Where the server listens, and which keys it takes."""
 
     config: Annotated[Path | None, Parameter(metavar="FILE", help="a server.yaml; options win")] = (
         None
@@ -173,7 +173,7 @@ def serve(
     start_s = time.monotonic()
     config = server_config(place, what, how)
     config = over(config, "log", {"format": log_format, "level": log_level})
-    # What is wrong is told before minutes of fetching and loading.
+    # Check everything before minutes of fetching and loading.
     keys, tasks = check_server(config)
     from server import logs
     from server.wiring.server import listen, plan_server, run_server
@@ -200,7 +200,7 @@ def serve(
 
 
 def check_server(config: ServerConfig) -> tuple[list[str], dict[str, TaskConfig]]:
-    """The keys' secrets and the tasks, once all that can be told before loading was looked at.
+    """The keys' secrets and the tasks; checks all that can be checked before loading.
 
     Raises ConfigError.
     """
@@ -291,7 +291,8 @@ def _secrets(config: ServerConfig) -> list[str]:
 
 
 def _check_task_lists(config: ServerConfig, tasks: Mapping[str, TaskConfig]) -> None:
-    """A key's task list names what is there: a slip would lock its users out without a word."""
+    """Raise ConfigError for a key's task that does not exist: a typing error would lock users
+    out."""
     names = {*tasks, *(model.name for model in config.models)}
     for key in config.keys:
         for name in key.tasks or ():
@@ -311,7 +312,7 @@ def server_tasks(config: ServerConfig) -> dict[str, TaskConfig]:
 
 
 def tasks_folder() -> Path | None:
-    """Where tasks come from when nobody says: ./configs/tasks, else those that Tailor brings."""
+    """The default folder of tasks: ./configs/tasks, else those that Tailor brings."""
     if DEFAULT_TASKS.is_dir():
         return DEFAULT_TASKS
     clone = Path(__file__).parents[2] / DEFAULT_TASKS
@@ -326,7 +327,7 @@ def tasks_folder() -> Path | None:
 
 
 def _hello(url: str, config: ServerConfig, tasks: Sequence[str], key: str | None) -> None:
-    """A first completion over HTTP, as a client would ask for it, and what to do next."""
+    """Ask for a first completion over HTTP and print it, with what to do next."""
     from server.client.connection import Endpoint
     from server.client.http import call
 

@@ -55,7 +55,7 @@ def check(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordOptions:
-    """What outputs drafts are judged by."""
+    """Which outputs the drafts are replayed on."""
 
     outputs: Annotated[
         Literal["gold", "model"],
@@ -224,7 +224,7 @@ def _render_with(
 
 
 def _tell(output: Path, report: dict[str, Any]) -> None:
-    """The file, what was written, and what to do next."""
+    """Print the file, what was written, and what to do next."""
     print(output.read_text(encoding="utf-8"))
     written = [report["file"], report["corpus"]]
     if report["vocabulary"].get("mode") == "exact":

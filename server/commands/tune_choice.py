@@ -1,4 +1,4 @@
-"""Which way to draft is chosen, and whether a slice of the LM head pays: by what is forecast."""
+"""Chooses by forecasts how a task drafts, and whether a slice of the LM head pays."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def vocabulary(
     head: tuple[float, float],
     settings: TuneSettings,
 ) -> tuple[dict[str, Any], VocabProfile | None]:
-    """What a slice of the LM head would miss and save in the chosen way of drafting (VocabTailor's
-    Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth
+    """How much a slice of the LM head would miss and save in the chosen way of drafting
+    (VocabTailor's Algorithm 1, vocab_store.cost), and the profile for `exact` where that is worth
     its verifications.
 
     Costs are per token, as server.engine.exact_control takes them: a step with drafts has more rows

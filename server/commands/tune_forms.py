@@ -1,8 +1,8 @@
 """The forms that a model's weights can be kept in on a CPU, on a task's own data.
 
-What: quality and speed of each form that this machine can make without fetching or converting
+It gives quality and speed of each form that this machine can make without fetching or converting
 anything: the data's outputs, read by the model after their prompts, and a step of one and of
-sixteen rows. What not: which form is served; that is the user's to choose (`weights`).
+sixteen rows. It does not choose the form that is served: the user does (`weights`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _measure(
 
 
 def form_lines(found: dict[str, dict[str, float]], served: str) -> list[str]:
-    """The same for people, the served form marked."""
+    """The table as lines for people to read, with the served form marked."""
     if not found:
         return []
     lines = [

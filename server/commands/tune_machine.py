@@ -1,4 +1,4 @@
-"""What tuning asks of the machine and of the model's files before it believes a measurement."""
+"""Checks of the machine and of the model's files before a measurement is used."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ OWN, DATA, BOTH = "own outputs", "completions", "both"
 
 
 BUSY = 0.5
-"""Share of the machine that others use, from which on nothing that was measured is believed."""
+"""Share of the machine that others use, above which no measurement is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings:
-    """What the command line says.
+    """The settings of the command line.
 
-    name: the task's. model: what server.yaml calls the model, or None for the server's first.
+    name: the task's. model: the model's name in server.yaml, or None for the server's first.
     data: rows with `prompt_field` and, for outputs "gold", `field`, with messages, or recordings.
     output: the task file; the corpus goes beside it. outputs: what drafts are judged by.
     num_prompts, record_s: most prompts and seconds of recording. max_tokens: None takes a bound
@@ -176,7 +176,7 @@ def _plain(row: dict[str, Any], where: str, settings: TuneSettings) -> dict[str,
 
 
 def check_data(data: Path, outputs: str, output_field: str, prompt_field: str) -> None:
-    """What is wrong with the data, told before a model is loaded. Raises ConfigError."""
+    """Raise ConfigError for data that cannot be used, before a model is loaded."""
     num = 0
     for number, row in rows(data):
         num += 1

@@ -1,4 +1,4 @@
-"""What the model's own outputs are worth beside the data's, and what would make them better."""
+"""How good the model's own outputs are beside the data's, and what would make them better."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _suggestions(
 
 
 def quality_lines(found: dict[str, Any]) -> list[str]:
-    """The same for people: at most 100 columns a line, examples side by side."""
+    """The figures as lines for people to read: at most 100 columns, examples side by side."""
     if not found:
         return []
     right, overlap = found["exact_match"], found["f1"]

@@ -1,11 +1,10 @@
-"""ServerConfig and TaskConfig: what configs/server.yaml and configs/tasks/*.yaml may say.
+"""ServerConfig and TaskConfig: the keys of configs/server.yaml and configs/tasks/*.yaml.
 
 Every section is a frozen pydantic model that refuses unknown keys and wrong types (a quoted "8" is
-no number, `true` is no 1, nan is nothing). An error is one line a problem, in the form
-`FILE:LINE: KEY: what is wrong`, so that an editor can jump to it; all problems of a file are told
-at once. Files are read as YAML 1.2's core schema: `off` is a string and not False, `010` is ten,
-there are no tags, no anchors and no dates, a repeated key is an error, and size and depth are
-bounded.
+no number, `true` is no 1, nan is nothing). An error has one line per problem, in the form
+`FILE:LINE: KEY: what is wrong`, so that an editor can jump to it; it lists all problems of a file.
+Files are read as YAML 1.2's core schema: `off` is a string and not False, `010` is ten, there are
+no tags, no anchors and no dates, a repeated key is an error, and size and depth are bounded.
 
 Importing this module imports neither torch nor fastapi.
 """

@@ -1,4 +1,4 @@
-"""ClusterConfig: what cluster.yaml may say, beside the server.yaml that it names."""
+"""ClusterConfig: the keys of cluster.yaml, beside the server.yaml that it names."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ReplicasConfig(Section):
 
 
 class RoutingConfig(Section):
-    """Which replica works for a request."""
+    """Which replica serves a request."""
 
     policy: Literal["tasks", "serve"] = Field(
         "tasks", description="tasks: a task has home replicas; serve: Ray Serve's default"

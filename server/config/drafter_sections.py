@@ -1,7 +1,7 @@
-"""What task files and requests may say of each drafter, derived from drafters.catalog.
+"""The options of each drafter in task files and requests, derived from drafters.catalog.
 
 `task_sections` and `request_sections` are decorators: they give a pydantic model one field a
-drafter that has options, called as the drafter.
+drafter that has options, under the drafter's name.
 
 Importing this module imports neither torch nor numpy, nor any drafter.
 """

@@ -1,4 +1,4 @@
-"""ServerConfig: what configs/server.yaml may say, and what the command line puts over it."""
+"""ServerConfig: the keys of configs/server.yaml, and the command line's options over them."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class KeyConfig(Section):
 
     @property
     def where(self) -> str:
-        """How an error begins: file and line of the key, where it is from a file, and its id."""
+        """The start of an error: file and line of the key, if it is from a file, and its id."""
         return f"{self._at}key {self.id}"
 
     def at(self, document: Document, index: int) -> KeyConfig:
-        """The same key, which says where in its file it is."""
+        """The same key, with its place in the file."""
         key = self.model_copy()
         key._at = f"{document.source}:{document.line(('keys', index))}: "
         return key
@@ -134,7 +134,7 @@ class CorsConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one request, and all of them, may take. Task limits can only be tighter."""
+    """Limits of one request and of all together. A task's limits can only be tighter."""
 
     max_body_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="larger bodies get 413")
     max_prompts: int = Field(256, ge=1, le=65536, description="prompts in one request")

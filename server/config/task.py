@@ -1,4 +1,4 @@
-"""TaskConfig: what a file of configs/tasks may say."""
+"""TaskConfig: the keys of a file of configs/tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TASK_FILES = 10_000
 
 
 class SamplingDefaults(Section):
-    """What a request gets for a field that it leaves out. None: OpenAI's (and vLLM's) default."""
+    """Values for fields that a request leaves out. None: OpenAI's (and vLLM's) default."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -48,7 +48,7 @@ class SamplingDefaults(Section):
 
 
 class TaskLimits(Section):
-    """What a request of this task may ask for at most; more is a 400. None: the server's limit."""
+    """Limits of this task's requests; more is a 400. None: the server's limit."""
 
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_prompt_tokens: int | None = Field(None, ge=1, lt=1 << 31)

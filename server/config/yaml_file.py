@@ -36,7 +36,7 @@ class Document:
         return self.lines.get(path, 1)
 
     def error(self, path: Path_, message: str) -> str:
-        """One line that tells where and what."""
+        """One line with the place and the message."""
         where = f"{self.source}:{self.line(path)}"
         key = dotted(path)
         return f"{where}: {key}: {message}" if key else f"{where}: {message}"
@@ -110,7 +110,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def parse_yaml(text: str, source: str) -> Document:
-    """Parse YAML text; `source` is what error messages call it."""
+    """Parse YAML text; `source`: its name in error messages."""
     lines: dict[Path_, int] = {}
     try:
         loader = _CoreLoader(text)

@@ -36,7 +36,7 @@ class Registry(CollectorRegistry):
         return Counter(f"tailor_{name}", text, labels, registry=self)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...]) -> Gauge:
-        """A figure of now."""
+        """A present value."""
         return Gauge(f"tailor_{name}", text, labels, registry=self)
 
     def seconds(

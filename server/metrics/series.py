@@ -14,8 +14,8 @@ Definitions that are easy to get wrong:
 - accepted / verified rows = spec_decode_num_accepted_tokens / spec_decode_num_draft_tokens.
 - chance by depth = ..._accepted_tokens_per_pos / ..._offered_per_pos; position 0 is the root's
   child.
-- spec_decode_expected_accepted_tokens / ..._draft_tokens: what the drafters' calibration claimed of
-  the same rows; ..._by_survival says it by tenths of the claimed chance (survival="0.3" is 0.3 to
+- spec_decode_expected_accepted_tokens / ..._draft_tokens: the drafters' estimate for the same rows;
+  ..._by_survival has it by tenths of the estimated chance (survival="0.3" is 0.3 to
   0.4). Accepted tokens are counted after the cut at EOS, stop and max_tokens, so that even a
   perfect calibration is observed a little lower.
 - draft_budget: rows that could have paid in the last step, had all been accepted; engine_rows
@@ -113,7 +113,7 @@ class EngineSeries:
 class Metrics:
     """All series and the registry that holds them.
 
-    vllm_aliases: /metrics tells the same figures under vLLM's names too
+    vllm_aliases: /metrics has the same figures under vLLM's names too
     (server.metrics.vllm_names).
     """
 
@@ -164,7 +164,7 @@ class Metrics:
         return series
 
     def count_step(self, series: TaskSeries, num_tokens: int, counts: StepCounts) -> None:
-        """What one Delta emitted and what speculation did for it."""
+        """Count the tokens of one Delta and its StepCounts."""
         if num_tokens:
             series.generation_tokens.inc(num_tokens)
         if counts.num_steps:
@@ -188,7 +188,7 @@ class Metrics:
             self._count_pair(series, "survival", _TENTHS[tenth], drafted, accepted)
 
     def count_vocabulary(self, task: str, mode: str, model: str, counts: VocabularyCounts) -> None:
-        """What an LM-head slice did for one Delta. Series are made on first use, at 0."""
+        """Count the VocabularyCounts of one Delta. Series are made on first use, at 0."""
         labels = (task, mode, model)
         series = self._slices.get(labels)
         if series is None:
@@ -246,8 +246,7 @@ class Metrics:
     def expect(self, task: str, drafter: str, model: str) -> None:
         """Show the series of a task before its first request.
 
-        A counter that appears with its first event has lost it for Prometheus: rate() and
-        increase() need the 0 before.
+        rate() and increase() of Prometheus need the 0 before the first event.
         """
         self.task(task, drafter, model)
         for reason in ("stop", "length"):
@@ -308,7 +307,7 @@ class Metrics:
             self._engine_families.kv_bytes.labels(engine, model, info.kv_dtype).set(room)
 
     def engine_down(self, engine: str, model: str, *, restarted: bool) -> None:
-        """An engine died or was stopped; it holds nothing any more."""
+        """An engine died or was stopped; it has no requests any more."""
         series = self.engine(engine, model)
         for gauge in (
             series.up,

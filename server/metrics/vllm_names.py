@@ -1,12 +1,12 @@
 """Our series under vLLM's names, for dashboards and autoscalers that were made for vLLM.
 
 Opt-in (`metrics.vllm_aliases`). Nothing is counted twice: at each scrape our own samples are read,
-summed over what vLLM does not know (task, drafter) and told again. `model_name` is the model's
-name in server.yaml. What an engine tells has `engine` ("0", "1", ...) as in vLLM; what is counted
-per request has no such label, because a task's requests are spread over engines.
+summed over labels that vLLM lacks (task, drafter) and repeated. `model_name` is the model's name in
+server.yaml. Engines' figures have `engine` ("0", "1", ...) as in vLLM; figures per request have no
+such label, because a task's requests are spread over engines.
 
-Left out, because there is no figure of ours that means the same: iteration_tokens, inference time,
-what requests ask for (params), sleep state, LoRA and multimodal caches.
+Left out, because Tailor has no figure of the same meaning: iteration_tokens, inference time,
+requests' parameters, sleep state, LoRA and multimodal caches.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from vocab_store.enrichment import Enrichment
 
 @dataclass(frozen=True, slots=True)
 class TrainExample:
-    """What a model sees and what it must say; output_ids end with EOS."""
+    """A prompt and its output in ids; output_ids end with EOS."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]

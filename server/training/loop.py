@@ -2,10 +2,10 @@
 
     result = train(tuned, train_examples, held_out, TrainOptions(), folder, report=print)
 
-The learning rate falls linearly with what is done: the share of the steps or of the time limit,
-whichever is further, so that a run that the clock ends has decayed to zero, too. Everything random
-comes from the seed and the place in the run; a run that was stopped goes on from its last
-checkpoint, with the same batches as without the stop.
+The learning rate falls linearly with progress: the share of the steps or of the time limit,
+whichever is further, so that a run that the time limit ends has decayed to zero, too. All
+randomness comes from the seed and the step; a stopped run continues from its last checkpoint, with
+the same batches as without the stop.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """epochs: passes over the examples. batch_size: examples a step. max_tokens: padded tokens of
-    one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new rows. warm_up:
-    share of the run with a rising rate. spell_out: see examples.segmented. time_limit_s: the run
-    ends then, decayed; None is none. validate_every, save_every_s: steps, seconds. bfloat16:
-    matrix products in bfloat16 (autocast). seed: of everything random."""
+    """How to train. epochs: passes over the examples. batch_size: examples a step. max_tokens:
+    padded tokens of one forward pass. learning_rate, rows_learning_rate: of the LoRA and of new
+    rows. warm_up: share of the run with a rising rate. spell_out: see examples.segmented.
+    time_limit_s: the run ends then, decayed; None is none. validate_every, save_every_s: steps,
+    seconds. bfloat16: matrix products in bfloat16 (autocast). seed: of everything random."""
 
     epochs: float = 3.0
     batch_size: int = 32
@@ -104,7 +104,7 @@ def _loss_sum(tuned: Tuned, batch: Microbatch, bfloat16: bool) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _State:
-    """Where a run stands; what a checkpoint holds beside tensors."""
+    """The state of a run that a checkpoint holds beside tensors."""
 
     step: int = 0
     elapsed_s: float = 0.0
@@ -219,7 +219,7 @@ def _step(
 def _identity(
     examples: Sequence[TrainExample], options: TrainOptions, tuned: Tuned
 ) -> dict[str, Any]:
-    """What must be equal for a checkpoint to go on."""
+    """What a run must share with a checkpoint to continue it."""
     kept = {k: v for k, v in asdict(options).items() if k not in ("save_every_s", "time_limit_s")}
     enrichment = "" if tuned.enrichment is None else tuned.enrichment.hash
     lengths = [len(example) for example in examples]
@@ -227,7 +227,7 @@ def _identity(
 
 
 class _Checkpoint:
-    """The run's place on the disk: adapter, optimizer and counters, replaced as a whole."""
+    """A run's state on disk: adapter, optimizer and counters, replaced as a whole."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _Checkpoint:
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def load(self) -> _State:
-        """The saved place, with the tensors put back; a fresh one where nothing was saved."""
+        """The saved state, with the tensors restored; a new one where nothing was saved."""
         if not self._file.is_file():
             return _State()
         saved = torch.load(self._file, weights_only=True)
@@ -261,7 +261,7 @@ class _Checkpoint:
         return _State(**saved["state"])
 
     def save(self, state: _State) -> None:
-        """Raises OSError; the place saved before then stays."""
+        """Save atomically. Raises OSError; the earlier checkpoint then stays."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         scratch = self._file.with_suffix(".new")
         body = {
@@ -274,5 +274,5 @@ class _Checkpoint:
         os.replace(scratch, self._file)
 
     def remove(self) -> None:
-        """The run is over."""
+        """Delete the checkpoint: the run has ended."""
         self._file.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """The model with its adapter: PEFT's LoRA on every linear layer, and rows for an enrichment.
 
 The new rows of embedding and head are trained apart (`trainable_token_indices` of both layers), so
-a model with a tied head is untied first: PEFT gives a tied head the embedding's rows, and what a
-row must be at the input and at the head is not the same. The rows are absolute, so whoever loads
+a model with a tied head is untied first: PEFT gives a tied head the embedding's rows, but the two
+rows of a token differ. The rows are absolute, so whoever loads
 the adapter needs the base model's files and nothing else.
 
 An adapter's folder: adapter_config.json and adapter_model.safetensors as PEFT writes them, without
@@ -29,8 +29,8 @@ ENRICHMENT_FILE = "enrichment.json"
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """rank, alpha, dropout: of every linear layer's LoRA (the paper's defaults). start: how the
-    rows of new tokens begin."""
+    """The adapter's shape. rank, alpha, dropout: of every linear layer's LoRA (the paper's
+    defaults). start: how the rows of new tokens begin."""
 
     rank: int = 16
     alpha: int = 16

@@ -1,4 +1,4 @@
-"""What the rows of new tokens begin as.
+"""The initial rows of new tokens.
 
 The paper (TASC-ft) starts both rows at the mean of the parts' rows. AdaptiVocab (arXiv 2503.19693)
 leans: the *input* row towards the last part, since what follows a token depends on how it ends, and

@@ -1,1 +1,2 @@
-"""The composition root: configuration files become engines, drafters and a served application."""
+"""Puts the parts together: configuration files become engines, drafters and a served
+application."""

@@ -1,7 +1,7 @@
-"""AdapterSet: the adapters that are served now, of all models, and what engines are told of them.
+"""AdapterSet: the adapters that are served now, of all models, and the orders that engines get.
 
-An adapter is a folder that PEFT saved. Here its files are hashed and its ids' meaning is read;
-its weights are read by the engines, which check them. Nothing here imports torch.
+An adapter is a folder that PEFT saved. This module hashes its files and reads what its ids mean;
+the engines read and check its weights. It does not import torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors", "enrichment.json")
 
 
 class AdapterSet:
-    """See the top of this file.
+    """The adapters of a server (see the top of this file).
 
-    bases: the models as the API knows them. folders: of the models. on_cpu: names of those that
+    bases: the ServedModels. folders: of the models. on_cpu: names of those that
     compute adapters. Used from one event loop; `read` in threads.
     """
 
@@ -52,7 +52,7 @@ class AdapterSet:
         return self._served
 
     def orders(self, model: str) -> tuple[AdapterOrder, ...]:
-        """What an engine of a model is told when it starts."""
+        """The adapters that an engine of a model gets when it starts."""
         return tuple(
             s.adapter for s in self._served.values() if s.name == model and s.adapter is not None
         )
@@ -113,7 +113,7 @@ class AdapterSet:
         return old
 
     def remove(self, name: str) -> None:
-        """Serve it no more."""
+        """Stop serving it."""
         self._served.pop(name, None)
 
 

@@ -1,4 +1,4 @@
-"""From what a task's file or a request says of drafting to a Drafter with its corpus.
+"""From the speculation section of a task or request to a Drafter with its corpus.
 
 The same function makes the drafters of an engine and those that `tailor tasks tune` tries.
 """
@@ -36,7 +36,7 @@ def make_task_drafter(
 ) -> Drafter:
     """The drafter that a task or request names, with its options and the task's corpus.
 
-    memory: what the task has learned is drafted from too, and its calibration goes on.
+    memory: its learned outputs are drafted from too, and its calibration is used.
     fingerprint: of the tokenizer; a corpus of another one is refused. eos_token_ids: never
     drafted, because what comes after them is cut off. model: the model's fingerprint; bigrams of
     another one are refused (None: not checked). enrichment: the model writes its outputs in these
@@ -115,7 +115,7 @@ class EnrichedDrafter:
 
 
 def _read(file: OptionFile, name: str, task: str, fingerprint: str, model: str | None) -> Any:
-    """What is in an option's file. Raises ValueError."""
+    """The content of an option's file. Raises ValueError."""
     from drafters.array_file import FingerprintError
     from server.engine.bigrams import model_fingerprint
 

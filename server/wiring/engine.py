@@ -48,9 +48,9 @@ _MEASURED_ROWS = {"cpu": 128, "cuda": 1024}
 in proportion, which is right once a step's time is its products' and not the weights' way."""
 
 _TARGET_STEP_S = {"cpu": 0.15, "cuda": 0.05}
-"""Seconds a step may take while some sequences decode and others prefill: their prompt chunks
-are cut to it by the measured cost of rows, so that a long prompt does not make the others wait.
-Where decoding alone takes long, EngineSettings.prefill_ratio lets them take longer."""
+"""Seconds a step may take while some sequences decode and others prefill: prompt chunks are sized
+by the measured cost of rows to fit it, so that a long prompt does not make the others wait. Where
+decoding alone takes long, EngineSettings.prefill_ratio lets them take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class EngineOrder:
     name: the engine's. table: file of the id -> bytes table. folder: the model's. drafters: to be
     compiled before the engine is ready, so that no request waits for it. vocabularies: (mode,
     profile) of those tasks that cut the LM head, to be copied before the engine is ready.
-    namespace: tells servers of other tasks apart in what is kept of tasks. learns: whether a task
+    namespace: separates what servers of different task folders keep. learns: whether a task
     learns. adapters: that the engine knows when it is ready; checks_adapters: whether one
-    that cannot be read keeps the engine from starting, or is told in the log alone.
+    that cannot be read keeps the engine from starting, or is only logged.
     """
 
     name: str
@@ -223,7 +223,7 @@ def _drafter_makers(
 def _know_adapters(
     engine: Engine, order: EngineOrder, table: TokenBytes, grammars: GrammarCompiler | None
 ) -> None:
-    """Tell the engine of the adapters that are served. Raises ModelError for one that cannot be."""
+    """Register the adapters that are served. Raises ModelError for one that cannot be used."""
     from server.engine.batch import AdaptingRunner
     from server.wiring.adapters import VocabularyReader
 
@@ -319,10 +319,9 @@ def _warm_up(
     drafters: Sequence[str],
     vocabularies: Sequence[tuple[VocabularyMode, str]] = (),
 ) -> None:
-    """Run a short request with each drafter and each profile, so that what is compiled or copied
-    on first use is there before the engine says it is ready. Nothing of it stays in the prefix
-    cache. From numba's cache all drafters take half a second; without it, once, a quarter of a
-    minute."""
+    """Run a short request with each drafter and each profile, so that everything compiled or copied
+    on first use is ready before the engine is. The prefix cache is emptied after it. From numba's
+    cache all drafters take half a second; without it, once, a quarter of a minute."""
     from drafters import make_drafter
     from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
 
@@ -355,7 +354,7 @@ def _warm_up(
 
 
 def _warm_up_learning() -> None:
-    """Compile what builds layers of learned outputs: later it would hold up a step."""
+    """Compile what builds layers of learned outputs: later it would delay a step."""
     import numpy as np
 
     from drafters.learned import build_layer

@@ -1,4 +1,4 @@
-"""How a model was made to be sampled, from its generation_config.json."""
+"""The sampling defaults of a model, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from server.config import SamplingDefaults
 log = logging.getLogger("tailor.server")
 
 _KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What vLLM and SGLang take from the file, too."""
+"""Keys that vLLM and SGLang take from the file, too."""
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     """The sampling keys of a model's generation_config.json; nothing where there is no such file.
 
-    A file that cannot be used is told in the log and left out: the model can be served without.
+    A file that cannot be used is logged and left out: the model can be served without it.
     """
     file = folder / "generation_config.json"
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""What can be told of a model's place, adapter and device before anything is fetched or loaded."""
+"""Checks a model's folder, adapter and device before anything is fetched or loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def check_places(models: Iterable[ModelConfig]) -> None:
-    """Raises ConfigError with a line for each folder and device that cannot be what it is for."""
+    """Raises ConfigError with a line for each folder and device that cannot be used."""
     problems = [problem for model in models for problem in _problems(model)]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class ProfileFiles:
-    """Vocabulary profiles by file. A file that is replaced is read again; who has the old one
-    keeps it."""
+    """Vocabulary profiles by file. A replaced file is read again; running requests keep the old
+    profile."""
 
     def __init__(self, table: TokenBytes, eos_token_ids: Sequence[int]) -> None:
         """table: of the model's tokenizer. Every profile must hold the EOS ids, the special ids

@@ -1,6 +1,6 @@
-"""Composition: from a ServerConfig to engines, and from engines to a running server.
+"""From a ServerConfig to engines, and from engines to a running server.
 
-This folder and the commands are the only places that know every part. Torch is imported only in
+Only this folder and the commands import every part. Torch is imported only in
 the engines' processes.
 
     plan = plan_server(config, tasks, folders)     # cheap: tokenizers, no weights, no torch
@@ -130,7 +130,7 @@ def _check_adapters(
 
 
 def _shared_threads(config: ServerConfig) -> EngineConfig:
-    """The engines' settings; engines on the CPU share its cores where nothing else is said."""
+    """The engines' settings; engines on the CPU share its cores unless num_threads is set."""
     num_on_cpu = sum(device == "cpu" for model in config.models for device in model.devices)
     if config.engine.threads is not None or num_on_cpu < 2:
         return config.engine
@@ -186,7 +186,7 @@ def _orders(
 
 
 def _namespace(config: ServerConfig) -> str:
-    """Servers of different task folders keep nothing of each other's tasks."""
+    """The namespace of a server: servers of different task folders keep their files apart."""
     import hashlib
 
     folder = Path(config.tasks or "configs/tasks").resolve()
@@ -216,7 +216,7 @@ def _check_profiles(tasks: Sequence[TaskConfig], folder: Path, served: ServedMod
 
 
 def _learning_lines(tasks: Iterable[TaskConfig]) -> Iterator[str]:
-    """What is kept of requests, where and for how long: a line for memory and one for disk."""
+    """Log lines about what is kept of requests, where and for how long, in memory and on disk."""
     for persists in (False, True):
         told = sorted(
             f"{task.name} ({task.speculation.learn_max_tokens:,} tokens)"
@@ -233,7 +233,8 @@ def _learning_lines(tasks: Iterable[TaskConfig]) -> Iterator[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Taken before a model is loaded, so that a busy port is told at once.
+    """A listening TCP socket. Opened before a model is loaded, so that a busy port is an error at
+    once.
 
     Raises ConfigError.
     """
@@ -325,7 +326,7 @@ def _engine_client(plan: ServerPlan, metrics: Metrics) -> EngineClient:
     started: set[str] = set()
 
     def start(order: EngineOrder) -> EngineHandle:
-        # An engine that starts again is told of the adapters that are served then.
+        # An engine that starts again gets the adapters that are served then.
         now = replace(
             order,
             adapters=plan.adapters.orders(order.model),

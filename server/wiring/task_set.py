@@ -4,8 +4,8 @@
 corpus from an operator's examples; it takes the place of the file's own corpus until it is
 deleted, and survives restarts. A corpus of another tokenizer is refused in both.
 
-Uploads are examples and not corpus files: a corpus is memory-mapped and read by compiled code, so
-one that a client made up could do worse than draft badly. Building runs in a process of its own.
+Uploads are examples and not corpus files: a corpus is memory-mapped and read by compiled code
+without bounds checks, so a forged one could crash an engine. Building runs in a process of its own.
 
 Layout of a task's folder of uploads (its name is a digest; no task's name becomes a path):
 
@@ -39,12 +39,12 @@ from server.errors import ConfigError, StorageError
 log = logging.getLogger("tailor.tasks")
 
 MAX_UPLOADED_TOKENS = 50_000_000
-_KEPT_FILES = 2  # the corpus that is served, and the one before: requests on their way may name it
+_KEPT_FILES = 2  # the corpus that is served and the one before it, which open requests may name
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusSize:
-    """A task's corpus for people. uploaded: whether an operator's, or the task file's own."""
+    """The size of a task's corpus. uploaded: by an operator; else the task file's own."""
 
     num_documents: int
     num_tokens: int
@@ -78,7 +78,8 @@ class ServedAdapters(Protocol):
 
 
 class TaskSet:
-    """See the top of this file. Used from one event loop; files are read in threads.
+    """The tasks of a server (see the top of this file). Used from one event loop; threads read
+    files.
 
     tasks: those read at start-up. load: reads them again; raises ConfigError. models: each model's
     (folder, tokenizer fingerprint) by its name; the first is the default. uploads: folder for
@@ -147,7 +148,7 @@ class TaskSet:
         }
 
     async def reload(self) -> Mapping[str, TaskConfig]:
-        """Read all task files again. Raises ConfigError, and then everything stays as it was."""
+        """Read all task files again. Raises ConfigError, and changes nothing then."""
         async with self._lock:
             files = dict(await asyncio.to_thread(self._load))
             self._tasks, self._sizes = await asyncio.to_thread(self._checked, files)
@@ -178,14 +179,14 @@ class TaskSet:
     async def delete(self, task: str) -> Mapping[str, TaskConfig]:
         """Delete what was uploaded for a task, and files of what it learned.
 
-        Its file's own corpus is used again. Engines that run are told apart from this.
+        Its file's own corpus is used again. The caller tells running engines.
         """
         async with self._lock:
             await asyncio.to_thread(self._delete, task)
             return await asyncio.to_thread(self._check_again, task)
 
     async def refresh(self, task: str) -> Mapping[str, TaskConfig]:
-        """Look again at what was uploaded for a task: another process has changed it."""
+        """Read a task's uploads again: another process has changed them."""
         async with self._lock:
             if task not in self._files:
                 return self._tasks
@@ -209,7 +210,7 @@ class TaskSet:
         return str(Path(adapter.adapter.folder) / "enrichment.json") if adapter.own_ids else None
 
     def _check_again(self, task: str) -> Mapping[str, TaskConfig]:
-        """One task's corpus has changed; the others are as they were."""
+        """Check one task again, whose corpus has changed."""
         tasks, sizes = self._checked({task: self._files[task]})
         self._tasks = {**self._tasks, **tasks}
         self._sizes = {**{n: s for n, s in self._sizes.items() if n != task}, **sizes}
@@ -218,7 +219,7 @@ class TaskSet:
     def _checked(
         self, files: Mapping[str, TaskConfig]
     ) -> tuple[dict[str, TaskConfig], dict[str, CorpusSize]]:
-        """The tasks with their uploaded corpora, and the sizes of all corpora, looked at."""
+        """The tasks with their uploaded corpora, checked, and the sizes of all corpora."""
         tasks: dict[str, TaskConfig] = {}
         sizes: dict[str, CorpusSize] = {}
         problems: list[str] = []
@@ -336,7 +337,7 @@ class TaskSet:
                 raise ConfigError("the corpus could not be built: its process died") from None
 
     def _prune(self, folder: Path, figures: Mapping[str, Any]) -> None:
-        """Delete what is neither served nor was before."""
+        """Delete corpora older than the served one and the one before it."""
         for pattern, current, num in (
             ("corpus-*.corpus", figures["corpus"], _KEPT_FILES),
             ("examples-*.bin", figures["examples"], 1),
@@ -360,7 +361,7 @@ class TaskSet:
 
 
 def _leave_only(folder: Path, names: set[str]) -> None:
-    """What an upload that failed has written is deleted; an empty folder too."""
+    """Delete what a failed upload has written, and the folder if it is empty."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.name not in names:
@@ -393,7 +394,7 @@ def build_upload(order: BuildOrder) -> dict[str, Any]:
     if order.enrichment is not None:
         enrichment = Enrichment.load(order.enrichment)
         vocab_size, written = enrichment.vocab_size, enrichment.segment
-    # Room for everything: uploads are refused and never thinned out.
+    # There is room for everything: an upload that is too large is refused, never reduced.
     held = LearnedOutputs(1 << 40, max_prompt=1 << 30, max_output=1 << 30)
     if order.old is not None:
         try:
