@@ -121,7 +121,7 @@ def enrich(
     fields: FieldOptions = _FIELDS,
     mining: MiningOptions = _MINING,
     show: Annotated[int, Parameter(help="print the first tokens that were found (12)")] = 12,
-    prompts: Annotated[
+    reads_prompts: Annotated[
         bool,
         Parameter(
             negative=(), help="the model reads its prompts in these tokens, too, as in the paper"
@@ -141,7 +141,7 @@ def enrich(
     found = read_task_data(text_folder(model), data, fields)
     with Bar() as bar:
         enrichment = mine_tokens(found, mining.budget, mining.n_max, mining.alpha, bar)
-    enrichment = replace(enrichment, prompts=prompts)
+    enrichment = replace(enrichment, prompts=reads_prompts)
     try:
         enrichment.save(output)
     except OSError as error:

@@ -51,7 +51,7 @@ class DeskDeployment:
         self._changes = ChangeLog()
 
     async def tell(self, standing: Standing) -> None:
-        """A replica is there, and how."""
+        """A replica reports how it is."""
         self._desk.tell(standing)
 
     async def leave(self, replica_id: str) -> None:
@@ -198,7 +198,7 @@ class IngressDeployment:
                 await self._ingress.client.wait_ready()
 
     def check_health(self) -> None:
-        """Raises when it listens no more."""
+        """Raises when it no longer listens."""
         if self._serving.done():
             raise RuntimeError("the ingress has ended")
 

@@ -1,15 +1,15 @@
-"""One budget a key for all ingresses: what `server.api.keys.OwnUse` is to a single server.
+"""One budget per key for all ingresses, as server.api.keys.OwnUse is for a single server.
 
 The desk holds each key's buckets and seats (Budgets). An ingress takes what a request needs before
 it lets the request in, and a little more where the limit is large, so that most requests of such a
-key ask nobody. So no more than the limit is ever let in; what an ingress has taken and not used
-goes back within TELL_S.
+key need no call. So no more than the limit is ever let in; an ingress gives back within TELL_S what
+it has taken and not used.
 
 Without the desk, an ingress lets in its share of what was left when it last heard, and of the rate.
-A new desk is told by each ingress what it has let in, and gives nothing out before all had the time
-to tell it. So a desk that dies gives no key a full bucket again.
+Each ingress tells a new desk what it has let in, and the desk grants nothing before all had the
+time to tell it. So the death of a desk does not refill a key's bucket.
 
-Pure: no Ray. Everything belongs to one event loop on each side.
+This module does not import Ray. Each side belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AWAY_S = 1.0  # a desk that did not answer is left alone for so long
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an ingress asks of a key's budget.
+    """An ingress's claim on a key's budget.
 
     requests, tokens: wanted; what is negative is given back. seat: whether num_open, the key's open
     requests at this ingress, holds one that is not let in yet. turn: of this ingress's claims for

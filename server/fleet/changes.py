@@ -1,11 +1,12 @@
-"""Changes of tasks reach every ingress: what one was told by an admin route, the others follow.
+"""Changes of tasks reach every ingress: the others follow the one that an admin route called.
 
 Task files and uploaded corpora lie where every ingress can read them. So a change is made once, on
 those files, by the ingress that was asked; the others are told which files to look at again, by a
 number that only grows. The admin route answers when every ingress has followed.
 
 One ingress changes something at a time. The desk keeps no more than that turn and the latest
-Changes, which every ingress holds too: a new desk takes the latest that it is told. Pure: no Ray.
+Changes, which every ingress has too: a new desk takes the latest that it is told. This module does
+not import Ray.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Continuation: a request goes on where it stopped, on another replica, with the same text.
+"""Continuation: a request continues on another replica where it stopped, with the same text.
 
 A draw depends on the request's seed, the choice and the position alone, and every Request has a
-seed. So a request whose replica is lost is run again from its prompt, and what its client has
-already is left out; what comes must be what was sent, token for token, or the request fails.
+seed. So a request whose replica is lost is run again from its prompt, and the tokens that its
+client has already are left out; they must be the same, token for token, or the request fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from server.types import Delta, Request, StepCounts
 
 
 class TextChangedError(Exception):
-    """Another replica wrote another text: it does not run the same model with the same numbers."""
+    """Another replica wrote another text: its model or its arithmetic differs."""
 
 
 class _Choice:

@@ -1,4 +1,4 @@
-"""What a step costs on a replica and what a task's requests ask of it, as measured while serving.
+"""The cost of a replica's steps and the size of a task's requests, measured while serving.
 
 The router weighs a home against another replica with these numbers, the autoscaler turns a queue
 into seconds of work, and the simulator replays a fleet with them.
@@ -39,7 +39,7 @@ class StepCosts:
 
     @staticmethod
     def of(told: object) -> StepCosts | None:
-        """What `told` said; None for what is none."""
+        """The StepCosts of what `told` returned; None for anything else."""
         if not isinstance(told, list | tuple) or len(told) != 3:
             return None
         base_s, row_s, seats = told
@@ -64,8 +64,8 @@ class TaskHabit:
 class CostMeter:
     """Fits StepCosts to the steps that an engine tells of, and the habits of its tasks.
 
-    Sums are decayed, so that what is told follows what the machine does now. Of two measurements
-    with the same number of rows nothing can be said about a row: then the base takes it all.
+    Sums are decayed, so that the costs follow the machine. While all steps had the same number of
+    rows, the cost of a row is unknown: then base_s has all of it.
     """
 
     def __init__(self) -> None:

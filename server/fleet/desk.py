@@ -1,7 +1,7 @@
-"""The desk: the little that all parts of a fleet have in common, in one place.
+"""The desk: the state that all parts of a fleet share.
 
-Replicas of engines tell it each second how they are; ingresses ask it. What it holds is of seconds:
-when it dies, a new one is told everything again. Pure: no Ray.
+Replicas of engines report to it each second; ingresses ask it. Its state is seconds old at most: a
+new desk gets everything again. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from server.types import EngineStats, ModelInfo
 
 GONE_AFTER_S = 5.0
-"""A replica that has told nothing for so long is not told of."""
+"""A replica that has not reported for so long counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a replica is. name: of its engine, `model/rank`. replica_id: as Serve calls it."""
+    """The state of a replica. name: of its engine, `model/rank`. replica_id: as Serve calls it."""
 
     name: str
     model: str

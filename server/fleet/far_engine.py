@@ -1,12 +1,12 @@
-"""FleetHandle: all replicas of a model, as the EngineClient of an ingress sees them: one engine.
+"""FleetHandle: all replicas of a model as one engine, for the EngineClient of an ingress.
 
-It is a channel.EngineHandle whose other end is no process but a coroutine on the ingress's loop:
+It is a channel.EngineHandle whose other end is a coroutine on the ingress's loop:
 each ("submit", request) becomes one stream of a replica (Replicas.stream), ("abort", id) closes it,
-("control", ...) asks every replica. So everything in front of the EngineClient is as it is in a
+("control", ...) asks every replica. So the code in front of the EngineClient is that of a
 single server.
 
-A stream that breaks off because its replica is gone is begun again on another one, and goes on
-where it stopped (continuation.py). What a client has is never sent again.
+A stream that breaks off because its replica is gone is begun again on another one, and continues
+where it stopped (continuation.py). Tokens that a client has are never sent again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _QUEUE_GRACE_S = 0.5  # the replica's own queue time-out comes first
 
 
 class ReplicaLostError(Exception):
-    """The replica that worked for a request is gone, or could not take it.
+    """The replica that served a request is gone, or could not take it.
 
     replica_id: which one, where that is known. taken: whether it may have begun to work for it.
     """

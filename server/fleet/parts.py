@@ -1,4 +1,4 @@
-"""What the replicas of a fleet are made of: the same composition as of a single server.
+"""What the replicas of a fleet are made of: the same parts as a single server.
 
 A FleetParts is pickled once and sent to every replica. It holds no weights and no open file; each
 replica reads what it needs where it runs.

@@ -1,7 +1,8 @@
 """EngineReplica: one engine of the fleet, served to any number of ingresses.
 
 It holds an EngineClient with one engine, exactly as a single server does: the engine starts and
-starts again, tells its pulse, and aborts reach it before its next step. Nothing here knows Ray.
+starts again, tells its pulse, and aborts reach it before its next step. This module does not import
+Ray.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ LOST = "lost"
 again elsewhere. taken: whether this replica's engine had begun to work for it."""
 
 _ELSEWHERE = (EngineDiedError, NoEngineError, DrainingError)
-"""What another replica may do better: this one's engine is gone, starts again, or is to end."""
+"""Errors after which another replica may serve the request: this one's engine is gone, starts
+again, or is about to end."""
 
 
 class EngineReplica:

@@ -1,17 +1,16 @@
-"""Which replica of a model works for a request: a task has homes, and leaves them when that pays.
+"""Which replica of a model serves a request: a task has home replicas, and leaves them when that
+pays.  What makes a task fast is on the replicas where it ran before: its drafter's corpus and what
+was learned, its calibration, its slice of the LM head, the KV blocks of its template. So a task has
+home replicas, by rendezvous hashing: a replica that comes or goes moves only the tasks that it is a
+home of. A task has as many homes as its load fills. Among the homes, and two others drawn by chance
+(power of two choices), the request goes where it costs least: the wait there, the prompt tokens
+that are not in the prefix cache, the steps at that replica's measured cost, what it takes from
+those that run there, and away from home what the task is slower by.
 
-What makes a task fast lies where it ran before: its drafter's corpus and what was learned, its
-calibration, its slice of the LM head, the KV blocks of its template. So a task has home replicas,
-by rendezvous hashing: a replica that comes or goes moves only the tasks that it is a home of. A
-task has as many homes as its load fills. Among the homes, and two others drawn by chance (power of
-two choices), the request goes where it costs least: the wait there, the prompt tokens that are not
-in the prefix cache, the steps at that replica's measured cost, what it takes from those that run
-there, and away from home what the task is slower by.
+A choice reads these few only, however many replicas there are; a task's homes are ranked anew when
+replicas come or go.
 
-A choice looks at these few alone, however many replicas there are; a task's homes are ranked anew
-where replicas come or go.
-
-Pure: no Ray, no clock but what is given, no randomness but what is given.
+This module does not import Ray; its clock and its random numbers are arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The capacity model: a fleet that is played through with measured step costs and real arrivals.
+"""The capacity model: simulates a fleet with measured step costs and real arrivals.
 
     simulation = Simulation(table.cost, num_replicas=4, max_rows=512, routing=numbers)
     outcome = simulation.run(arrivals)          # seconds of each request, load of each replica
@@ -6,8 +6,8 @@
 
 Each replica makes steps as the engine does: those that run get their tokens, prompts fill the rows
 that are left, and the step takes what the cost table says. The router is the fleet's own
-(routing.TaskRouting). Not played: prefix caches beyond what the router knows, preemption, failures.
-Pure: no clock but the simulated one, and of the CPU's what the router's choices cost.
+(routing.TaskRouting). Not simulated: prefix caches beyond what the router knows, preemption,
+failures. All times are simulated, except the CPU time of the router's choices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class RoutingNumbers:
-    """What cluster.yaml says of routing, and how many ingresses share it."""
+    """The routing section of cluster.yaml, and how many ingresses share it."""
 
     num_routers: int = 1
     target_load: float = 0.7
@@ -50,7 +50,7 @@ class RoutingNumbers:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a trace. Seconds by request, in order of arrival; busy_s by replica.
+    """The result of a trace. Seconds by request, in order of arrival; busy_s by replica.
 
     route_s: CPU seconds that the router took, by request. num_away: requests that ran away from
     their task's homes. state_bytes: what the router remembers at the end.
@@ -251,7 +251,8 @@ def replicas_for(
     arrivals: Sequence[Arrival], p95_s: float, simulate: Callable[[int], Outcome]
 ) -> tuple[int, Outcome] | None:
     """The fewest replicas whose first token comes within p95_s for 95 % of a trace's requests, and
-    what came of them; None where more replicas do not help. simulate: plays it with so many."""
+    their Outcome; None where more replicas do not help. simulate: simulates the trace with so
+    many."""
     low, num = 0, 1
     outcome = simulate(num)
     while (told_s := percentile(outcome.first_s, 95)) > p95_s:
@@ -289,7 +290,7 @@ def synthetic(
 
 
 def _habits_of(arrivals: Sequence[Arrival], tokens_a_step: float) -> dict[str, TaskHabit]:
-    """What the fleet's replicas would have told of these tasks."""
+    """The habits that the fleet's replicas would have reported for these tasks."""
     sums: dict[str, list[float]] = {}
     for arrival in arrivals:
         pair = sums.setdefault(arrival.task, [0.0, 0.0])

@@ -20,7 +20,7 @@ _STALE_S = 0.5  # how old the views may be before they are read again
 
 
 class _Views(Mapping[str, ReplicaView]):
-    """What is known of the replicas now, read when it is asked for: of few, for each request."""
+    """The views of the replicas, made when they are read: of few, for each request."""
 
     def __init__(self, router: TaskRouter) -> None:
         self._router = router
@@ -42,7 +42,7 @@ class TaskRouter(RequestRouter):
     """See the top of this file. Its keyword arguments are TaskRouting's numbers."""
 
     def initialize_state(self, **numbers: Any) -> None:
-        """What RequestRouterConfig.request_router_kwargs says."""
+        """Takes RequestRouterConfig.request_router_kwargs."""
         self._routing = TaskRouting(**numbers)
         self.by_id: dict[str, RunningReplica] = {}
         self._views = _Views(self)
@@ -92,7 +92,7 @@ class TaskRouter(RequestRouter):
             self._routing.routed(job, name, self._costs.get(name))
 
     def _read(self, replicas: list[RunningReplica]) -> None:
-        """What replicas told last; once in a while, because it is looked at for every request."""
+        """Read the replicas' last reports, not for every request but once in a while."""
         now_s = time.monotonic()
         if now_s - self._read_s < _STALE_S:
             return

@@ -5,8 +5,8 @@
     adapter.table("model.embed_tokens.weight", embedding)          # its own rows put in
 
 Rows come from PEFT's `trainable_token_indices`. They are absolute, not deltas; ids at and above the
-base's vocabulary are tokens of the adapter's own, and `enrichment.json` beside the weights says
-what they stand for. Everything else that PEFT can put into an adapter is refused by its name.
+base's vocabulary are tokens of the adapter's own, which `enrichment.json` beside the weights
+describes. Everything else that PEFT can put into an adapter is refused by its name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LORA_PLAIN_KEYS = {
     "revision", "runtime_config", "target_modules", "task_type", "trainable_token_indices",
     "use_rslora",
 }  # fmt: skip
-# These initialisations change the base weights, so the adapter alone does not tell the model.
+# These initialisations change the base weights, so the adapter alone does not define the model.
 _LORA_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -158,7 +158,7 @@ class LoraAdapter:
         """Rows of the embedding and of the head with this adapter over a base of `num_base`.
 
         Raises ModelError for ids that leave a gap, and where only one of the tables has rows for
-        new ids; UnsupportedModelError for new ids whose text nobody knows.
+        new ids; UnsupportedModelError for new ids without a text.
         """
         ids = {i for own, _ in self._rows.values() for i in own}
         new = sorted(i for i in ids if i >= num_base)

@@ -1,7 +1,7 @@
-"""build_runner: from a model folder and plain numbers to a Runner, on whatever device.
+"""build_runner: from a model folder and plain numbers to a Runner, on a CPU or CUDA.
 
 The engine process calls this once. On a CPU, float32 and bfloat16 run on CpuRunner (fused, same
-bits at every batch); CUDA runs TorchRunner, which takes transformers' module over.
+bits at every batch); CUDA runs TorchRunner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunnerSpec:
     CPU threads, None = the cores this process may run on. kv_dtype: what a CPU keeps K and V as:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
-    the same, and windows of `exact` are verified on the CPU. A CPU has it in place. cuda_graphs:
+    the same, and `exact` is verified on the CPU. A CPU has it in its memory. cuda_graphs:
     whether steps of few rows replay captured graphs on CUDA. decoder: what computes the layers
     there (body.py).
     """
@@ -79,7 +79,7 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
 
 
 def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
-    """The longest sequence: what was asked for, else the most that fits."""
+    """The longest sequence: max_model_len, else the most that fits."""
     room = num_blocks * spec.sizes.block_size
     if spec.max_model_len is None:
         return min(limit, room)
@@ -96,7 +96,7 @@ def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
 def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
     """How the weights are kept on a CPU. is_file: the folder is served from a GGUF as it is.
 
-    Raises ValueError for what is not done, and when dtype and weights ask for different things.
+    Raises ValueError for a form that does not exist, and when dtype and weights contradict.
     """
     if is_file and spec.weights in ("auto", "file") and spec.dtype == "auto":
         return "file"
@@ -114,17 +114,16 @@ def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
 
 
 def _kv_dtype(spec: RunnerSpec, form: str) -> str:
-    """What K and V are kept as on a CPU: "auto" is float32 beside float32 weights, so that such a
-    model stays what it is to the last bit, and float16 beside rounded ones, whose error is larger
-    by two orders (docs/benchmarks, "A smaller KV cache")."""
+    """What K and V are kept as on a CPU: "auto" is float32 beside float32 weights, so that nothing
+    is rounded, and float16 beside rounded weights, whose own error is a hundred times larger
+    (docs/benchmarks, "A smaller KV cache")."""
     if spec.kv_dtype != "auto":
         return spec.kv_dtype
     return "float32" if form == "float32" else "float16"
 
 
 def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
-    """KV blocks in the memory that is for them; more than every sequence at full length can never
-    be used."""
+    """KV blocks that fit the memory for them, at most those of every sequence at full length."""
     from server.model.kv_memory import num_blocks_for
 
     sizes = spec.sizes

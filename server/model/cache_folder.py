@@ -1,4 +1,4 @@
-"""The cache folder: where it is, what its files should hold, what is said when it is of no use.
+"""The cache folder: where it is, hashes of its files, and its errors.
 
 A converted model's marker (tailor.json) lists the sha256 of each of its files as written.
 `check_kept` compares them: once per machine, and again after any change of a file's size or times.
@@ -44,8 +44,8 @@ def cache_dir() -> Path:
 
 @contextmanager
 def writing_to_cache() -> Iterator[None]:
-    """Where a disk that is full or may not be written ends what is done inside, raise
-    CacheFolderError, which says what to do. Everything else passes."""
+    """Turn errors of a full or read-only disk inside the block into a CacheFolderError that says
+    what to do. Other errors pass."""
     try:
         yield
     except Exception as error:
@@ -78,9 +78,9 @@ def sha256_of(path: Path) -> str:
 def remembered_sha256(path: Path) -> str:
     """sha256 of a file, kept in the cache folder by (path, size, inode, times).
 
-    Hashing reads every byte, a second per gigabyte or two, at every start; a file that was hashed
-    and has not changed since is not read again. The time of the last change of the inode counts
-    too: tools set the modification time back, nobody sets that one.
+    Hashing reads every byte, a second per gigabyte or two; a file that was hashed and has not
+    changed since is not read again. The time of the inode's last change counts too, because
+    tools may reset the modification time, but not that one.
     """
     stat = path.stat()
     key = "|".join(
@@ -121,7 +121,7 @@ def hashes_of(folder: Path) -> dict[str, str]:
 
 
 def check_kept(folder: Path) -> Path:
-    """A folder whose files are what was converted, or that is none of ours. Returns it.
+    """Check the hashes of a converted folder; any other folder passes. Returns it.
 
     A folder that was converted before hashes were kept is taken as it is. Raises IntegrityError.
     """

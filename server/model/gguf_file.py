@@ -1,10 +1,9 @@
 """GgufWeights: the tensors of a GGUF under transformers' names, matrices as the bytes they are.
 
-What: maps the file, finds each tensor by the name that transformers' state dict gives it, and puts
-right what llama.cpp's converter changes: the order of rows of q and k in `llama` files (their
-rotation pairs neighbours) and Gemma's norms (stored with 1 added). Matrices stay quantised: rows of
-bytes, for server/model/cpu/integers. What not: the folder that such a model is served from
-(gguf_folder.py).
+It maps the file, finds each tensor by the name that transformers' state dict gives it, and undoes
+the changes of llama.cpp's converter: the order of rows of q and k in `llama` files (their rotation
+pairs neighbours) and Gemma's norms (stored with 1 added). Matrices stay quantised: rows of bytes,
+for server/model/cpu/integers. The folder that such a model is served from: gguf_folder.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder that a GGUF is served from as it is: config and tokenizer, and where the file lies.
+"""The folder that a GGUF is served from as it is: config, tokenizer, and the file's path.
 
 No weight is converted: tailor.json names the GGUF, which is mapped when the model is opened. A
 built-in model's GGUF is kept in its folder; a user's own stays where it is, and its folder is
@@ -93,8 +93,8 @@ def served_folder(
 
 
 def text_folder(name_or_path: str, *, report: Report | None = None) -> Path:
-    """A folder with the model's config and tokenizer, for who needs no weights: the one that is
-    here, else served_folder's."""
+    """A folder with the model's config and tokenizer, for use without weights: the existing one,
+    else served_folder's."""
     here = cached_file_folder(name_or_path) or catalog.cached_folder(name_or_path)
     return here or served_folder(name_or_path, report=report)
 

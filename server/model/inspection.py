@@ -1,8 +1,8 @@
 """What a module of the generic path computes, by transformers' own eager forward on a short text.
 
-Both devices ask before they put our attention into a module: the truth to compare with, what its
-logits are beside its LM head's product, and the windows of its masks. Raises UnsupportedModelError
-with the reason wherever the answer is nothing that we compute.
+Both devices inspect a module before they put our attention into it: its own log-probabilities to
+compare with, how its logits differ from its LM head's product, and the windows of its masks. Raises
+UnsupportedModelError with the reason for what we do not compute.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def refusal(module: nn.Module, reason: str) -> UnsupportedModelError:
 
 @contextlib.contextmanager
 def failing_as_refusal(module: nn.Module) -> Iterator[None]:
-    """Whatever transformers' code raises while it is tried is a reason to refuse the model."""
+    """Turn whatever transformers' code raises inside the block into a refusal of the model."""
     try:
         yield
     except UnsupportedModelError:

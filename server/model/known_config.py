@@ -1,9 +1,9 @@
-"""What transformers makes of a config.json, kept in the cache folder.
+"""Keeps in the cache folder what transformers makes of a config.json.
 
-To import transformers and its model takes seconds and a hundred megabytes; what a CPU needs of it
+Importing transformers and its model takes seconds and a hundred megabytes; what a CPU needs of it
 is a ModelShape, the names and shapes of the weights, and the tables of the rotation. They are kept
 by the sha256 of the config, of transformers' version and of our own code that reads configs, so
-that a change of any of them asks transformers again. Read-only caches only cost time.
+that a change of any of them uses transformers again. A read-only cache only costs time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KnownConfig:
 
 
 def find(raw: Mapping[str, Any]) -> KnownConfig | None:
-    """What is kept of a config.json with these values."""
+    """The KnownConfig of a config.json with these values, or None."""
     key = _key(raw)
     try:
         plain = json.loads(_file(key, "json").read_text(encoding="utf-8"))

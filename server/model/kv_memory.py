@@ -17,8 +17,8 @@ def step_reserve(
     *, rows: int, hidden_size: int, inner_size: int, itemsize: int, head_bytes: int
 ) -> int:
     """Bytes that a step of so many rows takes beside weights and KV: activations, logits, and what
-    the allocator holds. Reckoned, not measured: a layer's activations live one after the other, at
-    their widest the two inner products, their product, and a few vectors of hidden_size."""
+    the allocator holds. Calculated, not measured: layers reuse the memory of activations, which at
+    the widest are the two inner products, their product, and a few vectors of hidden_size."""
     activations = rows * itemsize * (3 * inner_size + 8 * hidden_size)
     return activations + head_bytes + _FRAGMENTS
 

@@ -4,15 +4,15 @@
     folder.weights.get("model.layers.0.self_attn.q_proj.weight")   # read from the file, merged
     module = build_module(folder, torch.float32, torch.device("cpu"))
 
-Nothing here holds two copies of a model. The safetensors files are mapped into memory and read
+A model is never in memory twice. The safetensors files are mapped into memory and read
 tensor by tensor; a LoRA is merged into each tensor as it is read; `build_module` makes
 transformers' own model on the meta device and puts the weights in one after the other, so the peak
 is one copy and one tensor. The CPU runner reads through the same WeightReader. Importing this
 imports no torch: a GGUF that is served as it is needs none.
 
-Only architectures that are on the allow-list, with configs whose every switch we compute, and dense
-decoders of transformers that call its attention interface (generic.py), are opened; the rest is
-refused with the reason. A wrong answer is worse than none.
+Only architectures on the allow-list, with configs whose every switch we compute, and dense decoders
+of transformers that call its attention interface (generic.py) are opened. Others are refused with
+the reason, because a wrong answer is worse than none.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _full_name(stored: str) -> str | None:
 def _text_name(stored: str) -> str | None:
     """The language model's name of a multimodal checkpoint's tensor; None = not of its text part.
 
-    Two layouts are about: `language_model.model.layers...` and `model.language_model.layers...`.
+    Two layouts exist: `language_model.model.layers...` and `model.language_model.layers...`.
     """
     for prefix, name in (("language_model.model.", "model."), ("model.language_model.", "model.")):
         if stored.startswith(prefix):
@@ -121,7 +121,7 @@ class WeightReader:
     """The tensors of a model folder by name, read when asked for. Opened by `open_model`.
 
     Names are those of transformers' state dict. With tied embeddings the head is the embedding.
-    Not closed explicitly, the mapped files go with the object.
+    Without close(), the files are unmapped with the object.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class ModelFolder:
     fingerprint: sha256 (hex) over config, weights and adapter; equal means equal outputs.
     tokenizer_file: tokenizer.json. tokenizer_fingerprint: its sha256.
     eos_token_ids: every id of config.json and generation_config.json that ends a text, ascending.
-    weights: the tensors. enrichment: what ids of the adapter's own stand for. known: what is kept
-    of transformers' config; then `config` has only what is asked of it here.
+    weights: the tensors. enrichment: of the adapter's own ids. known: the kept values of
+    transformers' config; then `config` has only the attributes that this class reads.
     """
 
     path: Path
@@ -249,7 +249,7 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model says it is in; float32 when it does not say."""
+        """The dtype in the model's config; float32 where it has none."""
         import torch
 
         value = getattr(self.config, "dtype", None)
@@ -450,7 +450,7 @@ def build_module(
         tensor = folder.floats.get(name).to(device=device, dtype=dtype)
         if tuple(tensor.shape) != tuple(parameter.shape):
             raise ModelError(f"{name} is {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
-        # A view of the mapped file would change under us when the file does: own the memory.
+        # A view of the mapped file would change with the file: copy it.
         if tensor.device.type == "cpu":
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         owner = module.get_submodule(owner_name)
@@ -469,7 +469,7 @@ def build_module(
 
 
 def finish_module(module: nn.Module) -> nn.Module:
-    """Make a module's body give what our own head and sampler need; for TorchRunner only.
+    """Adapt a module's body to our own head and sampler; for TorchRunner only.
 
     - Logits that a family divides (Granite): the final states are divided, so that our head needs
       not know. transformers' own head would divide twice from now on.

@@ -1,10 +1,10 @@
 """Integer weights of a model: made from its tensors, kept in the cache folder, mapped next time.
 
 Quantising reads every weight and takes seconds to minutes, and `int8` is measured first
-(integers/outliers.py). What comes out is kept by what it was made of: the fingerprint of config,
+(integers/outliers.py). The result is kept under what it was made of: the fingerprint of config,
 weights and adapter, the form, and our own code that rounds. A kept folder has the marker of
-converted ones (cache_folder.py), is checked and removed like them, and a damaged one is refused. A
-disk that is full costs the next start its time, not this one its model.
+converted ones (cache_folder.py), is checked and removed like them, and a damaged one is refused. On
+a full disk nothing is kept, and the next start quantises again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["integer_weights", "kept_folders"]
 _log = logging.getLogger(__name__)
 
 WORTH_BYTES = 32 << 20
-"""Panels that are smaller are made faster than they are looked for, and are not kept."""
+"""Smaller panels are made faster than they are found in the cache, and are not kept."""
 
 
 def integer_weights(
@@ -51,7 +51,7 @@ def integer_weights(
     threads: int | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[IntegerWeights, str]:
-    """(the weights, what of them is in blocks in words). form: as IntegerWeights has it.
+    """(the weights, a phrase that says which are in blocks). form: IntegerWeights.form.
 
     Raises IntegrityError for a kept folder that is damaged.
     """
@@ -119,7 +119,7 @@ def _keep(
             name = f"{Path(about['model']).name}, weights {about['form']}"
             marker = {"source": name, **about, "files": hashes_of(scratch)}
             (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-            if place.exists():  # left by something else: not whole
+            if place.exists():  # not made here: perhaps incomplete
                 shutil.rmtree(place)
             scratch.chmod(0o755)
             scratch.rename(place)

@@ -1,6 +1,6 @@
-"""Why a kind of model is refused, and the nearest thing that works, for kinds that people try.
+"""For kinds of models that people try: why each is refused, and the nearest thing that works.
 
-A model that is not listed here is refused too (supported.py); this only makes the message better.
+supported.py refuses models that are not listed here, too; the list only improves its message.
 """
 
 from __future__ import annotations

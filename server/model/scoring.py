@@ -1,4 +1,4 @@
-"""What a runner makes of given texts: log-probabilities of their own ids, in one step a text."""
+"""Scores given texts with a runner: log-probabilities of their own ids, in one step a text."""
 
 from __future__ import annotations
 

