@@ -1,9 +1,9 @@
 """Adapters in memory beside one base model on a CPU: packed, held at places, and put into steps.
 
-What: `pack_adapter` reads a PEFT folder (any thread); AdapterBank holds packed adapters at the
-places that the engine gives them, says which rows of a step have one (lora.StepAdapters), and puts
-an adapter's own rows of the embedding and of the head in for its requests alone. What not: which
-adapters are in memory (the engine's AdapterShelf), the sums (lora.py).
+`pack_adapter` reads a PEFT folder (any thread). AdapterBank holds packed adapters at the places
+that the engine gives them, notes which rows of a step have one (lora.StepAdapters), and puts an
+adapter's own rows of the embedding and of the head in, for its requests alone. The engine's
+AdapterShelf decides which adapters are in memory; lora.py computes the sums.
 
 An adapter's matrices stay as its file has them (lora.FORMS), whatever kind the base's weights are;
 its own rows are float32.
@@ -84,7 +84,7 @@ class _Outputs:
         self._known = lora.names()
 
     def names(self) -> list[str]:
-        """None: only matrices are asked for."""
+        """No names: packers read matrices only."""
         return []
 
     def get(self, name: str) -> Any:
@@ -122,7 +122,7 @@ def _sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def _opened(folder: Path, shape: ModelShape, num_base: int) -> tuple[LoraAdapter, int]:
-    """(the adapter, rows of its tables), once everything but the numbers was looked at."""
+    """(the adapter, rows of its tables), once everything but the numbers was checked."""
     lora = LoraAdapter(folder, tied=shape.tied)
     sizes = _sizes(shape)
     for name in sorted(lora.names()):

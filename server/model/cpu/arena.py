@@ -1,8 +1,8 @@
-"""Arena: memory for weights, of which a step reads all: a few large pieces instead of many small.
+"""Arena: memory for weights in a few large pieces instead of many small ones.
 
 numpy asks Linux for pages of 2 MB where an array has 4 MB or more. A matrix of a small model has
 less, and in pages of 4 KB a core reads its weights at two thirds of the speed: it looks up every
-page, and what fetches ahead stops at a page's end.
+page, and the prefetcher stops at a page's end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draws: one id per draw of a Batch, with logprobs where they are asked for.
 
-What: reads a Batch's constraints, penalties and paths, and gives the sampler (sampler.py) what one
-draw needs. Logits are handed in: of the full head (head.py) or of a slice (slices.py).
+It reads a Batch's constraints, penalties and paths, and gives the sampler (sampler.py) what one
+draw needs. The caller gives the logits: of the full head (head.py) or of a slice (slices.py).
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def _counts(params: DrawParams, path: list[int]) -> Counts:
     prompt = params.count_prompt.astype(np.int64)
     if not path:
         return Counts(ids, out, prompt)
-    # A path is short and the sampler does not need the ids in order: known ids are counted in
+    # A path is short and the sampler does not need sorted ids: known ids are counted in
     # place, new ones appended.
     new: dict[int, int] = {}
     for token in path:

@@ -1,8 +1,8 @@
 """The forward pass on a CPU, fused: one job of the team runs every layer for all rows of a step.
 
-What: embedding rows in, final hidden states out, for the families of shape.py. Weights are records
-of any kind (linear.py), K and V live in a paged cache. What not: weights loading (weights.py),
-Batches (runner.py), the LM head's draws (sampler.py).
+It takes embedding rows and gives final hidden states, for the families of shape.py. Weights are
+records of any kind (linear.py); K and V lie in a paged cache. Elsewhere: loading weights
+(weights.py), Batches (runner.py), the LM head (head.py), draws (sampler.py).
 
 Every row's result is a function of that row and of the keys it attends to, bit for bit, whatever
 rows stand beside it, however the rows before it were cut into steps, and whether a key was

@@ -1,10 +1,10 @@
 """The CPU kernels: matrix products and row operations whose bits do not depend on the batch.
 
-What: numba functions around a handful of vector kernels written as LLVM IR (llvmlite), for the
-one thing libraries do not promise: *each row gets the same bits whatever the other rows are*.
-Tried first: oneDNN's prepacked linear. It is close in speed, but with AVX-512 it splits the sum
-of a 1536-wide product differently for one row than for two (docs/benchmarks, "Why our own
-matrix product"), and then speculation would change the text. Here every output is
+These are numba functions around a few vector kernels written as LLVM IR (llvmlite). They promise
+what libraries do not: *each row gets the same bits whatever the other rows are*. oneDNN's prepacked
+linear was tried first. It is close in speed, but with AVX-512 it splits the sum of a 1536-wide
+product differently for one row than for two (docs/benchmarks, "Why our own matrix product"), and
+then speculation would change the text. Here every output is
 
     acc = 0;  for k in 0 .. K-1:  acc = fma(x[k], w[k], acc)
 
@@ -12,8 +12,7 @@ in that order, at every row count, for every thread count, on every CPU: lanes a
 never parts of a sum. Weights are packed in panels [N / PANEL][K][PANEL], so one pass streams
 memory once; MR rows share each load, which is where verification of a draft becomes cheap.
 
-The vector code they are made of is vector_ir.py. Not here: the shape of a model (runner.py),
-sampling (sampler.py).
+vector_ir.py has the vector code they are made of.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"

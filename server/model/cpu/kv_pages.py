@@ -46,7 +46,7 @@ class KvPages:
 
     arrays: each [..., blocks, x, y], C-contiguous: every leading index is a plane, one run of
     blocks. The first stretch is ready when the constructor returns. Where the kernel cannot do it
-    (not Linux, too old, not enough memory), nothing happens but the usual page faults.
+    (not Linux, too old, not enough memory), pages are made by the usual page faults.
     """
 
     def __init__(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
@@ -77,7 +77,7 @@ class KvPages:
         return self._ready
 
     def use(self, block: int) -> None:
-        """Say that `block` is in use: pages up to a stretch behind it are made ready soon."""
+        """Note that `block` is in use: pages up to a stretch after it are made ready soon."""
         wanted = min(self._num_blocks, block + 1 + self._after(block))
         if wanted > self._wanted:
             with self._news:

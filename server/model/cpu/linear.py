@@ -1,7 +1,7 @@
 """Matrix products of a step: out = W @ x for all rows, work shared between threads.
 
-What: one record a weight kind (here FloatLinear: float32 or bfloat16 in panels) and two functions
-that forward.py calls for every kind, with all threads of the team (team.py):
+A weight kind is one record (here FloatLinear: float32 or bfloat16 in panels) and two functions that
+forward.py calls for every kind, with all threads of the team (team.py):
 
     linear(x, num_rows, weights, layer, out, work)
     gated_linear(x, num_rows, weights, layer, out, gelu, work)

@@ -1,7 +1,7 @@
 """Adapters in the forward pass: y += scale * (x @ A) @ B for the rows that have one.
 
-What: one record (StepAdapters) and three functions that forward.py calls after each product. The
-base product is what it is without adapters, so a row without one gets the same bits. A row with
+One record (StepAdapters) and three functions that forward.py calls after each product. The base
+product is the same as without adapters, so a row without one gets the same bits. A row with
 one gets, for every weight kind and every number of rows and threads,
 
     t = 0;  for k in 0 .. K-1:     t = fma(x[k], A[k], t)       t = t * scale
@@ -9,8 +9,7 @@ one gets, for every weight kind and every number of rows and threads,
 
 in float32 and in that order: lanes are outputs, as in kernels.py. A and B are kept as the adapter's
 file has them (FORMS) and widened where they are read, which is exact: the memory that a step reads
-is what many adapters cost. What not: which adapters are in memory and how they are packed
-(adapters.py).
+is what many adapters cost. adapters.py packs adapters and holds them in memory.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"

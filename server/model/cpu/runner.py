@@ -1,7 +1,7 @@
 """CpuRunner: the Runner for CPUs: the fused forward pass, the LM head and the draws of a Batch.
 
-What: owns the packed weights (weights.py), the paged KV cache and the step buffers; a Batch in, one
-id per draw out. Which models: shape.py.
+It owns the packed weights (weights.py), the paged KV cache and the step buffers. It takes a Batch
+and gives one id per draw, for the models of shape.py.
 
 `launch` runs the whole step on a worker thread of its own (numba releases the interpreter lock),
 so the engine's host work overlaps with it as on a GPU. Bits do not depend on the thread count.
@@ -256,7 +256,7 @@ class CpuRunner:
         return self._worker.submit(self._verify, batch, kept).result()
 
     def run_layers(self, batch: Batch, num_layers: int) -> Scratch:
-        """Compute the first layers alone, for who measures what goes into products; 0: only the
+        """Compute the first layers alone, for measurements of what goes into products; 0: only the
         embedding. The buffers are the runner's own. No step may be in flight."""
         layers = self._weights.layers
         first = layers._replace(norms=layers.norms[:num_layers])

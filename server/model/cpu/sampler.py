@@ -1,7 +1,7 @@
 """Draws on a CPU: the semantics of server/engine/reference_sampler.py at the speed of a step.
 
-What makes it fast without changing a draw: plain greedy rows never leave float32; noise is
-computed only for ids that can still win; a nucleus is sorted only as deep as it reaches.
+It is fast without changing a draw: plain greedy rows stay in float32; noise is computed only for
+ids that can still win; a nucleus is sorted only as deep as it reaches.
 """
 # numba infers the types of compiled functions; their docstrings give shapes and dtypes.
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"

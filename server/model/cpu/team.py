@@ -1,13 +1,13 @@
 """Team: the threads that run a step on a CPU together, with barriers of their own.
 
-What: `make_job` turns a compiled function (a *share*) into a job, which every thread of a team runs
-at the same time, each knowing which thread it is (Work.thread). Between its parts the threads meet
-at `barrier`. A step is one job, so work is handed out once a step and not some 200 times; at a
-barrier a thread spins for some 2 ms and then sleeps until the last one has come. A thread that
-finds itself on another's core as a job begins moves to one of its own. What not: which
-rows or panels a thread takes (linear.py, attention.py).
+`make_job` turns a compiled function (a *share*) into a job, which every thread of a team runs at
+the same time, each with its own number (Work.thread). Between its parts the threads meet at
+`barrier`. A step is one job, so work is handed out once a step and not some 200 times; at a barrier
+a thread spins for some 2 ms and then sleeps until the last one has come. A thread that finds itself
+on another's core as a job begins moves to one of its own. linear.py and attention.py decide which
+rows or panels a thread takes.
 
-What a share must keep to:
+Rules for a share:
   - All threads call it with the same arguments but for the thread's number, and meet at the same
     barriers.
   - It takes items from `take`, which every barrier sets back to 0, or its own rows: row r belongs
@@ -48,7 +48,7 @@ _JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in 
 _CORES = 128 * 6  # one word a thread: the core that it began its last job on
 _WORDS = _CORES // 8
 
-# Some 2 ms. Who sleeps at every barrier weighs little, and the kernel leaves it where it is.
+# Some 2 ms. The kernel's scheduler leaves threads that sleep at every barrier where they are.
 _BARRIER_SPINS = 50_000
 # Before that, some 80 us without an offer of the core: on a quiet machine a thread that waits for a
 # barrier need not give it up. On a busy one the thread that it waits for may itself want a core.

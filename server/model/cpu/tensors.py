@@ -1,9 +1,8 @@
 """ModelTensors: a model's weights under the names of their parts, as every packer reads them.
 
-What: which tensors make up a layer's q, k and v, gate and up, norms and biases, in the order of
-rows that the forward pass wants. What not: files (the Weights that it is given) and layouts
-(weights.py, integers/packed.py). Matrices are handed out row by row as they are stored; a packer
-that knows how turns rows into numbers.
+It knows which tensors make up a layer's q, k and v, gate and up, norms and biases, in the order of
+rows that the forward pass wants. Its Weights read the files; weights.py and integers/packed.py have
+the layouts. Matrices are given row by row as they are stored; a packer turns rows into numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """What of records.Layers is no matrix: its fields of the same names."""
+    """The fields of records.Layers that are no matrices, under the same names."""
 
     taps: Float32
     kv_ids: Int64

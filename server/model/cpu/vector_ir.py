@@ -1,7 +1,7 @@
 """Building blocks of the CPU kernels: vector code as LLVM IR (llvmlite), for numba intrinsics.
 
-What: types, loads, stores, loops and exponentials on vectors of 16 float32 (8 float64) lanes. Each
-function takes the IR builder `b` and returns an IR value. kernels.py puts them together.
+Types, loads, stores, loops and exponentials on vectors of 16 float32 (8 float64) lanes. Each
+function takes the IR builder `b` and returns an IR value. kernels.py combines them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""check_batch: a Batch's indices lie where they may, looked at on the host."""
+"""check_batch: checks on the host that a Batch's indices are within bounds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from server.types import ModelInfo
 
 
 def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_previous: int) -> None:
-    """Indices that would read or write outside the device's memory: on a GPU they are not
-    errors of a step but the end of the process."""
+    """Raise ValueError for indices that would read or write outside the device's memory: on a GPU
+    they would end the process."""
     if batch.num_rows == 0:
         raise ValueError("a batch without rows")
     if int(batch.slots.min()) < 0 or int(batch.slots.max()) >= num_slots:

@@ -1,9 +1,9 @@
 """The body of a step on a GPU, by one of two ways: our own decoder, or transformers' modules.
 
-What: from a step's token ids (or their embeddings) to the last hidden states, with paged attention.
+It turns a step's token ids (or their embeddings) into the last hidden states, with paged attention.
 FusedDecoder (decoder.py) computes the families of families.py in a few launches a layer; ModuleBody
 runs any module whose attention goes through transformers' attention interface, some forty to eighty
-launches a layer. What not: which rows, which tiles, which graph (body_run.py), the LM head.
+launches a layer. body_run.py chooses rows, tiles and graphs; head_run.py has the LM head.
 """
 
 from __future__ import annotations

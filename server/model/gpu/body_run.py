@@ -1,8 +1,8 @@
 """BodyRun: the rows of a step through transformers' layers, plainly or by replaying a CUDA graph.
 
-What a graph reads lies in an upload of its own, at addresses that its bucket fixes, and nothing
-else is ever put there: grammars, draws and steps without a graph have another one, which may grow
-and move. So no kind of step makes the graphs be captured again.
+What a graph reads lies in an upload of its own, at addresses that its bucket fixes. Grammars, draws
+and steps without a graph have another upload, which may grow and move. So no step makes the graphs
+be captured again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a decoder layer does beside its matrix products and its attention, and its reference.
+"""The operations of a decoder layer beside its matrix products and attention, and their reference.
 
-DecoderOps names the operations; TorchOps has them in plain torch, on any device, as what the
-kernels of decoder_kernels.py are compared with. All sums are float32; what is stored has the
-model's dtype. An operation rounds once, where transformers' modules round after every step of it.
+DecoderOps declares the operations; TorchOps has them in plain torch, on any device, as the
+reference of the kernels in decoder_kernels.py. All sums are float32; what is stored has the model's
+dtype. An operation rounds once, where transformers' modules round after every step of it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         )
     if tuple(plain.windows) != found.windows:
         raise refusal(module, "not every layer asks our attention for its own mask's window")
-    # What a config says of heads that its model does not share is not so; the cache reads these.
+    # A config may name fewer KV heads than its model computes; the cache reads these.
     model.config.num_key_value_heads, model.config.head_dim = plain.sizes
     dtype = result.last_hidden_state.dtype
     check_logits(module, result.last_hidden_state[0], found, _TOLERANCES.get(dtype, 1e-2))

@@ -1,4 +1,4 @@
-"""What goes through the LM head in a step: slabs of rows, by what their draws see of it.
+"""Plans what goes through the LM head in a step: slabs of rows, by the part that their draws see.
 
 Planned on the host before anything is launched. head_run.py does what is planned here.
 """

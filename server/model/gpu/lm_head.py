@@ -2,7 +2,7 @@
 
 LmHead has its weight where the hidden states are; StreamedHead has it in CPU memory and copies it
 through two buffers on the device, a chunk being copied while the one before is multiplied. Slices
-of the head are torch_slices.py's.
+of the head: slices.py.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def _check_sizes(config: Any, max_model_len: int, block_size: int) -> None:
 class TorchRunner:
     """server.engine.batch.SlicingRunner on torch.
 
-    model: the weights; taken over. info: the sizes; ids from vocab_size on are padding. ways: how a
-    step is computed. side: the stream of copies, for tests; None makes one.
+    model: the weights, which it takes over. info: the sizes; ids from vocab_size on are padding.
+    ways: how a step is computed. side: the stream of copies, for tests; None makes one.
 
     Raises ValueError when a number does not fit the model, MemoryError when CPU memory cannot be
     page-locked.
@@ -254,7 +254,7 @@ class TorchRunner:
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
         """See SlicingRunner. The full head is multiplied where it lies, or streamed to the device:
-        whole windows share a pass over it. Waits for the answer."""
+        whole sequences share a pass over it. Waits for the answer."""
         self._check_idle()
         step = Step(batch, time.perf_counter())
         if kept.shape[0] and int(kept.max()) >= self._kept.shape[0]:

@@ -6,7 +6,7 @@
     place, pick             a slice's ids and columns, kept on the device while its sequence runs;
                             the logits of each draw's own slice in id order, -inf past its ids
 
-What not: which rows a slice has, who holds them, and when they are forgotten (vocab_store's
+Elsewhere: which rows a slice has, who holds them, and when they are forgotten (vocab_store's
 SliceCacheIndex, in the engine), the full head (lm_head.py), draws (sampler.py).
 
 A table's T is copied once, when the engine names it, and never for a request. Nothing waits on the

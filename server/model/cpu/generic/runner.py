@@ -1,6 +1,6 @@
 """GenericRunner: a CpuRunner whose body is transformers' own forward.
 
-What: embedding, layers and norms are transformers' modules with our products and rotary tables in
+Embedding, layers and norms are transformers' modules with our products and rotary tables in
 them (modules.py) and our attention on the paged cache (attention.py); the head, slices, draws and
 the life of a step are CpuRunner's. Slower than a family: every small operation is a call of torch,
 on one thread.
@@ -45,7 +45,7 @@ __all__ = ["GenericModel", "GenericRunner", "generic_model"]
 
 
 class _HeadWeights:
-    """What CpuRunner reads of weights when its body is another one: the LM head. layers: nothing.
+    """The weights of a CpuRunner with another body: the LM head. layers: nothing.
     num_embeddings: rows of the embedding table. num_bytes: of the matrices, packed."""
 
     layers = Layers(*cast("Any", (None,) * len(Layers._fields)))
@@ -62,7 +62,7 @@ class _HeadWeights:
         return self._head
 
     def embed(self, token_ids: Int64) -> Float32:
-        """Never asked: the module embeds."""
+        """Never called: the module embeds."""
         raise NotImplementedError
 
 

@@ -1,12 +1,12 @@
 """Recurrent states as a cache: what a gated delta net needs of the positions before a row.
 
-The truth is per KV slot: each position's inputs to the recurrence lie beside K and V
-(Cache.inputs), are moved and shared with them, and a rejected draft leaves nothing to roll back. A
-state is what replaying them from position 0 gives, in one order, so that it has the same bits
-whoever computed it. StateStore keeps some states, each under the slot of the last position in it,
-so that little is replayed: a sequence's own after its last row (the accepted path is replayed on
-it), and block boundaries, which requests with the same prompt begin from. Losing one costs time,
-never a bit.
+Each position's inputs to the recurrence lie beside K and V in its KV slot (Cache.inputs), are moved
+and shared with them, and a rejected draft leaves nothing to roll back. A state is what replaying
+these inputs from position 0 gives, in one order, so that it has the same bits whoever computed it.
+StateStore keeps some states, each under the slot of the last position in it, so that little is
+replayed: a sequence's own after its last row (the accepted path is replayed on it), and block
+boundaries, which requests with the same prompt begin from. A lost state is computed again, with the
+same bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Form: how the numbers of a weight matrix are stored, and where each byte lies in a panel.
 
-What: the table of forms and the sizes that follow from them. What not: making such weights
-(weights.py, quantise.py) and multiplying by them (kernels.py).
+This module has the table of forms and the sizes that follow from them. weights.py and quantise.py
+make such weights, kernels.py multiplies by them.
 
 A panel holds PANEL outputs. Its bytes, in order, all multiples of 64:
   `int8`: 32 float32 scales, one an output; then for each group of 4 inputs 32 x 4 bytes, the
