@@ -331,6 +331,21 @@ class AdapterFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFigures:
+    """Memory of an accelerator in bytes, and how busy it is.
+
+    reserved: what the engine's allocator holds, allocated: what its tensors take of that. free,
+    total: of the device, whoever uses it. utilisation: 0 to 1, None where it cannot be told.
+    """
+
+    reserved: int
+    allocated: int
+    free: int
+    total: int
+    utilisation: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one engine, sent with the Deltas of a step and when idle.
 
@@ -339,6 +354,7 @@ class EngineStats:
     unverified tokens before a verification, as adapted last.
     learned: (task, learned tokens held, outputs learned since the engine's start).
     draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
+    device: None on a CPU.
     """
 
     num_running: int = 0
@@ -366,6 +382,7 @@ class EngineStats:
     verify_every: int = 0
     learned: tuple[tuple[str, int, int], ...] = ()
     adapters: tuple[AdapterFigures, ...] = ()
+    device: DeviceFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,6 +403,25 @@ SERVING = Dashboard(
                 (Query(f"tailor_engine_up{E}", "{{engine}}"),),
             ),
         ),
+        "GPU": (
+            Panel(
+                "GPU memory",
+                "What the engine's allocator holds, what its tensors take of that, and what is "
+                "free on the device. Engines on a CPU have none.",
+                (
+                    Query(
+                        f"max by (engine, kind) (tailor_device_memory_bytes{E})",
+                        "{{kind}} {{engine}}",
+                    ),
+                ),
+                unit="bytes",
+            ),
+            Panel(
+                "GPU in use", "Share of time in which a kernel runs. Needs NVML's bindings.",
+                (Query(f"max by (engine) (tailor_device_utilization_ratio{E})", "{{engine}}"),),
+                unit="percentunit",
+            ),
+        ),
         "Outcomes": (
             Panel(
                 "Requests by outcome", "ok, error, or abort (the client left).",

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from server.types import ModelInfo, SamplingParams
+from server.types import DeviceFigures, ModelInfo, SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -294,6 +294,14 @@ class PackedAdapter(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class MeasuredRunner(Runner, Protocol):
+    """A Runner that may be on an accelerator."""
+
+    def device_figures(self) -> DeviceFigures | None:
+        """How full and how busy its device is; None on a CPU. Cheap enough for every step."""
 
 
 @runtime_checkable

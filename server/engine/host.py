@@ -19,15 +19,17 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from server import channel
+from server.engine.batch import MeasuredRunner
 from server.engine.engine import Engine
 from server.engine.heartbeat import Heartbeat
 from server.engine.recovery import RunnerBrokenError
 from server.errors import TailorError
-from server.types import Delta
+from server.types import Delta, EngineStats
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class EngineHost:
         # On an accelerator Deltas are sent while the next step computes. On the CPU the next step
         # would delay them by its whole length, so they are sent before it.
         self._sends_late = not engine.info.device.startswith("cpu")
+        self._measured = engine.runner if isinstance(engine.runner, MeasuredRunner) else None
         self._sending = threading.Lock()  # the heartbeat's thread sends, too
 
     def run(self) -> int:
@@ -92,7 +95,7 @@ class EngineHost:
             self._pending.extend(engine.take_deltas())
             if self._pending or not announced or engine.has_news:
                 self._flush()
-                self._tell(("stats", engine.stats()))
+                self._tell(("stats", self._stats()))
                 announced = True
             if self._draining and not engine.is_preparing:
                 return 0
@@ -176,7 +179,13 @@ class EngineHost:
         self._send(pending)
 
     def _send(self, deltas: list[Delta]) -> None:
-        self._tell(("deltas", deltas, self._engine.stats()))
+        self._tell(("deltas", deltas, self._stats()))
+
+    def _stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        if self._measured is None:
+            return stats
+        return replace(stats, device=self._measured.device_figures())
 
 
 def _build(factory: EngineFactory, connection: Connection) -> Engine | None:

@@ -216,6 +216,16 @@ class EngineFamilies:
             "kv_cache_bytes", "Most that keys and values may take, and what they are kept as",
             (*_ENGINE, "dtype"),
         )  # fmt: skip
+        self.device_memory = to.gauge(
+            "device_memory_bytes",
+            "Memory of a GPU: reserved and allocated by the engine, free and total of the device",
+            (*_ENGINE, "kind"),
+        )
+        self.device_use = to.gauge(
+            "device_utilization_ratio",
+            "Share of time in which a GPU runs a kernel, by NVML",
+            _ENGINE,
+        )
         self.up = to.gauge("engine_up", "1 while the engine serves", _ENGINE)
         self.heartbeat_age = to.gauge(
             "engine_heartbeat_age_seconds", "Seconds since the engine last made progress", _ENGINE

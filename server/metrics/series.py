@@ -43,7 +43,14 @@ from server.metrics.families import (
     VocabularyFamilies,
 )
 from server.metrics.vllm_names import VllmNames
-from server.types import AdapterFigures, EngineStats, ModelInfo, StepCounts, VocabularyCounts
+from server.types import (
+    AdapterFigures,
+    DeviceFigures,
+    EngineStats,
+    ModelInfo,
+    StepCounts,
+    VocabularyCounts,
+)
 
 _TENTHS = tuple(f"0.{tenth}" for tenth in range(10))
 
@@ -324,6 +331,8 @@ class Metrics:
             gauge.set(0)
         for figures in series.last.adapters:
             self._adapters.num_bytes.labels(engine, model, figures.name).set(0)
+        if series.last.device is not None:
+            self._device_figures(engine, model, DeviceFigures(0, 0, 0, 0, 0.0))
         if restarted:
             series.restarts.inc()
 
@@ -384,7 +393,18 @@ class Metrics:
                 self._learning.learned_held.labels(engine, model, task).set(0)
         if stats.adapters != last.adapters:
             self._adapter_figures(engine, model, stats, last)
+        self._device_figures(engine, model, stats.device)
         s.last = stats
+
+    def _device_figures(self, engine: str, model: str, figures: DeviceFigures | None) -> None:
+        """Engines on a CPU tell none, and have no such series."""
+        if figures is None:
+            return
+        families = self._engine_families
+        for kind in ("reserved", "allocated", "free", "total"):
+            families.device_memory.labels(engine, model, kind).set(getattr(figures, kind))
+        if figures.utilisation is not None:
+            families.device_use.labels(engine, model).set(figures.utilisation)
 
     def _adapter_figures(
         self, engine: str, model: str, stats: EngineStats, last: EngineStats

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics.series import Metrics
-from server.types import AdapterFigures, EngineStats, StepCounts
+from server.types import AdapterFigures, DeviceFigures, EngineStats, StepCounts
 
 
 def filled(*, vllm_aliases: bool) -> Metrics:
@@ -78,3 +78,24 @@ def test_adapters_are_counted_by_name_and_hold_nothing_once_their_engine_is_gone
     assert [sample(n, "b") for n in ("requests_total", "bytes")] == [1, 7]
     metrics.engine_down("e", "m", restarted=True)
     assert sample("bytes", "b") == 0 and sample("requests_total", "b") == 1
+
+
+def test_a_gpu_s_figures_are_there_only_where_there_is_one() -> None:
+    def told(of: Metrics) -> dict[str, float]:
+        return {
+            sample.labels.get("kind", "use"): sample.value
+            for family in text_string_to_metric_families(of.exposition().decode())
+            for sample in family.samples
+            if sample.name.startswith("tailor_device_") and sample.labels["engine"] == "m/1"
+        }
+
+    metrics = filled(vllm_aliases=False)
+    metrics.engine_stats("m/1", "m", EngineStats())
+    assert told(metrics) == {}
+    metrics.engine_stats("m/1", "m", EngineStats(device=DeviceFigures(5, 4, 2, 8)))
+    memory = {"reserved": 5.0, "allocated": 4.0, "free": 2.0, "total": 8.0}
+    assert told(metrics) == memory, "without NVML nothing is told of its use"
+    metrics.engine_stats("m/1", "m", EngineStats(device=DeviceFigures(5, 4, 2, 8, 0.5)))
+    assert told(metrics) == memory | {"use": 0.5}
+    metrics.engine_down("m/1", "m", restarted=False)
+    assert set(told(metrics).values()) == {0.0}

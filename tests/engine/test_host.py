@@ -15,8 +15,16 @@ from typing import Any
 import pytest
 
 from server import channel
+from server.engine.engine import Engine
 from server.engine.host import EngineFactory, start_process, start_thread
-from server.types import Delta, EngineStats, Request, SamplingParams, SpeculationParams
+from server.types import (
+    Delta,
+    DeviceFigures,
+    EngineStats,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+)
 from tests.engine.engine_factories import factory, refuse
 from tests.engine.one_token_loop import one_token_loop
 from tests.fakes.fake_runner import FakeModel
@@ -378,3 +386,23 @@ def test_threads_and_descriptors_do_not_pile_up() -> None:
         handle.stop(5.0)
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_device_s_figures_come_with_the_stats(start_here: Start) -> None:
+    """A runner that tells of a device: with each step's stats, and when idle."""
+    figures = DeviceFigures(5, 4, 2, 8, 0.5)
+
+    def built() -> Engine:
+        engine = factory()()
+        engine.runner.device_figures = lambda: figures  # type: ignore[attr-defined]
+        return engine
+
+    connection = start_here(built).connection
+    assert channel.receive(connection)[0] == "ready"
+    channel.send(connection, ("submit", _request("a")))
+    seen = set()
+    while seen != {"deltas", "stats"}:
+        message = channel.receive(connection)
+        if message[0] in ("deltas", "stats"):
+            assert message[-1].device == figures
+            seen.add(message[0])

@@ -15,6 +15,7 @@ from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
+from server.types import DeviceFigures
 from tests.api.live import TABLE, LiveServer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
@@ -38,6 +39,14 @@ def half_the_vocabulary() -> VocabProfile:
     return VocabProfile(made, none, none.astype(np.float32))
 
 
+class OnDevice(FakeRunner):
+    """As if it were on a GPU that 6 of 8 GB of are taken."""
+
+    def device_figures(self) -> DeviceFigures:
+        """See MeasuredRunner."""
+        return DeviceFigures(5 << 30, 4 << 30, 2 << 30, 8 << 30, 0.75)
+
+
 def make_engine(step_s: float) -> Engine:
     """Texts repeat themselves, not always, so that drafts are often right, not always.
 
@@ -53,7 +62,7 @@ def make_engine(step_s: float) -> Engine:
         eos_token_ids=(0,),
     )
     model = FakeModel(TABLE.vocab_size, context=1, boost=5.5)
-    runner = FakeRunner(model, info, step_s=step_s, fail=_fail_on_poison)
+    runner = OnDevice(model, info, step_s=step_s, fail=_fail_on_poison)
     return Engine(
         runner,
         {"suffix": SuffixDrafter()},

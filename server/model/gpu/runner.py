@@ -38,6 +38,7 @@ from server.model.gpu import attention as paged
 from server.model.gpu.batch_check import check_batch
 from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun
+from server.model.gpu.device import DeviceMeter
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
 from server.model.gpu.head_run import HeadRun
@@ -49,7 +50,7 @@ from server.model.gpu.slices import TorchSlices
 from server.model.gpu.spec import TorchModel, Ways
 from server.model.gpu.transfers import TURNS, HostTable, SideStream, Upload
 from server.model.gpu.warm_up import warm_up_batch, warm_up_shapes
-from server.types import ModelInfo
+from server.types import DeviceFigures, ModelInfo
 
 Array = npt.NDArray[Any]
 
@@ -117,6 +118,7 @@ class TorchRunner:
         if self._on_gpu:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._meter = DeviceMeter(device) if self._on_gpu else None
         self._in_flight: deque[Step] = deque()
         self._last: Step | None = None  # the step launched last, for `token_from`
         self._closed = False
@@ -279,6 +281,10 @@ class TorchRunner:
     def slice_bytes(self) -> int:
         """Bytes of head rows that slices keep beside the full head."""
         return self._slices.num_bytes
+
+    def device_figures(self) -> DeviceFigures | None:
+        """See MeasuredRunner."""
+        return None if self._meter is None else self._meter.figures()
 
     def close(self) -> None:
         """Wait for the device and let go of weights and KV memory. Idempotent."""

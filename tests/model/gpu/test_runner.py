@@ -13,6 +13,7 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError
 from server.model.gpu import attention, graphs
+from server.model.gpu.device import DeviceMeter
 from server.model.gpu.graphs import pad_to_bucket
 from server.model.gpu.kv_cache import KvCache, bytes_per_block
 from server.model.gpu.lm_head import LmHead
@@ -20,7 +21,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from server.model.gpu.warm_up import warm_up_shapes
 from server.model.kv_memory import num_blocks_for, step_reserve
-from server.types import SamplingParams
+from server.types import DeviceFigures, SamplingParams
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.torch_runners import runner_over
@@ -509,3 +510,32 @@ def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
     # A group of three: five rows a tile, the second sequence's root and its tree in one.
     assert not plan_of_two.groups[0].tiles[2:].any()
     assert plan_of_two.split_rows.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
+def test_a_meter_asks_the_driver_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is not there; without NVML's bindings it tells no utilisation."""
+    free, asked = iter([5, 4, 3]), []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 8))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1)
+
+    def utilization(device: torch.device) -> int:
+        asked.append(device)
+        if len(asked) == 2:
+            raise ModuleNotFoundError("pynvml")
+        return 75
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    now = [0.0]
+    meter = DeviceMeter(torch.device("cuda", 0), clock=lambda: now[0])
+    for at, want in (
+        (0.0, DeviceFigures(2, 1, 5, 8, 0.75)), (0.9, DeviceFigures(2, 1, 5, 8, 0.75)),
+        (1.1, DeviceFigures(2, 1, 4, 8)), (2.2, DeviceFigures(2, 1, 3, 8)),
+    ):  # fmt: skip
+        now[0] = at
+        assert meter.figures() == want
+    assert len(asked) == 2
+
+
+def test_a_runner_on_a_cpu_has_no_device_figures(runner: TorchRunner) -> None:
+    assert runner.device_figures() is None
