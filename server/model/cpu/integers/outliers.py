@@ -9,6 +9,7 @@ in blocks. Where the first is LIMIT off or more, and blocks are better, the laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from server.model.cpu.integers.forms import BLOCK, BY_NAME
 from server.model.cpu.integers.weights import dequantised, quantised
-from server.model.cpu.records import Float32, Scratch
+from server.model.cpu.records import Float32, Float64, Scratch
 from server.model.cpu.tensors import ModelTensors, Rows, Weights
 from server.model.shape import ModelShape
 
@@ -37,6 +38,9 @@ TEXT = (
 
 NUM_TOKENS = 128
 """The text's first ids."""
+
+_WIDTHS = (0, BLOCK)  # inputs of one scale: of the form int8, all of a row
+_CHUNK = 4096  # outputs at a time: as float64, in three forms, they are large
 
 
 def outliers(
@@ -71,7 +75,9 @@ def _normed(shape: ModelShape, x: Float32, weight: Float32) -> Float32:
     """What the first product of a layer is given."""
     if shape.norms == "after":
         return x
-    scale = 1.0 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + shape.norm_eps)
+    squares = x.astype(np.float64) ** 2
+    sums = [[math.fsum(row)] for row in squares.tolist()]  # in any order the same
+    scale = 1.0 / np.sqrt(np.array(sums) / x.shape[1] + shape.norm_eps)
     normed: Float32 = (x * scale * weight).astype(np.float32)
     return normed
 
@@ -90,22 +96,57 @@ def _inputs(
 
 def errors(x: Float32, parts: Sequence[Rows]) -> tuple[float, float]:
     """Relative errors of the outputs, mean over rows: with one scale a row and an output, in
-    blocks. x: float32 [rows, K]; parts: the matrix, [outputs, K]."""
-    weight = np.concatenate([part.tensor.float().numpy() for part in parts])
-    want = x @ weight.T
-    size = np.maximum(np.linalg.norm(want, axis=1), 1e-20)
+    blocks. x: float32 [rows, K], K at most 65,536; parts: the matrix, [outputs, K].
 
-    def error(form: str, width: int) -> float:
-        stored = dequantised(quantised(BY_NAME[form], weight))[:, : x.shape[1]]
-        got = _rounded(x, width) @ stored.T
-        return float((np.linalg.norm(got - want, axis=1) / size).mean())
+    The same bits on every CPU: a layer at the limit must not be in blocks on one machine and not
+    on another. So numbers are put on a grid, 20 bits of a row's and 17 of an output's largest:
+    then every sum of products is a whole number below 2**53, exact in any order.
+    """
+    top = np.frexp(np.abs(x).max(axis=1, keepdims=True))[1]
+    inputs = [_on_grid(values, top, 20) for values in (x, *(_rounded(x, w) for w in _WIDTHS))]
+    found: list[tuple[Float64, ...]] = []
+    for part in parts:
+        for first in range(0, part.tensor.shape[0], _CHUNK):
+            weight = part.tensor[first : first + _CHUNK].float().numpy()
+            found.append(tuple(_outputs(inputs, weight)))
+    want, *given = (np.concatenate(columns, axis=1) for columns in zip(*found, strict=True))
+    scale = 20 - np.frexp(np.abs(want).max(axis=1, keepdims=True))[1]
+    size = np.sqrt(_squares(want, scale))
 
-    return error("int8", x.shape[1]), error("q8_0", BLOCK)
+    def error(got: Float64) -> float:
+        rows = np.sqrt(_squares(got - want, scale)) / np.maximum(size, 1.0)
+        return math.fsum(rows.tolist()) / len(rows)
+
+    one, blocks = given
+    return error(one), error(blocks)
+
+
+def _on_grid(values: Float32, top: npt.NDArray[Any], bits: int) -> Float64:
+    """Whole numbers: multiples of 2 ** (top - bits), for each row its own."""
+    return np.rint(np.ldexp(values.astype(np.float64), bits - top))
+
+
+def _outputs(inputs: Sequence[Float64], weight: Float32) -> Iterator[Float64]:
+    """[rows, outputs] of each of (x, x of one scale a row, x of blocks) and the weight as it is
+    then; for each row in a unit of its own, the same for all three."""
+    top = np.frexp(np.abs(weight).max(axis=1, keepdims=True))[1]
+    matrices = [weight]
+    for form in ("int8", "q8_0"):
+        matrices.append(dequantised(quantised(BY_NAME[form], weight))[:, : weight.shape[1]])
+    for x, matrix in zip(inputs, matrices, strict=True):
+        yield np.ldexp(x @ _on_grid(matrix, top, 17).T, top.T)
+
+
+def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:
+    """The sum of squares of each row, of values rounded to whole numbers after * 2 ** scale."""
+    whole = np.rint(np.ldexp(values, scale)).astype(np.int64)
+    return (whole * whole).sum(axis=1).astype(np.float64)
 
 
 def _rounded(x: Float32, width: int) -> Float32:
-    """x as its integers give it back, one scale for `width` inputs (quantise.py)."""
+    """x as its integers give it back, one scale for `width` inputs, 0: all (quantise.py)."""
     num, inputs = x.shape
+    width = width or inputs
     padded: npt.NDArray[Any] = np.pad(x, ((0, 0), (0, -inputs % width)))
     blocks = padded.reshape(num, -1, width)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127.0)

@@ -18,7 +18,9 @@ from server.errors import IntegrityError
 from server.model import packed_folder
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.integers import kept, outliers, packed
+from server.model.cpu.integers.forms import BY_NAME
 from server.model.cpu.integers.outliers import errors
+from server.model.cpu.integers.weights import dequantised, quantised
 from server.model.cpu.tensors import Rows
 from server.model.scoring import Text, score
 from server.types import EngineSizes
@@ -145,6 +147,27 @@ def test_an_input_that_is_much_larger_than_others_is_an_outlier() -> None:
     x[:, 7] *= 100
     one, blocks = errors(x, parts)
     assert blocks < one
+
+
+def test_what_is_measured_is_exact_and_the_same_in_any_order_of_sums() -> None:
+    rng = np.random.default_rng(1)
+    weight = (rng.normal(size=(5000, 96)) * np.exp(rng.normal(size=(5000, 1)))).astype(np.float32)
+    x = (rng.normal(size=(9, 96)) * np.exp(2 * rng.normal(size=(9, 1)))).astype(np.float32)
+    x[:, 40] *= 50
+    x[3], weight[7] = 0.0, 0.0
+    found = errors(x, [Rows("w", torch.from_numpy(weight))])
+    # Another order of inputs within their blocks, of outputs, of parts and of rows.
+    inputs = np.concatenate([b + rng.permutation(32) for b in (0, 32, 64)])
+    outputs = rng.permutation(5000)
+    mixed = torch.from_numpy(weight[outputs][:, inputs].copy())
+    parts = [Rows("a", mixed[:300]), Rows("b", mixed[300:])]
+    assert errors(x[rng.permutation(9)][:, inputs].copy(), parts) == found
+    want = x.astype(np.float64) @ weight.T.astype(np.float64)
+    for form, width, value in (("int8", 96, found[0]), ("q8_0", 32, found[1])):
+        stored = dequantised(quantised(BY_NAME[form], weight)).astype(np.float64)
+        got = outliers._rounded(x, width).astype(np.float64) @ stored.T
+        rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-20)
+        assert value == pytest.approx(rows.mean(), rel=2e-3)
 
 
 def test_what_is_measured_is_what_goes_into_the_products(
