@@ -35,7 +35,7 @@ def requantise(source: Path, out: Path, form: str) -> None:
         value: Any = field.contents()
         inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, value, field.types[0], inner)
-    writer.add_file_type(gguf.LlamaFileType[_file_type(form)])
+    writer.add_file_type(gguf.LlamaFileType[file_type(form)])
     try:
         for tensor in reader.tensors:
             if len(tensor.shape) != 2:
@@ -53,7 +53,8 @@ def requantise(source: Path, out: Path, form: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _file_type(form: str) -> str:
+def file_type(form: str) -> str:
+    """gguf's name of a file whose matrices have that form."""
     return "ALL_F32" if form == "f32" else f"MOSTLY_{form.upper()}"
 
 

@@ -11,11 +11,14 @@ each of them, in an order drawn anew, with the same prompts:
     prose, copy              one stream: decode tokens/s after the first chunk
     first-200, first-1500    milliseconds to the first token of a prompt of about so many tokens
     8-streams, 32-streams    tokens/s of all, prefill included
+    history-4000, 8-histories   one stream, and 8 at once, behind about 4,000 tokens each, which
+                             were asked before and are kept: tokens/s while all are being answered
 
 Told: medians, and the ratio to llama.cpp, round by round, with its 95 % bootstrap interval (above
-1 = Tailor is better). Nothing is read from a prefix cache. `--make FORM OUT` writes the file with
-its matrices dequantised and rounded to FORM first, and measures that: a file of 4 bits rounded to 8
-says nothing of quality, only its speed is a Q8_0's. Ends in one JSON line; 1 when a request failed.
+1 = Tailor is better). Nothing else is read from a prefix cache. `--make FORM OUT` writes the file
+with its matrices dequantised and rounded to FORM first, and measures that: one of 4 bits rounded to
+8 says nothing of quality, only its speed is a Q8_0's. Ends in one JSON line; 1 when a
+request failed.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ import httpx
 
 from loadtest import machine
 from loadtest.cells import Ask, Level, run_cell
+from loadtest.completion import Timing
 from loadtest.options import add_result_options, describe_servers, emit, refuse_busy_machine
 from loadtest.peer import (
     SETTLE_S,
@@ -56,12 +60,14 @@ LLAMACPP = "llamacpp"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One cell: `streams` prompts at once, of max_tokens each. figure: what of it counts."""
+    """One cell: `streams` prompts at once, of max_tokens each. figure: what of it counts. is_kept:
+    they are asked once before, so that the servers have them in their caches."""
 
     name: str
     prompts: Sequence[str]
     max_tokens: int
     figure: str  # decode, first or all
+    is_kept: bool = False
 
     @property
     def less_is_better(self) -> bool:
@@ -71,6 +77,7 @@ class Kind:
 def kinds(tokens: int, names: Sequence[str] | None) -> list[Kind]:
     """All cells, or those that are named. Raises ValueError for one that is not there."""
     long = " ".join(distinct_prompts(8))  # about 215 tokens each
+    histories = [f"{i}. {' '.join(distinct_prompts(19 + i)[i:])}" for i in range(1, 9)]
     found = {
         "prose": Kind("prose", [PLAIN], tokens, "decode"),
         "copy": Kind("copy", [COPY], tokens, "decode"),
@@ -78,6 +85,8 @@ def kinds(tokens: int, names: Sequence[str] | None) -> list[Kind]:
         "first-1500": Kind("first-1500", [long[: 7 * len(PLAIN)]], 2, "first"),
         "8-streams": Kind("8-streams", distinct_prompts(8), tokens, "all"),
         "32-streams": Kind("32-streams", distinct_prompts(32), tokens, "all"),
+        "history-4000": Kind("history-4000", histories[:1], tokens, "decode", True),
+        "8-histories": Kind("8-histories", histories, tokens, "decode", True),
     }
     unknown = sorted(set(names or ()) - set(found))
     if unknown:
@@ -91,10 +100,12 @@ def servers(gguf: Path, binary: Path, args: Mapping[str, str]) -> list[Peer]:
         [f"{LLAMACPP}={PEERS}/llamacpp.sh", f"tailor-off={PEERS}/tailor.sh", "tailor=@tailor-off"],
         extras=['tailor-off={"speculation": {"drafter": "off"}}'],
     )
-    # The script asks for float32 keys and values; here each server keeps its own default.
+    # The script asks for float32 keys and values; here each server keeps its own default. Its 32
+    # slots share one memory, which eight histories need to fit in.
     kept = f"--cache-type-k f16 --cache-type-v f16 {args[LLAMACPP]}"
     made[0].env = {
         "LLAMACPP_BIN": str(binary), "LLAMACPP_MODEL": str(gguf), "LLAMACPP_ARGS": kept,
+        "LLAMACPP_CTX": "40960",
     }  # fmt: skip
     made[1].env = {
         "PYTHON": sys.executable, "TAILOR_MODEL": str(gguf), "TAILOR_ARGS": args["tailor"],
@@ -108,18 +119,39 @@ async def figure_of(
     """One cell of one server: tokens a second, or milliseconds. Raises PeerFailed."""
     asks = [Ask(Example("", "", prompt, ""), "", kind.max_tokens) for prompt in kind.prompts]
     level = Level(concurrency=len(asks))
+    if kind.is_kept:
+        if peer.dialect == LLAMACPP:
+            peer = replace(peer, extra=peer.extra | {"cache_prompt": True})
+        first = [replace(ask, max_tokens=1) for ask in asks]
+        await run_cell(client, peer, Level(concurrency=1), round_id, first, salt=peer.salt(salt))
     cell = await run_cell(client, peer, level, round_id, asks, salt=peer.salt(salt))
     if cell.failures:
         raise PeerFailed(f"{peer.name}, {kind.name}: {cell.failures[0]}")
     if kind.figure == "all":
         return cell.tokens_per_s
-    (timing,) = cell.timings
     if kind.figure == "first":
+        (timing,) = cell.timings
         return 1e3 * timing.ttft_s
-    rate = timing.decode_tokens_per_s
+    rate = rate_together(cell.timings)
     if rate is None:
-        raise PeerFailed(f"{peer.name}, {kind.name}: the answer came in one chunk")
+        raise PeerFailed(f"{peer.name}, {kind.name}: an answer came in one chunk")
     return rate
+
+
+def rate_together(timings: Sequence[Timing]) -> float | None:
+    """Tokens a second of all streams, from when the last has begun until the first ends; None where
+    there is no such time."""
+    began = max(timing.chunk_s[0] for timing in timings)
+    ended = min(timing.chunk_s[-1] for timing in timings)
+    if ended <= began:
+        return None
+    num = sum(  # a server may tell of tokens without a text only at the end
+        tokens * timing.num_tokens / sum(timing.chunk_tokens)
+        for timing in timings
+        for at, tokens in zip(timing.chunk_s, timing.chunk_tokens, strict=True)
+        if began < at <= ended
+    )
+    return num / (ended - began)
 
 
 Found = dict[str, dict[str, list[float]]]

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import httpx
 import numpy as np
 import pytest
 
+from loadtest.cells import Ask, Cell, Level
+from loadtest.completion import Timing
 from loadtest.peer import Peer, PeerFailed
+from loadtest.random_gguf import SHAPES, write
 from loadtest.requantise import requantise
-from loadtest.same_file import LLAMACPP, Found, kinds, servers, summary_of
+from loadtest.same_file import (
+    LLAMACPP,
+    Found,
+    figure_of,
+    kinds,
+    rate_together,
+    servers,
+    summary_of,
+)
 from loadtest.same_file_quality import best, compare, divergence, llamacpp_tops
+from server.model.build import RunnerSpec, build_runner
+from server.model.gguf_folder import file_folder
 from server.model.gguf_index import GgufIndex
-from server.model.scoring import Text
+from server.model.scoring import Text, score
+from server.types import EngineSizes
 from tests.setup.test_gguf_file import write_gguf
 
 
@@ -60,6 +76,57 @@ def test_ratios_are_above_1_where_tailor_is_better() -> None:
         kinds(8, ["x"])
     streams = {kind.name: len(kind.prompts) for kind in kinds(8, None)}
     assert (streams["8-streams"], streams["32-streams"], streams["prose"]) == (8, 32, 1)
+
+
+def test_streams_are_counted_while_all_are_being_answered() -> None:
+    a = Timing(0.0, chunk_s=[1.0, 2.0, 3.0, 4.0], chunk_tokens=[1, 2, 3, 4], num_tokens=10)
+    b = Timing(0.0, chunk_s=[2.0, 3.0, 5.0], chunk_tokens=[1, 1, 1], num_tokens=6)
+    assert rate_together([a]) == a.decode_tokens_per_s == 3.0
+    assert rate_together([a, b]) == (3 + 4 + 2) / 2.0
+    assert rate_together([a, replace(b, chunk_s=[4.0, 5.0, 6.0])]) is None
+
+
+def test_histories_are_asked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool | None, int, str]] = []
+
+    async def run(
+        _: object, peer: Peer, __: object, ___: int, asks: list[Ask], *, salt: str
+    ) -> Cell:
+        asked.extend((peer.extra.get("cache_prompt"), a.max_tokens, salt) for a in asks)
+        cell = Cell(peer.name, Level(), 0)
+        cell.timings = [Timing(0.0, chunk_s=[1.0, 2.0], chunk_tokens=[1, 7], num_tokens=8)]
+        return cell
+
+    monkeypatch.setattr("loadtest.same_file.run_cell", run)
+    peer = Peer(LLAMACPP, "x", dialect="llamacpp")
+    (kind,) = kinds(8, ["history-4000"])
+    client: Any = None
+    assert asyncio.run(figure_of(client, peer, kind, 0, "s")) == 7.0
+    assert asked == [(True, 1, "s-llamacpp"), (True, 8, "s-llamacpp")]
+    assert "cache_prompt" not in peer.extra
+
+
+def test_a_file_of_random_weights_is_served_in_its_own_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written with another file's tokenizer, filled up; read by transformers and by us alike."""
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "in.gguf")
+    for name, one in SHAPES.items():
+        dim = 128 if one.architecture == "qwen3" else 32  # what transformers takes it to be
+        small = replace(one, layers=2, hidden=128, inner=96, heads=4, kv_heads=2, head_dim=dim)
+        small = replace(small, vocab=400, context=128)
+        out = tmp_path / f"{name}.gguf"
+        write(tmp_path / "in.gguf", out, small, "q8_0")
+        folder = file_folder(str(out))
+        sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=64, kv_bytes=1 << 21)
+        runner = build_runner(RunnerSpec("m", str(folder), sizes=sizes, threads=1))
+        try:
+            assert runner.info.vocab_size == 400 and runner.info.dtype == "file"
+            found = score(runner, [Text(tuple(range(3, 40)), 1)]).logprobs
+        finally:
+            runner.close()
+        assert np.isfinite(found).all() and found.mean() == pytest.approx(-math.log(400), abs=1.5)
 
 
 def test_both_servers_get_the_same_file_and_their_own_default_cache(tmp_path: Path) -> None:
