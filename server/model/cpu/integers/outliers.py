@@ -123,7 +123,8 @@ def errors(x: Float32, parts: Sequence[Rows]) -> tuple[float, float]:
 
 def _on_grid(values: Float32, top: npt.NDArray[Any], bits: int) -> Float64:
     """Whole numbers: multiples of 2 ** (top - bits), for each row its own."""
-    return np.rint(np.ldexp(values.astype(np.float64), bits - top))
+    whole: Float64 = np.rint(np.ldexp(values.astype(np.float64), bits - top))
+    return whole
 
 
 def _outputs(inputs: Sequence[Float64], weight: Float32) -> Iterator[Float64]:
@@ -140,7 +141,8 @@ def _outputs(inputs: Sequence[Float64], weight: Float32) -> Iterator[Float64]:
 def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:
     """The sum of squares of each row, of values rounded to whole numbers after * 2 ** scale."""
     whole = np.rint(np.ldexp(values, scale)).astype(np.int64)
-    return (whole * whole).sum(axis=1).astype(np.float64)
+    sums: Float64 = (whole * whole).sum(axis=1).astype(np.float64)
+    return sums
 
 
 def _rounded(x: Float32, width: int) -> Float32:
