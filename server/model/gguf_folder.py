@@ -8,9 +8,7 @@ keyed by the file's sha256. Importing this module imports neither torch nor tran
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,10 @@ from typing import Any
 from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
-from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME
-from server.model.gguf_tokenizer import convert_tokenizer, eos_ids, gguf_fields
+from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VERSION
+from server.model.gguf_convert import describe
+from server.model.gguf_file import unknown_forms
+from server.model.gguf_index import GgufIndex
 from server.model.wheels import Report
 
 
@@ -55,7 +55,7 @@ def _folder(name_or_path: str) -> Path:
     if name_or_path in BUILT_IN:
         return catalog.built_in_file_folder(BUILT_IN[name_or_path])
     digest = remembered_sha256(Path(name_or_path).expanduser())
-    return models / f"gguf-{digest[:16]}-file-v{CONVERTER_VERSION}"
+    return models / f"gguf-{digest[:16]}-file-v{GGUF_VERSION}"
 
 
 def cached_file_folder(name_or_path: str) -> Path | None:
@@ -140,45 +140,12 @@ def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) 
         source = Path(name_or_path).expanduser().resolve()
         marker |= {"source": source.name, "source_sha256": remembered_sha256(source)}
         marker["gguf"] = str(source)
-    _describe(source, out, report)
-    (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-
-
-def _describe(gguf: Path, out: Path, report: Report) -> None:
-    """Config, generation config and tokenizer of a GGUF, as transformers reads them."""
-    if not sys.stderr.isatty():  # bars are for people; read by tqdm when it is first imported
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-    import transformers
-    from accelerate import init_empty_weights
-
-    from server.model.gguf_file import unknown_forms
-    from server.model.gguf_index import GgufIndex
-
-    report(f"Reading {gguf.name} (once)")
-    unknown = unknown_forms(GgufIndex(gguf))
+    report(f"Reading {source.name} (once)")
+    unknown = unknown_forms(GgufIndex(source))
     if unknown:
         raise UnsupportedModelError(
-            f"{gguf.name}: {unknown[0]} is of no form that is multiplied as it is; "
+            f"{source.name}: {unknown[0]} is of no form that is multiplied as it is; "
             "`weights: int8` rounds it"
         )
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise UnsupportedModelError(
-            f"{gguf.name}: transformers cannot read this GGUF: {str(error)[:300]}"
-        ) from None
-    with init_empty_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    config.architectures = [type(model).__name__]
-    config.dtype = torch.float32
-    config._name_or_path = ""
-    generation: Any = transformers.GenerationConfig.from_model_config(config)
-    eos = eos_ids(gguf_fields(gguf))
-    if eos:
-        config.eos_token_id = eos[0]
-        generation.eos_token_id = eos[0] if len(eos) == 1 else eos
-    generation._from_model_config = False
-    config.save_pretrained(out)
-    generation.save_pretrained(out)
-    convert_tokenizer(gguf, out, report)
+    describe(source, out, report)
+    (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")

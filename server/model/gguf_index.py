@@ -1,8 +1,8 @@
 """GgufIndex: what a GGUF holds and where, with its tensors as views of the mapped file.
 
 The format (docs/gguf.md of ggml), little-endian, versions 2 and
-3. Metadata is skipped but for numbers and strings of their own: the lists of a tokenizer, 100,000
-entries and more, would take seconds and hundreds of megabytes as Python objects.
+3. Of lists, only short ones of numbers are kept (a value for each layer): those of a tokenizer,
+100,000 entries and more, would take seconds and hundreds of megabytes as Python objects.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _NUMBERS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _LIST = 8, 9
+_MOST_ENTRIES = 1024  # of a list that is kept
 _FLOATS: dict[str, np.dtype[Any]] = {
     "f32": np.dtype("<f4"),
     "f16": np.dtype("<f2"),
@@ -63,7 +64,7 @@ class _Cursor:
         return self._data[self.at - size : self.at].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A number or a text; None for a list, which is skipped."""
+        """A number, a text or a tuple of numbers; None for a list that is skipped."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _STRING:
@@ -71,6 +72,8 @@ class _Cursor:
         if kind != _LIST:
             raise ValueError(f"metadata of type {kind} is not known")
         inner, num = self.number("<I"), self.number("<Q")
+        if inner in _NUMBERS and num <= _MOST_ENTRIES:
+            return tuple(self.number(_NUMBERS[inner]) for _ in range(num))
         if inner in _NUMBERS:
             self.at += num * struct.calcsize(_NUMBERS[inner])
         elif inner == _STRING:
@@ -88,8 +91,8 @@ class _Cursor:
 
 
 class GgufIndex:
-    """An open GGUF. fields: metadata by key, without lists. Raises ModelError for what is no GGUF,
-    is of another version, or is cut short."""
+    """An open GGUF. fields: metadata by key, without long lists and lists of texts. Raises
+    ModelError for what is no GGUF, is of another version, or is cut short."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:

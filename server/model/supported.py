@@ -153,6 +153,9 @@ def _rope_reasons(config: Any, keys: frozenset[str], rope_types: frozenset[str])
         # Hunyuan calls a fixed stretch of the base, alpha, "dynamic".
         if kind == "dynamic" and parameters.get("alpha"):
             kind = "alpha"
+        # Factors that are the same at every length: Llama 3's scaling as a GGUF has it.
+        if kind == "longrope" and parameters.get("short_factor") == parameters.get("long_factor"):
+            kind = "default"
         if kind not in allowed:
             # dynamic and longrope change all positions' angles with the longest one in the batch
             kinds = ", ".join(sorted(allowed - {"alpha"}))

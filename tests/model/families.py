@@ -224,20 +224,24 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model in eval mode. Matrices are scaled up so that attention is far from uniform,
-    and norms and biases are random, so that a wrong one shows."""
+    """A float32 model in eval mode, with random weights."""
     torch.manual_seed(seed)
-    module = FAMILIES[family]()
+    return randomised(FAMILIES[family](), zero_norms=family.startswith("gemma"))
+
+
+def randomised(module: PreTrainedModel, *, zero_norms: bool) -> PreTrainedModel:
+    """Matrices are scaled up so that attention is far from uniform, and norms and biases are
+    random, so that a wrong one shows. zero_norms: norms are stored less 1, as Gemma's are."""
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if weight.ndim == 1:
                 weight.uniform_(-0.5, 0.5) if "norm" in name else weight.normal_(0.0, 0.3)
-                if "norm" in name and not family.startswith("gemma"):
+                if "norm" in name and not zero_norms:
                     weight.add_(1.0)
             elif name.endswith("conv.conv.weight"):
                 weight.normal_(0.0, 0.7)
             elif "embed" in name or "lm_head" in name:
-                weight.normal_(0.0, 0.15 if family.startswith("gemma") else 0.4)
+                weight.normal_(0.0, 0.15 if zero_norms else 0.4)
             else:
                 weight.normal_(0.0, 1.3 / weight.shape[1] ** 0.5)
     return module.eval()

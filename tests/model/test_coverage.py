@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-
 from server.model.families import FAMILIES
-from tests.model import families, test_families, test_greedy, test_hf_equality
+from server.model.gguf_config import ARCHITECTURES
+from tests.model import families, test_families, test_gguf_families, test_greedy, test_hf_equality
 from tests.model.cpu import test_family_engines
 from tests.model.generic_models import GENERIC
+from tests.model.gguf_models import MODELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
@@ -38,7 +38,7 @@ COLUMNS: dict[str, Callable[[], set[str]]] = {
     "slices": lambda: _params(test_family_engines),
     "exact": lambda: _params(test_family_engines),
     "adapters": lambda: _params(test_families.test_an_adapter_is_merged_into_every_family),
-    "GGUF": lambda: {name for name, family in FAMILIES.items() if family.gguf},
+    "GGUF": lambda: _params(test_gguf_families.test_a_quantised_file_is_served_as_it_is),
 }
 
 
@@ -48,8 +48,6 @@ def table() -> str:
     lines = [f"| Family | class | {' | '.join(sets)} | weights |", "|---|---|" + "---|" * 8]
     for name, family in FAMILIES.items():
         marks = " | ".join("✓" if name in column else "-" for column in sets.values())
-        if family.gguf and not family.real_weights:
-            marks = f"{marks.removesuffix('✓')}untried"
         known = ", ".join(family.known_as)
         lines.append(
             f"| {known} | `{family.architecture}` | {marks} | {family.real_weights or '-'} |"
@@ -79,9 +77,10 @@ def test_the_table_of_families_is_what_the_tests_run() -> None:
     assert text == _with_table(text), "python -m tests.model.test_coverage --write"
 
 
-def test_gguf_names_are_those_that_transformers_reads() -> None:
-    named = {name for family in FAMILIES.values() for name in family.gguf}
-    assert named <= set(GGUF_SUPPORTED_ARCHITECTURES)
+def test_gguf_names_are_those_that_are_read() -> None:
+    assert {name for family in FAMILIES.values() for name in family.gguf} == set(ARCHITECTURES)
+    models = {kind: model.kind for kind, model in MODELS.items()}
+    assert all(models[kind] in family.gguf for kind, family in FAMILIES.items())
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

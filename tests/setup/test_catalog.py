@@ -275,8 +275,8 @@ def test_wheels_come_through_pip(
 
 
 def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
-    _write_gguf(tmp_path / "m.gguf", pre="tekken")
-    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken' is not known"):
+    _write_gguf(tmp_path / "m.gguf", pre="gigachat")
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'gigachat' is not known"):
         model_folder(str(tmp_path / "m.gguf"), report=lambda _: None)
 
 

@@ -1,0 +1,153 @@
+"""GGUF files of every family: what is served is transformers' forward of the file's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from server.errors import ModelError, UnsupportedModelError
+from server.model.build import RunnerSpec, build_runner
+from server.model.catalog import model_folder
+from server.model.gguf_config import ARCHITECTURES, config_values
+from server.model.gguf_file import GgufWeights
+from server.model.gguf_folder import file_folder
+from server.model.gguf_index import GgufIndex
+from server.model.loader import open_model
+from server.types import EngineSizes
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.gguf_models import MODELS, VOCAB_SIZE, write
+
+FAMILIES = list(MODELS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _ids() -> list[int]:
+    return np.random.default_rng(3).integers(3, VOCAB_SIZE, 40).tolist()
+
+
+def _served(folder: Path) -> Any:
+    """float32 [n, V]: log-softmax at every position, opened as a server does."""
+    sizes = EngineSizes(max_num_seqs=2, max_num_batched_tokens=64, kv_bytes=8 << 20)
+    runner = build_runner(RunnerSpec("tiny", str(folder), sizes=sizes, max_model_len=96))
+    builder = BatchBuilder()
+    for row in builder.add_rows(Pages(8).sequence(len(_ids())), _ids(), 0):
+        builder.score(row, 0, VOCAB_SIZE)
+    try:
+        runner.launch(builder.build())
+        return all_logprobs(runner.wait(), VOCAB_SIZE)
+    finally:
+        runner.close()
+
+
+def _truth(module: Any) -> Any:
+    with torch.no_grad():
+        return torch.log_softmax(module(torch.tensor([_ids()])).logits[0], -1).numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_of_floats_gives_transformers_logits(family: str, tmp_path: Path) -> None:
+    module = MODELS[family].build()
+    write(MODELS[family], module, tmp_path / "m.gguf")
+    got = _served(model_folder(str(tmp_path / "m.gguf")))
+    np.testing.assert_allclose(got, _truth(module), rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> None:
+    model = MODELS[family]
+    module = model.build()
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.ndim == 2:
+                rows = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+                exact = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q8_0)
+                weight.copy_(torch.from_numpy(exact))
+    write(model, module, tmp_path / "m.gguf", "Q8_0")
+    folder = file_folder(str(tmp_path / "m.gguf"))
+    weights = open_model(folder).weights
+    assert isinstance(weights, GgufWeights)
+    state = module.state_dict()
+    for name in set(weights.names()) & set(state):  # the dense Granite 4.0 has Granite 3's names
+        np.testing.assert_allclose(weights.floats(name), state[name].numpy(), atol=2e-7)
+    error = np.abs(_served(folder) - _truth(module))
+    assert 0.0 < float(error.mean()) < 0.2  # of the activations, which are rounded to 8 bits
+
+
+def test_every_architecture_has_a_model_but_one_of_its_other_name() -> None:
+    assert {model.kind for model in MODELS.values()} == set(ARCHITECTURES) - {"granitehybrid"}
+
+
+def _metadata(path: Path, kind: str, **changes: Any) -> None:
+    """A file without tensors but the embedding table."""
+    writer = gguf.GGUFWriter(path, kind)
+    keys: dict[str, Any] = {
+        "context_length": 256, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, **changes,
+    }  # fmt: skip
+    for key, value in keys.items():
+        if isinstance(value, list):
+            writer.add_array(f"{kind}.{key}", value)
+        elif isinstance(value, (bool, str, float)):
+            add = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32}
+            add[type(value)](f"{kind}.{key}", value)  # type: ignore[operator]
+        elif value is not None:
+            writer.add_uint32(f"{kind}.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((VOCAB_SIZE, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "told"),
+    [
+        ("falcon", {}, r"architecture is 'falcon' \(general.architecture\).*lfm2 are read"),
+        ("llama", {"expert_count": 8}, r"mixture of experts \(llama.expert_count\).*dense model"),
+        ("qwen3", {"pooling_type": 3}, r"embedding model \(qwen3.pooling_type\)"),
+        ("llama", {"attention.causal": False}, r"not causal \(llama.attention.causal\)"),
+        ("glm4", {"rope.dimension_sections": [4, 2, 2, 0]}, r"glm4.rope.dimension_sections"),
+        ("llama", {"rope.dimension_count": 8}, r"part of the head \(llama.rope.dimension_count"),
+        ("llama", {"rope.scaling.type": "su"}, r"'su' is not computed \(llama.rope.scaling.type"),
+        (
+            "granitehybrid",
+            {"attention.head_count_kv": [2, 0]},
+            r"recurrent state \(granitehybrid.attention.head_count_kv\).*Granite 4.0 dense",
+        ),
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned"),
+        ("lfm2", {"attention.head_count_kv": [2, 0], "attention.sliding_window": 8}, "window"),
+    ],
+)
+def test_a_file_that_is_not_computed_is_refused_by_its_key(
+    kind: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    _metadata(tmp_path / "m.gguf", kind, **changes)
+    with pytest.raises(UnsupportedModelError, match=rf"(?s){told}.*Nearest that works|{told}"):
+        config_values(GgufIndex(tmp_path / "m.gguf"), "m.gguf")
+
+
+def test_metadata_that_is_missing_and_tensors_that_are_too_many_are_named(tmp_path: Path) -> None:
+    _metadata(tmp_path / "m.gguf", "llama", block_count=None)
+    with pytest.raises(ModelError, match=r"m.gguf lacks llama.block_count"):
+        config_values(GgufIndex(tmp_path / "m.gguf"), "m.gguf")
+    model = MODELS["qwen3"]
+    write(model, model.build(), tmp_path / "q.gguf", extra={"blk.0.attn_sinks.weight": 4})
+    with pytest.raises(UnsupportedModelError, match=r"not computed, first blk.0.attn_sinks"):
+        model_folder(str(tmp_path / "q.gguf"))
+
+
+def test_an_old_granite_4_is_read_by_its_other_name(tmp_path: Path) -> None:
+    changes = {"attention.head_count_kv": [2, 2], "rope.scaling.finetuned": True}
+    _metadata(tmp_path / "m.gguf", "granitehybrid", **changes, residual_scale=0.5)
+    values = config_values(GgufIndex(tmp_path / "m.gguf"), "m.gguf")
+    assert (values["model_type"], values["num_key_value_heads"]) == ("granite", 2)
+    assert values["residual_multiplier"] == 0.5

@@ -1,0 +1,108 @@
+"""A GGUF's tokenizer: the ids are those of transformers' tokenizer of the same vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+
+from server.errors import UnsupportedModelError
+from server.model.gguf_tokenizer import convert_tokenizer
+
+TEXTS = ("Hello  world 12345", "I'M ÉTÉ's\n\n x", "  leading", "a\tb<end>c", "日本 12 hé", "")
+
+
+def _ids(fields: dict[str, Any], folder: Path) -> list[list[int]]:
+    convert_tokenizer(fields, folder, "m.gguf", lambda _: None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+def _theirs(fields: dict[str, Any]) -> list[list[int]]:
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+
+    known = {**fields, "tokenizer_type": fields["model"]}
+    known["pre_tokenizer_type"] = fields.get("pre")
+    backend, _ = convert_gguf_tokenizer(fields.get("architecture", "llama"), known)
+    return [backend.encode(text, add_special_tokens=False).ids for text in TEXTS]
+
+
+def _byte_level(pre: str, **more: Any) -> dict[str, Any]:
+    """Bytes, and words whose merges cross the borders that only some pre-tokenizers cut at."""
+    merges = ["1 2", "12 3", "123 4", "I '", "Ġ Ġ", "ĠĠ l", "l e", "' s", "Ċ Ċ", "h Ã"]
+    tokens = ["<end>", "<begin>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    return {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "bos_token_id": 1,
+        "token_type": [3, 3, *[1] * (len(tokens) - 2)], "eos_token_id": 0, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "dbrx", "lfm2", "tekken", "gpt-4o", "qwen2"])
+def test_text_is_cut_as_the_named_pre_tokenizer_cuts_it(pre: str, tmp_path: Path) -> None:
+    fields = _byte_level(pre, add_bos_token=False)
+    assert _ids(fields, tmp_path) == _theirs(fields)
+
+
+def test_names_differ_where_their_patterns_do(tmp_path: Path) -> None:
+    names = ("gpt-2", "smollm", "llama-bpe")
+    ids = [_ids(_byte_level(pre, add_bos_token=False), tmp_path) for pre in names]
+    assert len({str(found) for found in ids}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("pre", "said", "has_bos"),
+    [("llama-bpe", None, True), ("llama-bpe", False, False), ("tekken", None, True),
+     ("qwen2", None, False), ("gpt-2", True, True), ("glm4", None, False)],
+)  # fmt: skip
+def test_bos_is_added_as_llama_cpp_adds_it(
+    pre: str, said: bool | None, has_bos: bool, tmp_path: Path
+) -> None:
+    ids = _ids(_byte_level(pre, add_bos_token=said), tmp_path)
+    assert all((found[:1] == [1]) == has_bos for found in ids)
+
+
+def _sentencepiece(architecture: str) -> dict[str, Any]:
+    words = ["\u2581", *"Helowrdab12345c", "ll", "lo", "\u2581w", "He", "Hell", "Hello", "or"]
+    words += ["\u2581wor", "ld", "12", "\u2581le", "\u2581l"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words, "<end>"]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words), 4]
+    return {
+        "model": "llama", "architecture": architecture, "tokens": tokens, "token_type": kinds,
+        "scores": [0.0] * 259 + [-float(i) for i in range(len(words))] + [0.0], "bos_token_id": 1,
+        "eos_token_id": 2, "unknown_token_id": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3"])
+def test_sentencepiece_merges_by_scores(architecture: str, tmp_path: Path) -> None:
+    fields = _sentencepiece(architecture)
+    got = _ids(fields, tmp_path)
+    assert all(ids[0] == 1 for ids in got), "BOS is added unless the file says no"
+    want = _theirs(fields)
+    if architecture == "llama":
+        # transformers puts no space in front of a space, nor behind a token of the user's, as it
+        # does for Phi-3; llama.cpp does for all.
+        got, want = got[:2] + got[4:], want[:2] + want[4:]
+    assert [ids[1:] for ids in got] == want
+
+
+def test_a_space_is_put_in_front_unless_the_file_says_no(tmp_path: Path) -> None:
+    fields = _sentencepiece("ernie4_5")
+    first = [_ids({**fields, "add_space_prefix": on}, tmp_path)[0][1] for on in (True, False)]
+    assert [fields["tokens"][i] for i in first] == ["\u2581", "Hello"]
+
+
+def test_what_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"pre-tokenizer 'bloom' is not known"):
+        _ids(_byte_level("bloom"), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"'t5' \(tokenizer.ggml.model\), gpt2 and"):
+        _ids({**_byte_level("gpt-2"), "model": "t5"}, tmp_path)
+
+
+def test_the_chat_template_and_special_tokens_are_kept(tmp_path: Path) -> None:
+    _ids(_byte_level("gpt-2", chat_template="{{ x }}"), tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == "{{ x }}"
+    assert '"bos_token": "<begin>"' in (tmp_path / "tokenizer_config.json").read_text()
