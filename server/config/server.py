@@ -258,6 +258,11 @@ class EngineConfig(Section):
         description="what computes the layers on cuda: fused, a decoder of our own with few "
         "launches, or modules, transformers' own; auto: fused for the families that it covers",
     )
+    steps_ahead: Literal["auto", 0, 1] = Field(
+        "auto",
+        description="how many steps are launched before the results of the one before them are "
+        "looked at, while all requests decode without drafts; auto: 1 on cuda, 0 on cpu",
+    )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"
     )

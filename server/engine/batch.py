@@ -102,8 +102,7 @@ class Batch:
 
     Rows (each int32 [R] unless said):
       token_ids; token_from (-1, or the index of the draw of the previous Batch whose id this row
-      takes, so a device can run one step ahead; build.py writes -1 always, because the engine
-      waits for each step: two steps in flight are the GPU runner's to finish); positions (depth,
+      takes, which was not known when the Batch was made: flights.py); positions (depth,
       not slot); seq_ids (index into block_tables); slots (where this row's K and V are written;
       unique in the batch);
       prefix_len; path_start, path_len (into path_slots).
@@ -231,15 +230,20 @@ def likeliest_first(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tupl
 
 
 class Runner(Protocol):
-    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory."""
+    """Batch -> one id per draw. Owns the device, the weights and the paged KV memory.
+
+    max_in_flight: steps that may be launched before the first of them is waited for.
+    """
 
     info: ModelInfo
+    max_in_flight: int
 
     def launch(self, batch: Batch) -> None:
-        """Start a step. Returns as soon as it can; no host sync on a GPU. One step in flight."""
+        """Start a step, behind those in flight. Returns as soon as it can; no host sync on a GPU.
+        What it raises leaves no step in flight."""
 
     def wait(self) -> Drawn:
-        """The result of the step in flight. Raises what the step raised."""
+        """The result of the oldest step in flight. Raises what the step raised."""
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i] in all layers: gather to a temporary, then scatter.
@@ -320,10 +324,10 @@ class AdaptingRunner(Runner, Protocol):
         flight. Raises ModelError and its kin."""
 
     def hold_adapter(self, place: int, adapter: Any) -> None:
-        """Put what pack_adapter gave at a free place. No step may be in flight."""
+        """Put what pack_adapter gave at a free place, after the steps in flight."""
 
     def drop_adapter(self, place: int) -> None:
-        """Forget what is at a place; an empty one is fine. No step may be in flight."""
+        """Forget what is at a place, after the steps in flight; an empty one is fine."""
 
 
 NO_TOKEN_LEFT = "no token is left to draw: the request's constraints exclude all ids"

@@ -214,6 +214,11 @@ class DraftRecord:
         """Factor on claimed survivals, 0..1."""
         return min(1.0, (self._accepted + self.PRIOR) / (self._predicted + self.PRIOR))
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next allowance() is 0."""
+        return self._left > 0
+
     def allowance(self) -> int:
         """Most nodes it may ask for in this step, 0 while cooling. Called once a step."""
         if self._left > 0:

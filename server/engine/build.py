@@ -87,7 +87,7 @@ class _Rows:
             self.path_start,
             self.path_len,
         ) = columns
-        self.token_from[:] = -1  # one step in flight: every row's id is known here
+        self.token_from[:] = -1
         self.tables: Int32 = np.zeros((num_sequences, num_blocks), np.int32)
         self.path_slots: list[int] = []
 
@@ -97,7 +97,8 @@ class _Rows:
         size, table = sequence.block_size, sequence.table
         self.tables[s, : sequence.num_blocks] = table[: sequence.num_blocks]
         if num == 1:
-            self.token_ids[r] = sequence.ids[start]
+            self.token_from[r] = item.token_from
+            self.token_ids[r] = sequence.ids[start] if item.token_from < 0 else 0
             self.positions[r] = start
             self.seq_ids[r] = s
             self.slots[r] = int(table[start // size]) * size + start % size
@@ -153,12 +154,13 @@ class _Draws:
 
     def add_roots(self, item: Scheduled, root_row: int) -> None:
         """One draw per choice that draws from the item's last row."""
+        num_ahead = int(item.token_from >= 0)
         for choice in (item.sequence, *item.sequence.siblings):
             self.rows.append(root_row)
             self.params_of.append(len(self.params))
             self.parents.append(-1)
             self.positions.append(item.start + item.num_rows)
-            self.params.append(choice.draw_params())
+            self.params.append(choice.draw_params(num_ahead))
 
     def add_masks(self, num_roots: int, num_nodes: int, masks: UInt32 | None) -> None:
         """The grammar's masks of the roots just added, which share one, and of a tree's nodes."""

@@ -19,26 +19,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from drafters.base import Drafter
 from server.engine.adapters import AdapterShelf, Vocabulary
 from server.engine.admission import Admission
-from server.engine.batch import Batch, Runner
+from server.engine.batch import Runner
 from server.engine.blocks import BlockPool
 from server.engine.budget import CostTable, DraftBudget
 from server.engine.build import build_batch
 from server.engine.chunked_prefill import chunked_prefill_rows
 from server.engine.control import TaskControl
 from server.engine.deltas import Ending, next_delta, refused
-from server.engine.drafting import CheckedTree, DrafterFactory, DrafterRegistry
+from server.engine.drafting import DrafterFactory, DrafterRegistry
 from server.engine.emission import Emission
 from server.engine.exact import ExactVerifier, Outcome
+from server.engine.flights import Flight, Flights, following
 from server.engine.grammar_compiler import GrammarCompiler
 from server.engine.invariants import check_state
 from server.engine.masks import step_masks
-from server.engine.plan import Built, Plan, Scheduled, Span
-from server.engine.planner import DraftPlanner, StepShape
+from server.engine.plan import Plan, Scheduled, Span
+from server.engine.planner import DraftPlanner
 from server.engine.recovery import Recovery, RunnerBrokenError
 from server.engine.results import (
     Results,
@@ -46,13 +45,13 @@ from server.engine.results import (
     draw_failure,
     guarded,
     take_scores,
-    wait_for,
 )
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence, Status
 from server.engine.sessions import DraftSessions
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
+from server.engine.step_drafts import Proposed, StepDrafts
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.types import Delta, EngineStats, Request
@@ -118,10 +117,13 @@ class Engine:
             adapters=self.adapters,
             vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
         )  # fmt: skip
+        self.flights = Flights(runner, settings.steps_ahead)
+        self._drafts = StepDrafts(
+            self.scheduler, self.sessions, self.planner, settings.max_draft_rows
+        )
         self._exact = ExactVerifier(self.slices, self.sessions)
         self._emission = Emission(self.slices, self.sessions, self._exact)
         self._deltas: list[Delta] = []
-        self._most_drafts = 0
         self._stats = EngineStats(num_total_blocks=self.pool.num_blocks)
 
     # -- the loop ---------------------------------------------------------------------------
@@ -133,38 +135,31 @@ class Engine:
         RunnerBrokenError, and what `meanwhile` raises.
         """
         began = time.perf_counter()
-        plan = self._schedule()
-        if not plan.items:
+        flight = self.flights.oldest or self._begin()
+        if flight is None:
             return self.take_deltas()
-        trees, propose_s = self._propose(plan)
-        masks = step_masks(plan.items, trees)
-        likely = self.sessions.num_likely(plan.items, self._most_drafts)
-        built = build_batch(plan.items, trees, plan.num_prefill_rows, masks, likely)
-        batch = self.slices.attach(plan.items, built.spans, built.batch, self.scheduler.running)
         try:
-            launched = time.perf_counter()
-            self._launch(plan, batch)
+            self._go_ahead(flight)
             if meanwhile is not None:
                 meanwhile()
-            self.sessions.settle(item.sequence for item in plan.items)
-            results = wait_for(self.runner.wait, lambda: time.perf_counter() - launched)
-            self._accept(plan, trees, built, results)
+            self.sessions.settle(item.sequence for item in flight.plan.items)
+            results = self.flights.wait()
+            self._accept(flight, results)
             self._verify_exact()
             self._move()
         except StepFailedError as failure:
-            self._recover(plan, failure.error)
+            self.flights.discard()
+            self._recover(flight.plan, failure.error)
             return self.take_deltas()
-        self._observe(plan, built, began, propose_s, results.model_s)
-        head_s = results.drawn.head_s
-        body_s = results.drawn.model_s - head_s
-        self.slices.observe(batch, body_s, head_s, plan.num_prefill_rows > 0)
+        self._observe(flight, began, results)
         return self.take_deltas()
 
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
         admission = self._admission
-        return len(self._open) > admission.num_preparing or admission.has_prepared
+        is_open = len(self._open) > admission.num_preparing
+        return is_open or admission.has_prepared or len(self.flights) > 0
 
     @property
     def is_preparing(self) -> bool:
@@ -285,9 +280,7 @@ class Engine:
                 self.scheduler.enqueue(leader)
             for failure in failed:
                 self._fail(*failure)
-        self.tasks.take_learned()
-        for failure in self._admission.expired():
-            self._fail(*failure)
+        self._tend_queue()
         self.scheduler.chunked_prefill_rows = chunked_prefill_rows(
             self.settings, self._cost, self.scheduler.running
         )
@@ -307,53 +300,44 @@ class Engine:
         self.slices.decide(plan.items)
         return plan
 
-    def _propose(self, plan: Plan) -> tuple[list[CheckedTree | None], float]:
-        """(a tree or None per item, seconds it took). The nodes chosen have their blocks."""
-        trees: list[CheckedTree | None] = [None] * len(plan.items)
-        self._most_drafts = 0
-        drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
-        for _, item in drawing:
-            item.sequence.no_draft_reason = self.sessions.no_draft_reason(item.sequence)
-        places = [i for i, item in drawing if not item.sequence.no_draft_reason]
-        if not places or self.recovery.suspect is not None:  # an isolated step runs as plain
-            return trees, 0.0
-        began = time.perf_counter()
-        mean_len = sum(item.start + item.num_rows for _, item in drawing) / len(drawing)
-        left = self.scheduler.max_num_batched_tokens - plan.num_rows
-        drafts = self.planner.plan(
-            [self.sessions.ask(plan.items[i].sequence) for i in places],
-            StepShape(len(drawing), plan.num_rows, mean_len, self.scheduler.num_awaiting_first),
-            min(self.settings.max_draft_rows, left),
-        )
-        self._most_drafts = drafts.ceiling
-        for at, error in drafts.errors:
-            self.sessions.disable(plan.items[places[at]].sequence, error)
-        for i, tree, reason in zip(places, drafts.trees, drafts.reasons, strict=True):
-            sequence = plan.items[i].sequence
-            sequence.no_draft_reason = reason
-            if tree is not None:
-                trees[i] = self._fit(sequence, tree)
-        return trees, time.perf_counter() - began
+    def _tend_queue(self) -> None:
+        """What has to be looked at in every step, those that are launched ahead too."""
+        self.tasks.take_learned()
+        for failure in self._admission.expired():
+            self._fail(*failure)
 
-    def _fit(self, sequence: Sequence, tree: CheckedTree) -> CheckedTree | None:
-        """As much of a tree as finds free blocks; drafts never preempt a sequence."""
-        num = self.scheduler.reserve_drafts(sequence, len(tree.token_ids))
-        if num:
-            return tree.keep(num)
-        sequence.draft_record.decay()
-        sequence.no_draft_reason = "budget"
-        return None
+    def _begin(self) -> Flight | None:
+        """Plan the next step from all that is known, and launch it; None without rows."""
+        plan = self._schedule()
+        if not plan.items:
+            return None
+        is_plain = self.recovery.suspect is not None  # an isolated step runs without drafts
+        return self._launch(plan, self._drafts.propose(plan, is_plain=is_plain))
 
-    def _launch(self, plan: Plan, batch: Batch) -> None:
-        if plan.copies:
-            copies = np.array(plan.copies, np.int32)
-            guarded(self.runner.copy_blocks, copies[:, 0].copy(), copies[:, 1].copy())
-        guarded(self.runner.launch, batch)
+    def _go_ahead(self, flight: Flight) -> None:
+        """Launch the step behind this one as well, if it is known whatever this one draws."""
+        is_due = self._admission.num_preparing or self.scheduler.can_seat
+        if is_due or self.recovery.suspect is not None or not self.flights.can_follow(flight):
+            return
+        self._tend_queue()
+        items = following(flight, self.scheduler.running)
+        if items and self._drafts.are_off(items) and self.scheduler.reserve_next(items):
+            plan = Plan(items, num_rows=len(items))
+            self._launch(plan, Proposed([None] * len(items)), is_ahead=True)
 
-    def _accept(
-        self, plan: Plan, trees: list[CheckedTree | None], built: Built, results: Results
-    ) -> None:
-        for item, tree, span in zip(plan.items, trees, built.spans, strict=True):
+    def _launch(self, plan: Plan, drafts: Proposed, *, is_ahead: bool = False) -> Flight:
+        items, trees = plan.items, drafts.trees
+        masks = step_masks(items, trees)
+        likely = self.sessions.num_likely(items, drafts.ceiling)
+        built = build_batch(items, trees, plan.num_prefill_rows, masks, likely)
+        batch = self.slices.attach(items, built.spans, built.batch, self.scheduler.running)
+        flight = Flight(plan, drafts, built, batch, is_ahead)
+        self.flights.launch(flight)
+        return flight
+
+    def _accept(self, flight: Flight, results: Results) -> None:
+        plan, built = flight.plan, flight.built
+        for item, tree, span in zip(plan.items, flight.drafts.trees, built.spans, strict=True):
             if item.sequence.status is Status.FINISHED:
                 continue  # another choice of its request has failed, and taken it along
             item.sequence.num_computed = item.start + item.num_rows
@@ -433,26 +417,29 @@ class Engine:
         if moves is not None:
             guarded(self.runner.move_slots, *moves)
 
-    def _observe(
-        self, plan: Plan, built: Built, began: float, propose_s: float, model_s: float
-    ) -> None:
-        """Note the figures of a step that succeeded, for stats(), the cost table and the budget."""
-        batch = built.batch
+    def _observe(self, flight: Flight, began: float, results: Results) -> None:
+        """Note the figures of a step that succeeded, for stats(), the cost table, the budget and
+        what `exact` costs."""
+        plan, batch, model_s = flight.plan, flight.batch, results.model_s
         if self._cost is not None:
-            self._cost.observe(batch.num_rows, built.num_keys, model_s)
+            self._cost.observe(batch.num_rows, flight.built.num_keys, model_s)
         step_s = time.perf_counter() - began
         host_s = max(0.0, step_s - model_s)
-        self.budget.observe_host(host_s)
+        if not flight.is_ahead and not self.flights:  # drafts are priced by steps that wait
+            self.budget.observe_host(host_s)
+        head_s = results.drawn.head_s
+        body_s = results.drawn.model_s - head_s
+        self.slices.observe(batch, body_s, head_s, plan.num_prefill_rows > 0)
         self._stats = EngineStats(
             num_total_blocks=self.pool.num_blocks,
             step_s=step_s,
             model_s=model_s,
-            propose_s=propose_s,
+            propose_s=flight.drafts.seconds,
             host_s=host_s,
             num_rows=batch.num_rows,
             num_prefill_rows=plan.num_prefill_rows,
             num_draft_rows=batch.num_draft_rows,
-            draft_budget=self._most_drafts,
+            draft_budget=flight.drafts.ceiling,
         )
 
     # -- ends -------------------------------------------------------------------------------
@@ -462,7 +449,7 @@ class Engine:
         self._deltas.append(next_delta(sequence, self.slices, ending))
         self.scheduler.remove(sequence)
         self.sessions.close(sequence)
-        self.slices.leave(sequence)
+        self.slices.leave(sequence, is_idle=not self.flights)
         request_id = sequence.request.request_id
         sequences = self._open[request_id]
         sequences.remove(sequence)

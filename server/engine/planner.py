@@ -130,6 +130,13 @@ class DraftPlanner:
         self._choose(heard, proposed, plan, shape, room, price)
         return plan
 
+    def nobody_drafts(self, records: Sequence[DraftRecord], shape: StepShape, room: int) -> bool:
+        """Whether the choices with these records would all draft nothing, without being asked.
+        room: most nodes. Changes nothing."""
+        return all(record.is_resting for record in records) or not self.budget.ceiling(
+            shape.num_draws, shape.num_rows, shape.mean_len, room, shape.num_waiting
+        )
+
     def _choose(
         self,
         turns: Sequence[_Turn],

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections.abc import Sequence as SequenceOf
 
 from server.engine.blocks import BlockPool, chain_key
 from server.engine.plan import Plan, Scheduled
@@ -181,6 +182,24 @@ class Scheduler:
             sequence.table[sequence.num_blocks] = self.pool.allocate()
             sequence.num_blocks += 1
         return max(0, min(num_nodes, sequence.num_blocks * size - first))
+
+    def reserve_next(self, items: SequenceOf[Scheduled]) -> bool:
+        """Slots for the rows of a step that is launched ahead, from free blocks only. False, and
+        nothing is taken, if there are too few."""
+        pool = self.pool
+        sequences = [item.sequence for item in items]
+        grow = [s for s in sequences if s.num_tokens >= s.num_blocks * s.block_size]
+        if len(grow) > pool.num_free:
+            return False
+        for sequence in grow:
+            sequence.table[sequence.num_blocks] = pool.allocate()
+            sequence.num_blocks += 1
+        return True
+
+    @property
+    def can_seat(self) -> bool:
+        """Whether someone waits and there is a seat."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs
 
     def publish(self, sequence: Sequence) -> None:
         """Publish full blocks whose tokens are verified and whose KV is computed.

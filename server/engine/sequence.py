@@ -197,8 +197,9 @@ class Sequence:
         """Emitted ids from output index `start` on."""
         return tuple(self.ids[self.prompt_len + start : self.num_tokens].tolist())
 
-    def draw_params(self) -> DrawParams:
-        """What the sampler needs at the current root."""
+    def draw_params(self, num_ahead: int = 0) -> DrawParams:
+        """What the sampler needs at the current root, or behind num_ahead tokens more that are not
+        known yet (then without penalties)."""
         return DrawParams(
             self.request.sampling,
             self.choice_id,
@@ -206,7 +207,7 @@ class Sequence:
             self.count_ids,
             self.count_out,
             self.count_prompt,
-            self.num_tokens - self.prompt_len,
+            self.num_tokens - self.prompt_len + num_ahead,
         )
 
     def append(self, token_ids: list[int]) -> None:

@@ -174,8 +174,13 @@ def _give_back() -> None:
 def _engine_settings(order: EngineOrder) -> EngineSettings:
     from server.engine.settings import EngineSettings
 
-    target_step_s = _TARGET_STEP_S[order.device.partition(":")[0]]
-    return EngineSettings(**asdict(order.sizes), target_step_s=target_step_s)
+    kind = order.device.partition(":")[0]
+    ahead = order.engine.steps_ahead
+    return EngineSettings(
+        **asdict(order.sizes),
+        target_step_s=_TARGET_STEP_S[kind],
+        steps_ahead=int(kind == "cuda") if ahead == "auto" else ahead,
+    )
 
 
 class _Vocabularies:

@@ -519,9 +519,8 @@ def test_the_full_head_takes_over_and_the_text_stays() -> None:
 
     class TimedRunner(FakeRunner):
         def wait(self):  # type: ignore[no-untyped-def]
-            batch = self._batch
+            sliced = self._launched[0].draw_slice is not None
             drawn = super().wait()
-            sliced = batch is not None and batch.draw_slice is not None
             return replace(drawn, model_s=0.010, head_s=0.002 if sliced else 0.0021)
 
     runner = TimedRunner(model, fake_info(vocab_size=24, max_model_len=256))

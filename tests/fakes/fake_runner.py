@@ -9,8 +9,9 @@ and a test that compares with `FakeModel.hashes` sees it. Never-written slots ho
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +131,8 @@ class FakeRunner:
 
     fail: called with each Batch before it runs; raises to simulate a broken device (an
     out-of-memory, say). load_fails: whether the device has no room for head rows, asked at each
-    load. row_s, step_s: simulated device seconds a row and a step.
+    load. row_s, step_s: simulated device seconds a row and a step. max_in_flight: steps launched
+    before one is waited for; they run in order, each at the latest possible moment.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class FakeRunner:
         fail: Callable[[Batch], None] | None = None,
         row_s: float = 0.0,
         step_s: float = 0.0,
+        max_in_flight: int = 1,
     ) -> None:
+        self.max_in_flight = max_in_flight
         self.model = model
         self.info = info
         self.fail = fail
@@ -156,7 +160,9 @@ class FakeRunner:
         rng = np.random.default_rng(99)
         self._kv: UInt64 = rng.integers(0, 1 << 63, size, np.uint64)
         self._token_at = np.full(size, -1, np.int64)
-        self._batch: Batch | None = None
+        self._launched: deque[Batch] = deque()
+        self._computed: deque[Drawn | Exception] = deque()
+        self._last_ids = np.zeros(0, np.int32)
         self.head_row_bytes = 4
         self.num_verifies = 0
         self._tables: dict[int, list[int]] = {}
@@ -176,13 +182,14 @@ class FakeRunner:
         return FakeAdapter(self.models[folder])
 
     def hold_adapter(self, place: int, adapter: FakeAdapter) -> None:
-        """Between steps, at a free place."""
-        assert self._batch is None and place not in self._adapters
+        """After the steps in flight, at a free place."""
+        self._run_all()
+        assert place not in self._adapters
         self._adapters[place] = adapter.model
 
     def drop_adapter(self, place: int) -> None:
-        """Between steps."""
-        assert self._batch is None
+        """After the steps in flight."""
+        self._run_all()
         self._adapters.pop(place, None)
 
     @property
@@ -199,7 +206,7 @@ class FakeRunner:
 
     def load_table(self, table: int, token_ids: Int32) -> None:
         """Make T resident."""
-        assert self._batch is None and table not in self._tables
+        assert self._is_idle and table not in self._tables
         assert (np.diff(token_ids) > 0).all()
         if self.load_fails():
             raise MemoryError("no room for a table")
@@ -207,19 +214,19 @@ class FakeRunner:
 
     def drop_table(self, table: int) -> None:
         """Forget T."""
-        assert self._batch is None
+        assert self._is_idle
         self._tables.pop(table, None)
 
     def load_rows(self, token_ids: Int32, places: Int32) -> None:
         """Dynamic rows."""
-        assert self._batch is None
+        assert self._is_idle
         if self.load_fails():
             raise MemoryError("no room for rows")
         self._pool.update(zip(places.tolist(), token_ids.tolist(), strict=True))
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
         """Draw again from kept states."""
-        assert self._batch is None
+        assert self._is_idle
         assert batch.draw_slice is None and batch.draw_keep is None
         if self.fail is not None:
             self.fail(batch)
@@ -243,20 +250,53 @@ class FakeRunner:
 
     def launch(self, batch: Batch) -> None:
         """Take a step; it runs in wait()."""
-        assert self._batch is None, "a step is in flight already"
+        in_flight = len(self._launched) + len(self._computed)
+        assert in_flight < self.max_in_flight, "too many steps are in flight already"
         assert not self.closed
         assert batch.num_rows <= self.info.max_num_batched_tokens
         assert len(set(batch.slots.tolist())) == batch.num_rows, "two rows write one slot"
-        self._batch = batch
+        self._launched.append(batch)
 
     def wait(self) -> Drawn:
-        """Run the step."""
-        batch, self._batch = self._batch, None
-        assert batch is not None, "no step is in flight"
+        """Run the oldest step."""
+        if not self._computed:
+            assert self._launched, "no step is in flight"
+            self._run()
+        found = self._computed.popleft()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._launched and not self._computed
+
+    def _run_all(self) -> None:
+        """What comes next is ordered behind all steps that were launched."""
+        while self._launched:
+            self._run()
+
+    def _run(self) -> None:
+        batch = self._launched.popleft()
+        try:
+            drawn = self._step(batch)
+            self._last_ids = drawn.token_ids
+            self._computed.append(drawn)
+        except Exception as error:
+            if isinstance(error, DrawError):
+                self._last_ids = np.maximum(error.drawn.token_ids, 0)
+            self._computed.append(error)
+
+    def _step(self, batch: Batch) -> Drawn:
         if self.fail is not None:
             self.fail(batch)
         self.num_steps += 1
         self.num_rows += batch.num_rows
+        taken = batch.token_from >= 0
+        if taken.any():
+            assert self.max_in_flight > 1 and (batch.token_ids[taken] == 0).all()
+            ids = np.where(taken, self._last_ids[batch.token_from], batch.token_ids)
+            batch = replace(batch, token_ids=ids)
         began = time.perf_counter()
         hashes, recents = self._forward(batch)
         drawn = self._draw(batch, hashes, recents)
@@ -268,6 +308,7 @@ class FakeRunner:
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Gather, then scatter."""
+        self._run_all()
         assert len(set(dst.tolist())) == dst.shape[0], "two moves into one slot"
         self._kv[dst] = self._kv[src]
         self._token_at[dst] = self._token_at[src]

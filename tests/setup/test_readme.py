@@ -77,7 +77,7 @@ def _bounds(field: Any) -> str:
             limit = getattr(item, name, None)
             if limit is not None:
                 told.append(f"{sign} {limit}")
-    choices = [c for c in get_args(field.annotation) if isinstance(c, str)]
+    choices = [str(c) for c in get_args(field.annotation) if isinstance(c, str | int)]
     for argument in get_args(field.annotation):
         choices += [c for c in get_args(argument) if isinstance(c, str)]
     if choices:

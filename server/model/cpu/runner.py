@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -129,13 +130,15 @@ def _record_shape(shape: ModelShape) -> Shape:
 
 
 class CpuRunner:
-    """Runner on a CPU. One step in flight, on a worker thread of its own.
+    """Runner on a CPU. Steps are computed one after the other, on a worker thread of its own.
 
     ropes: (cos, sin) of shape.rope_tables. info: its kv_dtype is what K and V are kept as.
     num_blocks: blocks of 16 KV slots. max_rows: most rows
     a Batch may have. max_model_len: most positions a sequence may reach. Raises ValueError for
     sizes that do not fit together.
     """
+
+    max_in_flight = 2
 
     def __init__(
         self,
@@ -179,29 +182,26 @@ class CpuRunner:
         self.head_row_bytes = weights.packed_head.row_bytes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
-        self._in_flight: Future[Drawn] | None = None
+        self._in_flight: deque[Future[Drawn]] = deque()
         self.body_s = 0.0
         self.head_s = 0.0
         self.draw_s = 0.0
 
     def launch(self, batch: Batch) -> None:
-        """Start a step on the worker thread. Raises RuntimeError when one is in flight."""
-        if self._in_flight is not None:
-            raise RuntimeError("a step is in flight already")
+        """Queue a step for the worker thread. Raises RuntimeError when two are in flight."""
+        if len(self._in_flight) >= self.max_in_flight:
+            raise RuntimeError("two steps are in flight already")
         if batch.num_rows > self._scratch.x.shape[0]:
             raise ValueError(f"{batch.num_rows} rows, at most {self._scratch.x.shape[0]} fit")
         if batch.num_rows:
             self._pages.use(int(batch.slots.max()) // BLOCK_SIZE)
-        self._in_flight = self._worker.submit(self._step, batch)
+        self._in_flight.append(self._worker.submit(self._step, batch))
 
     def wait(self) -> Drawn:
-        """The ids of the step in flight; raises what the step raised."""
-        if self._in_flight is None:
+        """The ids of the oldest step in flight; raises what the step raised."""
+        if not self._in_flight:
             raise RuntimeError("no step is in flight")
-        try:
-            return self._in_flight.result()
-        finally:
-            self._in_flight = None
+        return self._in_flight.popleft().result()
 
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Copy KV of slots src[i] to dst[i]. No step may be in flight."""
@@ -238,20 +238,20 @@ class CpuRunner:
         return pack_adapter(Path(folder), self._shape, weights.num_embeddings, weights.layers)
 
     def hold_adapter(self, place: int, adapter: CpuAdapter) -> None:
-        """Put a packed adapter at a free place. No step may be in flight."""
-        self._adapters.hold(place, adapter)
+        """Put a packed adapter at a free place, after the steps in flight."""
+        self._worker.submit(self._adapters.hold, place, adapter).result()
         self._head.widen(self._adapters.max_vocab_size)
 
     def drop_adapter(self, place: int) -> None:
-        """Forget the adapter at a place. No step may be in flight."""
-        self._adapters.drop(place)
+        """Forget the adapter at a place, after the steps in flight."""
+        self._worker.submit(self._adapters.drop, place).result()
 
     def verify(self, batch: Batch, kept: Int32) -> Drawn:
         """Draw again from kept hidden states with the full head; see SlicingRunner.
 
         Runs on the worker thread, so that the products' threads are the same ones.
         """
-        if self._in_flight is not None:
+        if self._in_flight:
             raise RuntimeError("a step is in flight")
         return self._worker.submit(self._verify, batch, kept).result()
 
@@ -285,7 +285,7 @@ class CpuRunner:
             )
             drawn = answers.drawn(time.perf_counter() - started, after_head - after_body)
         except DrawError as error:
-            self._last_ids = error.drawn.token_ids
+            self._last_ids = np.maximum(error.drawn.token_ids, 0)  # a step ahead may read it
             raise
         finally:
             self._kernel_threads.rest()

@@ -119,6 +119,8 @@ class TorchRunner:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._meter = DeviceMeter(device) if self._on_gpu else None
+        # With the embedding in CPU memory the host needs every id before its step.
+        self.max_in_flight = MAX_IN_FLIGHT if embedding is None else 1
         self._in_flight: deque[Step] = deque()
         self._last: Step | None = None  # the step launched last, for `token_from`
         self._closed = False

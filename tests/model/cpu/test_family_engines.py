@@ -151,3 +151,11 @@ def test_drafts_chunks_shared_blocks_and_preemption_change_no_bit(runner: CpuRun
     num_accepted = sum(count.num_accepted for count in counts)
     assert 10 < num_accepted < sum(count.num_drafted for count in counts)
     assert stats.num_preemptions > 0 and stats.prefix_hits > 0
+
+
+def test_steps_ahead_change_no_bit(runner: CpuRunner) -> None:
+    requests = _requests(13)
+    plain = [r for r in requests if not r.sampling.has_penalties and r.grammar is None]
+    want, _ = _run(runner, plain, TOGETHER, 64, {})
+    got, _ = _run(runner, plain, replace(TOGETHER, steps_ahead=1), 64, {})
+    _same(got, want)
