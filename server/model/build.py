@@ -78,19 +78,26 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
     return _build_torch_runner(spec)
 
 
-def _length(spec: RunnerSpec, limit: int, num_blocks: int) -> int:
-    """The longest sequence: max_model_len, else the most that fits."""
-    room = num_blocks * spec.sizes.block_size
+def _length(spec: RunnerSpec, shape: ModelShape, num_blocks: int) -> int:
+    """The longest sequence: what was asked for, else the most that fits."""
+    limit, room = shape.max_position_embeddings, num_blocks * spec.sizes.block_size
     if spec.max_model_len is None:
         return min(limit, room)
-    if spec.max_model_len > limit:
-        raise ValueError(f"max_model_len {spec.max_model_len} is above the model's {limit}")
+    if spec.max_model_len > shape.longest_positions:
+        told = f"max_model_len {spec.max_model_len} is above the model's {shape.longest_positions}"
+        raise ValueError(told)
     if spec.max_model_len > room:
         raise ValueError(
             f"max_model_len {spec.max_model_len} does not fit the KV cache's {room} slots; "
             "give it more memory or lower max_model_len"
         )
     return spec.max_model_len
+
+
+def _fingerprint(spec: RunnerSpec, folder: ModelFolder, shape: ModelShape) -> str:
+    """That of the folder, and whether the factors of long sequences are used: other outputs."""
+    is_long = (spec.max_model_len or 0) > shape.max_position_embeddings
+    return f"{folder.fingerprint}:longrope" if is_long else folder.fingerprint
 
 
 def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
@@ -196,13 +203,14 @@ def _cpu_info(
     return ModelInfo(
         name=spec.name,
         vocab_size=shape.vocab_size,
-        max_model_len=_length(spec, shape.max_position_embeddings, num_blocks),
+        max_model_len=_length(spec, shape, num_blocks),
         eos_token_ids=tuple(folder.eos_token_ids),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         device="cpu",
         dtype=form,
-        fingerprint=f"{folder.fingerprint}:{form}" + f":kv-{kv_dtype}" * (kv_dtype != "float32"),
+        fingerprint=f"{_fingerprint(spec, folder, shape)}:{form}"
+        + f":kv-{kv_dtype}" * (kv_dtype != "float32"),
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
         kernel=kernel,
@@ -326,20 +334,20 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     made = build_module(folder, dtype, device, skip=elsewhere)
     if by_transformers:
         take_over(made, folder.num_token_ids)
-    module = cast("PreTrainedModel", finish_module(made))
+    module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
     shape = (generic_shape if by_transformers else shape_of)(module.config)
     num_blocks = _cuda_blocks(spec, shape, dtype, device)
     dtype_name = str(dtype).removeprefix("torch.")
     info = ModelInfo(
         name=spec.name,
         vocab_size=folder.num_token_ids,
-        max_model_len=_length(spec, shape.max_position_embeddings, num_blocks),
+        max_model_len=_length(spec, shape, num_blocks),
         eos_token_ids=tuple(folder.eos_token_ids),
         num_blocks=num_blocks,
         block_size=spec.sizes.block_size,
         device=str(device),
         dtype=dtype_name,
-        fingerprint=f"{folder.fingerprint}:{dtype_name}",
+        fingerprint=f"{_fingerprint(spec, folder, shape)}:{dtype_name}",
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
         kv_dtype=dtype_name,

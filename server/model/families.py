@@ -403,11 +403,12 @@ def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **(text if isinstance(text, Mapping) else raw)}
 
 
-def position_limit(values: Any) -> int:
+def position_limit(values: Any, asked: int | None = None) -> int:
     """The longest sequence that is computed right, in tokens.
 
-    values: a text config, as a mapping or an object. With `longrope` the angles change for all
-    positions when a sequence outgrows the original context, so that is the limit.
+    values: a text config, as a mapping or an object. asked: max_model_len, None = not set. With
+    `longrope` all positions' angles are other ones beyond the original context, so that is the
+    limit, unless more is asked for: then the factors of long sequences are used for all.
     """
 
     def get(key: str) -> Any:
@@ -417,5 +418,7 @@ def position_limit(values: Any) -> int:
     rope = get("rope_parameters") or get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
         original = rope.get("original_max_position_embeddings")
-        limit = min(limit, int(original or get("original_max_position_embeddings") or limit))
+        original = int(original or get("original_max_position_embeddings") or limit)
+        if asked is None or asked <= original:
+            limit = min(limit, original)
     return limit

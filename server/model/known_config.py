@@ -56,6 +56,10 @@ class KnownConfig:
             return None
         if cos.shape != sin.shape or cos.ndim != 3 or cos.shape[1] < num_positions:
             return None
+        # With `longrope`, tables of more positions than the usual are other ones.
+        usual = self.shape.max_position_embeddings
+        if (cos.shape[1] > usual) != (num_positions > usual):
+            return None
         return cos, sin
 
 

@@ -468,13 +468,14 @@ def build_module(
     return module.eval()
 
 
-def finish_module(module: nn.Module) -> nn.Module:
+def finish_module(module: nn.Module, num_positions: int = 0) -> nn.Module:
     """Adapt a module's body to our own head and sampler; for TorchRunner only.
 
     - Logits that a family divides (Granite): the final states are divided, so that our head needs
       not know. transformers' own head would divide twice from now on.
-    - longrope (Phi): the short factors for all positions; shape.max_position_embeddings ends where
-      they end, and looking at the positions would stop the host at every step.
+    - longrope (Phi): for all positions the short factors, or the long ones where num_positions, the
+      length that was asked for, is beyond the original context (families.position_limit); looking
+      at the positions would stop the host at every step.
     """
     config: Any = module.config
     if is_generic(config):
@@ -485,5 +486,7 @@ def finish_module(module: nn.Module) -> nn.Module:
         norm.register_forward_hook(lambda _, __, states: states / shape.logit_divisor)
     rotary: Any = getattr(module.get_submodule("model"), "rotary_emb", None)
     if getattr(rotary, "rope_type", None) == "longrope":
+        last = max(num_positions, 1) - 1
+        rotary(rotary.inv_freq, rotary.inv_freq.new_full((1, 1), last).long())
         rotary.rope_type = "default"
     return module

@@ -7,6 +7,7 @@ differences of families; supported.py decides whether a config is supported at a
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ class ModelShape:
     embeddings. residual_scale: on what attention and MLP add.
     logit_divisor: of the logits. attention_cap, logit_cap: soft-capping c * tanh(x / c), 0 = none.
     query_beta, query_period: q at position p is scaled by 1 + beta * log(1 + floor(p / period)).
+    max_position_embeddings: positions unless more are asked for. longest_positions: the most that
+    may be (families.position_limit).
     convolutions: per layer, whether it has a short convolution of conv_taps positions (LFM2)
     instead of attention, or a recurrence. kept_width: floats that such a layer keeps of a position.
     """
@@ -63,6 +66,7 @@ class ModelShape:
     rope_ids: tuple[int, ...]
     rope_layer_types: tuple[str | None, ...]
     max_position_embeddings: int
+    longest_positions: int
     names: WeightNames
     convolutions: tuple[bool, ...]
     conv_taps: int
@@ -135,6 +139,7 @@ def shape_of(config: Any) -> ModelShape:
         rope_ids=rope_ids,
         rope_layer_types=tables,
         max_position_embeddings=position_limit(config),
+        longest_positions=position_limit(config, sys.maxsize),
         names=family.names,
         convolutions=tuple(kind == "conv" for kind in _layer_types(config)),
         conv_taps=int(getattr(config, "conv_L_cache", None) or 0),
@@ -179,6 +184,7 @@ def generic_shape(config: Any) -> ModelShape:
         rope_ids=(0,) * layers,
         rope_layer_types=(NO_ROPE,),
         max_position_embeddings=position_limit(config),
+        longest_positions=position_limit(config, sys.maxsize),
         names=WeightNames(),
         convolutions=(False,) * layers,
         conv_taps=0,
@@ -191,7 +197,8 @@ def rope_tables(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """(cos, sin), each float32 [rope tables, num_positions, rotated dimensions / 2], from
     transformers' own rotary module, so that every rope scaling it knows (and we allow) is its own
-    arithmetic. A table of layers that do not rotate is cos = 1, sin = 0."""
+    arithmetic. A table of layers that do not rotate is cos = 1, sin = 0. With `longrope` the number
+    of positions decides between short and long factors, for all of them."""
     import torch
 
     module_name, class_name = family_of(config).rotary_class

@@ -41,7 +41,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         raw = json.loads(config_file.read_text(encoding="utf-8"))
         check_raw(raw)
         values = text_values(raw)
-        vocab_size, limit = int(values["vocab_size"]), position_limit(values)
+        vocab_size, limit = int(values["vocab_size"]), position_limit(values, max_model_len)
         created = int(config_file.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None

@@ -20,7 +20,7 @@ from server.model import families as known
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.runner import CpuRunner
 from server.model.families import FAMILIES, Family, position_limit, text_values
-from server.model.loader import open_model
+from server.model.loader import finish_module, open_model
 from server.model.shape import rope_tables, shape_of
 from server.model.supported import check_raw
 from server.types import EngineSizes
@@ -209,15 +209,45 @@ def test_the_command_line_lists_every_family(capsys: pytest.CaptureFixture[str])
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def test_longrope_ends_where_its_short_factors_end() -> None:
+def test_longrope_ends_where_its_short_factors_end_unless_more_is_asked_for() -> None:
     config: Any = families.build("phi3").config
     shape = shape_of(config)
     assert (shape.max_position_embeddings, config.max_position_embeddings) == (256, 1024)
     cos, _ = rope_tables(config, shape, 256)
     assert cos.shape == (1, 256, shape.rotary_dim // 2)
     raw = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
-    assert position_limit({**raw, "rope_scaling": {"type": "longrope"}}) == 4096
+    longrope = {**raw, "rope_scaling": {"type": "longrope"}}
+    assert [position_limit(longrope, n) for n in (None, 4096, 4097)] == [4096, 4096, 131072]
     assert position_limit(raw) == 131072
+
+
+def test_longrope_beyond_its_original_context_uses_long_factors_for_all(tmp_path: Path) -> None:
+    module: Any = families.build("phi3")
+    module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, families.VOCAB_SIZE)
+    sizes = EngineSizes(max_num_seqs=1, max_num_batched_tokens=320, kv_bytes=8 << 20)
+    found = {}
+    for length in (256, 512, 256):  # tables of one length are kept for the next start
+        spec = RunnerSpec("tiny", str(tmp_path), sizes=sizes, max_model_len=length)
+        runner = build_runner(spec)
+        ids = _ids(300, families.VOCAB_SIZE)[: runner.info.max_model_len]
+        builder = BatchBuilder()
+        for row in builder.add_rows(Pages(runner.info.num_blocks).sequence(len(ids)), ids, 0):
+            builder.score(row, 0, families.VOCAB_SIZE)
+        runner.launch(builder.build())
+        got = all_logprobs(runner.wait(), families.VOCAB_SIZE)
+        np.testing.assert_allclose(got, _truth(module, ids), rtol=0.0, atol=1e-4)
+        found[length] = runner.info.fingerprint
+        runner.close()
+    assert found[512] == found[256].replace(":", ":longrope:")
+    with pytest.raises(ValueError, match="above the model's 1024"):
+        build_runner(RunnerSpec("tiny", str(tmp_path), sizes=sizes, max_model_len=1025))
+    rotary = finish_module(module, 512).get_submodule("model").rotary_emb
+    positions = torch.arange(40)[None]  # fewer than the original context
+    cos, _ = rotary(torch.zeros(1), positions)
+    want, _ = rope_tables(module.config, shape_of(module.config), 512)
+    half = want.shape[2]
+    np.testing.assert_allclose(cos[0, :, :half].numpy(), want[0, :40], rtol=0.0, atol=1e-6)
 
 
 def test_what_a_family_cannot_do_on_cuda_is_said_before_it_is_loaded(tmp_path: Path) -> None:
