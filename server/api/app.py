@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -42,6 +42,7 @@ from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.middleware import OPEN_PATHS, Gate, error_response
 from server.api.model_routes import ModelRoutes
 from server.api.openapi import document
+from server.api.query import QueryCheck
 from server.api.route_context import RouteContext
 from server.api.served_model import ServedModel
 from server.api.state_routes import StateRoutes
@@ -56,6 +57,8 @@ from server.errors import (
 )
 from server.metrics.series import Metrics
 from server.tracing import TraceSink
+
+_ANY_QUERY = OPEN_PATHS | frozenset({"/metrics", ROOT_PATH, *PAGE_PATHS})
 
 MAX_EXPECTED_TASKS = 64
 """With more tasks, their series appear with their first request: each task has some 400 samples."""
@@ -98,6 +101,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(QueryCheck(_ANY_QUERY))],
         lifespan=_life(intake, page.history if config.dashboard.enabled else None),
         middleware=_middleware(config, metrics, paths, traces, keys),
     )

@@ -130,8 +130,7 @@ class DashboardRoutes:
             )
 
         @app.get(HISTORY_PATH, include_in_schema=False)
-        async def get_dashboard_history(request: HttpRequest) -> Response:
-            after = request.query_params.get("after", "")
+        async def get_dashboard_history(request: HttpRequest, after: str = "") -> Response:
             try:
                 after_s = float(after or "-inf")
             except ValueError:

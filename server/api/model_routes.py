@@ -107,9 +107,8 @@ class ModelRoutes:
             max_model_len=room,
         )
 
-    def tokenizer_info(self, request: HttpRequest) -> TokenizerInfo:
-        """GET /tokenizer_info?model=...; without a model: the server's first."""
-        name = request.query_params.get("model")
+    def tokenizer_info(self, request: HttpRequest, name: str | None) -> TokenizerInfo:
+        """GET /tokenizer_info?model=NAME; without a model: the server's first."""
         _, model = self._context.find(request, name)
         chat = model.chat
         added = sorted(model.tokenizer.get_added_tokens_decoder().items())
@@ -154,8 +153,8 @@ class ModelRoutes:
             return AnswerResponse(await self.tokenize(request))
 
         @app.get("/tokenizer_info")
-        async def tokenizer_info(request: HttpRequest) -> Response:
-            return AnswerResponse(self.tokenizer_info(request))
+        async def tokenizer_info(request: HttpRequest, model: str | None = None) -> Response:
+            return AnswerResponse(self.tokenizer_info(request, model))
 
         @app.post("/v1/chat/completions/render", **described(ChatBody, "A chat's prompt"))
         async def render(request: HttpRequest) -> Response:

@@ -228,8 +228,8 @@ def _complete(method: str, path: str, operation: dict[str, Any], has_keys: bool)
         statuses += ["401", "429"]
     if is_admin:
         statuses.append("403")
-    if "{" in path:
-        statuses.append("404")
+    if "parameters" in operation:
+        statuses += ["400", "404"]
     if method != "get":
         statuses += ["400", "404", "408", "413", "415", "503"]
     if path in _GENERATES:

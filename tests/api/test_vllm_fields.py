@@ -206,6 +206,29 @@ def test_tokenizer_info(server: LiveServer) -> None:
     check(nobody, 404, "model_not_found", "model")
 
 
+@pytest.mark.parametrize(
+    ("path", "code", "param"),
+    [
+        ("/tokenizer_info?modl=x", "unknown_parameter", "modl"),
+        ("/tokenizer_info?model=base&model=hermes", "invalid_value", "model"),
+        ("/v1/models?limit=3", "unknown_parameter", "limit"),
+        ("/v1/models/base?limit=3", "unknown_parameter", "limit"),
+        ("/version?%0a=1", "unknown_parameter", "\\n"),
+        ("/dashboard/history?before=1", "unknown_parameter", "before"),
+    ],
+)
+def test_an_unknown_query_key_is_refused_by_name(
+    server: LiveServer, path: str, code: str, param: str
+) -> None:
+    check(httpx.get(server.url + path), 400, code, param)
+    assert httpx.head(server.url + path).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/dashboard"])
+def test_probes_and_pages_ignore_their_query(server: LiveServer, path: str) -> None:
+    assert httpx.get(server.url + path, params={"t": 1}).status_code == 200
+
+
 def test_ping_and_load(server: LiveServer) -> None:
     ping = httpx.get(server.url + "/ping")
     assert (ping.status_code, ping.content) == (200, b"")
