@@ -9,8 +9,6 @@ covers the whole output) and learned by expectation maximisation from the tokens
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -28,19 +26,8 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 
-class Evidence(NamedTuple):
-    """What learn_token adds to; see drafters.auto.trust.Trust.
-
-    asks: float64 [2, NUM_CELLS]: expected times a level was asked, and answered. outcomes:
-    float64 [3, NUM_FACTORS]: sum of the chances given to candidates, how often one was right, how
-    many there were.
-    """
-
-    asks: Float64
-    outcomes: Float64
-
-
 EvidenceFields = tuple[Float64, Float64]
+"""asks, outcomes: the arrays `evidence` and `outcomes` of drafters.auto.trust.Trust."""
 
 
 @inlined

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
-from server.api.body_part import BodyPart
+from server.api.body_part import BodyPart, says_nothing
 from server.api.structured import ResponseFormatBody, StructuredOutputsBody
 from server.config.drafter_sections import request_sections
 from server.errors import (
@@ -295,11 +295,22 @@ class DetokenizeBody(BodyPart):
     tokens: Annotated[list[TokenId], FailFast()]
 
 
-def joined_texts(content: Any, at: str, separator: str) -> str:
+_TEXT_PARTS: Mapping[str, str] = {"text": "text", "refusal": "refusal"}
+
+
+def joined_texts(
+    content: Any,
+    at: str,
+    separator: str,
+    *,
+    parts: Mapping[str, str] = _TEXT_PARTS,
+    ignored: frozenset[str] = frozenset({"cache_control"}),
+) -> str:
     """The text of a string or of a list of text parts.
 
-    at: path of the content in the body. Raises InvalidRequestError, and UnsupportedFieldError for
-    parts that are no text.
+    at: path of the content in the body. parts: types of text parts, and the member with the text.
+    ignored: further members that may hold anything; others may be null or empty. Raises
+    InvalidRequestError, and UnsupportedFieldError for parts that are no text.
     """
     if isinstance(content, str):
         return content
@@ -315,8 +326,7 @@ def joined_texts(content: Any, at: str, separator: str) -> str:
                 f"{where}: a part is an object with a type; got {echoed(part)}.", param=where
             )
         kind = part["type"]
-        # An assistant's refusal is text, too.
-        key = kind if kind in ("text", "refusal") else None
+        key = parts.get(kind)
         if key is None:
             raise UnsupportedFieldError(
                 f"{where}: this model reads text only; a part of type {echoed(kind, 40)} cannot be "
@@ -329,8 +339,7 @@ def joined_texts(content: Any, at: str, separator: str) -> str:
                 param=f"{where}.{key}",
             )
         for name, value in part.items():
-            # cache_control: a mark of other vendors' prompt caches; ours needs none.
-            if name not in ("type", key, "cache_control") and value is not None:
+            if name not in ("type", key, *ignored) and not says_nothing(value):
                 path = f"{where}.{echoed(name, 40).strip(chr(39))}"
                 raise UnknownFieldError(f"Unknown field: {path}.", param=path)
         texts.append(part[key])

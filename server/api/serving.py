@@ -28,7 +28,7 @@ from fastapi import FastAPI
 from server.api.connection import Connection
 from server.api.engines.client import EngineClient
 from server.config import LimitsConfig
-from server.errors import TailorError
+from server.errors import ConfigError, TailorError
 
 log = logging.getLogger("tailor.server")
 
@@ -93,6 +93,35 @@ class _Signals:
         reload = asyncio.create_task(_reload(self._app))
         self._reloads.add(reload)
         reload.add_done_callback(self._reloads.discard)
+
+
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A listening TCP socket. Opened before a model is loaded, so that a busy port is an error at
+    once.
+
+    is_shared: other processes may listen on the port, too; the kernel divides the connections.
+    Raises ConfigError.
+    """
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        taken = socket.socket(family, kind, protocol)
+        try:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            taken.bind(address)
+            taken.listen(2048)
+        except OSError:
+            taken.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; see --host and --port"
+        ) from None
+    taken.setblocking(False)
+    return taken
 
 
 async def serve(

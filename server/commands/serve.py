@@ -176,7 +176,8 @@ def serve(
     # Check everything before minutes of fetching and loading.
     keys, tasks = check_server(config)
     from server import logs
-    from server.wiring.server import listen, plan_server, run_server
+    from server.api.serving import listen
+    from server.wiring.server import plan_server, run_server
 
     logs.configure(config.log.format, config.log.level)
     listener = listen(config.listen.host, config.listen.port)

@@ -17,7 +17,7 @@ Everything here is numpy and frozen: a device may copy it and run one step ahead
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -96,9 +96,18 @@ def places_of(ids: Int32, wanted: npt.NDArray[np.integer]) -> tuple[Int64, npt.N
     return at[found].astype(np.int64, copy=False), found
 
 
-@dataclass(frozen=True, slots=True)
+def _none() -> Int32:
+    return np.empty(0, np.int32)
+
+
+def _no_masks() -> UInt32:
+    return np.empty((0, 0), np.uint32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """All rows of one step. Frozen flat arrays; R rows, S sequences, D draws, C scores.
+    """All rows of one step. Frozen flat arrays; R rows, S sequences, D draws, C scores. What is
+    left out is empty.
 
     Rows (each int32 [R] unless said):
       token_ids; token_from (-1, or the index of the draw of the previous Batch whose id this row
@@ -143,20 +152,20 @@ class Batch:
     prefix_len: Int32
     path_start: Int32
     path_len: Int32
-    path_slots: Int32
+    path_slots: Int32 = field(default_factory=_none)
     block_tables: Int32
-    draw_rows: Int32
-    draw_params: Int32
-    draw_parent: Int32
-    draw_positions: Int32
-    draw_mask: Int32
-    masks: UInt32
-    params: tuple[DrawParams, ...]
-    score_rows: Int32
-    score_targets: Int32
-    score_top: Int32
-    num_prefill_rows: int
-    num_draft_rows: int
+    draw_rows: Int32 = field(default_factory=_none)
+    draw_params: Int32 = field(default_factory=_none)
+    draw_parent: Int32 = field(default_factory=_none)
+    draw_positions: Int32 = field(default_factory=_none)
+    draw_mask: Int32 = field(default_factory=_none)
+    masks: UInt32 = field(default_factory=_no_masks)
+    params: tuple[DrawParams, ...] = ()
+    score_rows: Int32 = field(default_factory=_none)
+    score_targets: Int32 = field(default_factory=_none)
+    score_top: Int32 = field(default_factory=_none)
+    num_prefill_rows: int = 0
+    num_draft_rows: int = 0
     draw_slice: Int32 | None = None
     slices: tuple[HeadSlice, ...] = ()
     draw_keep: Int32 | None = None

@@ -201,11 +201,6 @@ class ConstrainedTree(CheckedTree):
         return own, [place[self.own[node]] for node in accepted if self.own[node] >= 0]
 
 
-def forced_tree(forced: Sequence[int], source: int) -> ConstrainedTree:
-    """A chain of tokens that the grammar forces from the root on; `source` is FORCED's index."""
-    return _Growth(source, forced).tree(None)
-
-
 class _Growth:
     """The nodes of a ConstrainedTree as they are found, depth first."""
 

@@ -54,12 +54,7 @@ def probe_batch(runner: Runner, num_rows: int, kv_len: int) -> Batch:
         draw_parent=rows - 1,
         draw_positions=slots + 1,
         draw_mask=zeros - 1,
-        masks=np.empty((0, 1), np.uint32),
         params=(params,),
-        score_rows=none,
-        score_targets=none,
-        score_top=none,
-        num_prefill_rows=0,
         num_draft_rows=num_rows - 1,
     )
 

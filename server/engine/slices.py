@@ -449,7 +449,6 @@ class SliceBook:
             params.append(head.params)
         num = len(kept)
         rows = np.arange(num, dtype=np.int32)
-        none = np.empty(0, np.int32)
         zeros = np.zeros(num, np.int32)
         batch = Batch(
             token_ids=np.array(token_ids, np.int32),
@@ -460,7 +459,6 @@ class SliceBook:
             prefix_len=zeros,
             path_start=zeros,
             path_len=zeros,
-            path_slots=none,
             block_tables=np.zeros((1, 1), np.int32),
             draw_rows=rows,
             draw_params=np.array(draw_params, np.int32),
@@ -469,11 +467,6 @@ class SliceBook:
             draw_mask=np.array(draw_mask, np.int32),
             masks=np.stack(masks) if masks else np.empty((0, 0), np.uint32),
             params=tuple(params),
-            score_rows=none,
-            score_targets=none,
-            score_top=none,
-            num_prefill_rows=0,
-            num_draft_rows=0,
         )
         return batch, np.array(kept, np.int32)
 

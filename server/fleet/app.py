@@ -24,12 +24,13 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from server import logs
+from server.api.serving import listen
 from server.config.cluster import ClusterConfig, ReplicasConfig, load_cluster_config
 from server.fleet.budgets import Budgets, Claim, Grant
 from server.fleet.changes import ChangeLog, Changes
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
-from server.fleet.ingress import IngressApp, Others, shared_port
+from server.fleet.ingress import IngressApp, Others
 from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
@@ -186,12 +187,12 @@ class IngressDeployment:
         desk: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
-        listen = parts.server.listen
+        place = parts.server.listen
         self._ingress = await _ingress(parts, cluster, desk, engines)
-        ports = [listen.port]
+        ports = [place.port]
         if cluster.ingress.own_ports is not None:
             ports.append(cluster.ingress.own_ports + serve.get_replica_context().rank.rank)
-        listeners = [shared_port(listen.host, port) for port in ports]
+        listeners = [listen(place.host, port, is_shared=True) for port in ports]
         self._serving = asyncio.create_task(self._ingress.run(*listeners))
         with contextlib.suppress(TimeoutError):  # a model that sleeps has no engine yet
             async with asyncio.timeout(_READY_S):

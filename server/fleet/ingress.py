@@ -18,7 +18,6 @@ from server.api.engines.slot import EngineSpec
 from server.api.keys import OwnUse
 from server.api.serving import serve
 from server.config import ServerConfig
-from server.errors import ConfigError
 from server.fleet.budgets import Claim, FleetUses, Grant
 from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
@@ -157,25 +156,3 @@ class IngressApp:
         for name in before - state.stats.keys():
             self._metrics.engine_down(name, model, restarted=False)
         self._known[model] = set(state.stats)
-
-
-def shared_port(host: str, port: int) -> socket.socket:
-    """A listening socket of a port that the ingresses of a machine share; the kernel deals out
-    connections. Raises ConfigError."""
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        taken = socket.socket(family, kind, protocol)
-        try:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            taken.bind(address)
-            taken.listen(2048)
-        except OSError:
-            taken.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    taken.setblocking(False)
-    return taken

@@ -90,11 +90,6 @@ class EngineReplica:
         return self.client.slots[0].stats
 
     @property
-    def pulse_s(self) -> float:
-        """Seconds since the engine last went on."""
-        return self.client.slots[0].pulse.age_s
-
-    @property
     def serves(self) -> bool:
         """Whether its engine is ready and makes progress."""
         return self.client.slots[0].serves

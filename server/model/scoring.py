@@ -38,7 +38,7 @@ def prompt_batch(text: Text, num_top: int = 1) -> Batch:
     likeliest ids beside each. Slots and blocks are the first ones."""
     num = len(text.ids) - 1
     rows = np.arange(num, dtype=np.int32)
-    none, minus = np.empty(0, np.int32), np.full(num, -1, np.int32)
+    minus = np.full(num, -1, np.int32)
     zeros = np.zeros(num, np.int32)
     scored = rows[text.start - 1 :]
     return Batch(
@@ -50,20 +50,11 @@ def prompt_batch(text: Text, num_top: int = 1) -> Batch:
         prefix_len=rows + np.int32(1),
         path_start=zeros,
         path_len=zeros,
-        path_slots=none,
         block_tables=np.arange(-(-num // _BLOCK), dtype=np.int32)[None],
-        draw_rows=none,
-        draw_params=none,
-        draw_parent=none,
-        draw_positions=none,
-        draw_mask=none,
-        masks=np.empty((0, 1), np.uint32),
-        params=(),
         score_rows=scored,
         score_targets=np.array(text.ids[text.start :], np.int32),
         score_top=np.full(len(scored), num_top, np.int32),
         num_prefill_rows=num,
-        num_draft_rows=0,
     )
 
 

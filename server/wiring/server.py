@@ -230,32 +230,6 @@ def _learning_lines(tasks: Iterable[TaskConfig]) -> Iterator[str]:
             )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Opened before a model is loaded, so that a busy port is an error at
-    once.
-
-    Raises ConfigError.
-    """
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        taken = socket.socket(family, kind, protocol)
-        try:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(address)
-            taken.listen(2048)
-        except OSError:
-            taken.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; see --host and --port"
-        ) from None
-    taken.setblocking(False)
-    return taken
-
-
 def run_server(
     plan: ServerPlan,
     listener: socket.socket,

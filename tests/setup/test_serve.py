@@ -21,12 +21,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from drafters import DRAFTER_NAMES
+from server.api.serving import listen
 from server.config import EngineConfig, ModelConfig, ServerConfig, TaskConfig
 from server.errors import ConfigError, ModelError, UnsupportedModelError
 from server.types import SpeculationParams
 from server.wiring.drafter import make_task_drafter
 from server.wiring.model import served_model
-from server.wiring.server import listen, plan_server
+from server.wiring.server import plan_server
 from tests.model.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ from typing import Any
 
 from server.api.body_part import says_nothing
 from server.api.chat_protocol import MAX_MESSAGES
+from server.api.protocol import joined_texts
 from server.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -71,7 +72,7 @@ def _message(item: Mapping[str, Any], kind: Any, at: str) -> dict[str, Any]:
                 param=f"{at}.role",
             )
         _only(item, ("role", "content"), at)
-        return {"role": role, "content": _content(item.get("content"), f"{at}.content")}
+        return {"role": role, "content": _text_of(item, "content", at)}
     if kind == "function_call":
         _only(item, ("call_id", "name", "arguments"), at)
         function = {key: _text(item, key, at) for key in ("name", "arguments")}
@@ -79,7 +80,7 @@ def _message(item: Mapping[str, Any], kind: Any, at: str) -> dict[str, Any]:
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
         _only(item, ("call_id", "output"), at)
-        output = _content(item.get("output"), f"{at}.output")
+        output = _text_of(item, "output", at)
         return {"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": output}
     raise UnsupportedFieldError(
         f"{at}.type: {echoed(kind, 40)} is not available; only message, function_call and "
@@ -104,29 +105,6 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
     return value
 
 
-def _content(content: Any, at: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{at}: must be a text or a list of parts; got {echoed(content)}.", param=at
-        )
-    texts = []
-    for i, part in enumerate(content):
-        where = f"{at}[{i}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        key = _TEXTS.get(kind) if isinstance(kind, str) else None
-        if key is None:
-            raise UnsupportedFieldError(
-                f"{where}: this model reads text only; a part of type {echoed(kind, 40)} cannot be "
-                "used, and nothing is fetched.",
-                param=where,
-            )
-        _only(part, (key,), where)
-        value = part.get(key)
-        if not isinstance(value, str):
-            raise InvalidRequestError(
-                f"{where}.{key}: must be a text; got {echoed(value)}.", param=f"{where}.{key}"
-            )
-        texts.append(value)
-    return "\n".join(texts)
+def _text_of(item: Mapping[str, Any], name: str, at: str) -> str:
+    """The text of a member that is a string or a list of parts."""
+    return joined_texts(item.get(name), f"{at}.{name}", "\n", parts=_TEXTS, ignored=_IGNORED)
