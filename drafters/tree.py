@@ -88,7 +88,7 @@ class DraftTree:
             self.cell[places] if self.cell.shape[0] else self.cell,
         )
 
-    def keep(self, num_nodes: int) -> DraftTree:
+    def prune(self, num_nodes: int) -> DraftTree:
         """The `num_nodes` nodes of highest survival (ties: the earlier), closed under parents.
 
         Because survival never rises along a path and parents come first, the top nodes by

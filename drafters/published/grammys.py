@@ -193,7 +193,7 @@ class GrammysSession(TextSession):
                     shares.append(float(table.chances[tokens[-1], 0]))
                     tokens.append(int(table.next_ids[tokens[-1], 0]))
                 drafts.append((tokens, 0, shares))
-        return self._merge(drafts).keep(budget)
+        return self._merge(drafts).prune(budget)
 
     def _merge(self, drafts: list[tuple[list[int], int, list[float]]]) -> DraftTree:
         """One tree of the drafts; a shared node keeps its first source, siblings by survival."""

@@ -34,10 +34,10 @@ from server.api.sources import RejectedDrafts, join_runs, text_by_source
 from server.api.streaming import (
     LOWEST_LOGPROB,
     ChunkFrame,
+    shown_finish,
+    shown_prompt_logprobs,
     shown_stop_reason,
     stream_events,
-    told_finish,
-    told_prompt_logprobs,
 )
 from server.api.text import TextStream
 from server.api.tools.reader import ArgumentsPiece, CallStart, ToolEvent
@@ -188,7 +188,7 @@ async def chat_object(order: ChatOrder, submission: Submission) -> ChatAnswer:
         prompt_logprobs=(
             UNSET
             if inner.prompt_logprobs is None
-            else told_prompt_logprobs(prompt_logprobs, inner.prompt_logprobs, order.names)
+            else shown_prompt_logprobs(prompt_logprobs, inner.prompt_logprobs, order.names)
         ),
     )
 
@@ -213,7 +213,7 @@ def _shown(order: ChatOrder, choice: ChoiceReader, message: _Message) -> ChatCho
             was_cut=order.forced is not None and choice.finish_reason == "length"
         ),
         logprobs=None if inner.logprobs is None else ChatLogprobs(content=message.logprobs),
-        finish_reason=told_finish(choice.finish_reason),
+        finish_reason=shown_finish(choice.finish_reason),
     )
     if (reason := shown_stop_reason(choice.stop_reason)) is not None:
         shown.stop_reason = reason
@@ -274,7 +274,7 @@ class _ChunkWriter:
             chunks.append(self._chunk(shown))
         if ended:
             shown = ChatChunkChoice(index=choice.index, delta=MessageDelta())
-            shown.finish_reason = told_finish(choice.finish_reason)
+            shown.finish_reason = shown_finish(choice.finish_reason)
             if (reason := shown_stop_reason(choice.stop_reason)) is not None:
                 shown.stop_reason = reason
             chunks.append(self._chunk(shown))

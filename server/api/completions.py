@@ -23,10 +23,10 @@ from server.api.sources import RejectedDrafts, join_runs, text_by_source
 from server.api.streaming import (
     LOWEST_LOGPROB,
     ChunkFrame,
+    shown_finish,
+    shown_prompt_logprobs,
     shown_stop_reason,
     stream_events,
-    told_finish,
-    told_prompt_logprobs,
 )
 from server.api.text import CharCounter, TextStream, TokenIdNames, TokenNames
 from server.api.usage import speculation_report, usage_report
@@ -179,7 +179,7 @@ async def completion_object(order: CompletionOrder, submission: Submission) -> C
             own = pieces.get(choice.index, [])
             shown.append(_shown(order, choice, own, i * order.num_choices + k))
             if order.prompt_logprobs is not None:
-                shown[-1].prompt_logprobs = told_prompt_logprobs(
+                shown[-1].prompt_logprobs = shown_prompt_logprobs(
                     choices.prompt_logprobs_of(i), order.prompt_logprobs, order.token_names
                 )
     return CompletionAnswer(
@@ -203,7 +203,7 @@ def _shown(
         text="".join(piece.text for piece in pieces),
         index=index,
         logprobs=_join_logprobs(pieces) if order.logprobs is not None else None,
-        finish_reason=told_finish(choice.finish_reason),
+        finish_reason=shown_finish(choice.finish_reason),
     )
     if choice.stop_reason is not None:
         shown.stop_reason = shown_stop_reason(choice.stop_reason)
@@ -258,7 +258,7 @@ class _ChunkWriter:
             return b""
         shown = CompletionChunkChoice(text=piece.text, index=choice.index, logprobs=piece.logprobs)
         if ended:
-            shown.finish_reason = told_finish(choice.finish_reason)
+            shown.finish_reason = shown_finish(choice.finish_reason)
         if order.return_token_ids:
             shown.token_ids = piece.token_ids
             if choice.index not in self._seen:

@@ -33,7 +33,7 @@ def shown_stop_reason(stop_reason: int | bytes | None) -> int | str | None:
     return stop_reason
 
 
-def told_prompt_logprobs(
+def shown_prompt_logprobs(
     entries: Sequence[TokenLogprob | None], num_top: int, names: TokenNames | TokenIdNames
 ) -> PromptLogprobs:
     """A prompt's logprobs in vLLM's shape, with the num_top likeliest of each position."""
@@ -51,7 +51,7 @@ def told_prompt_logprobs(
     return [None if entry is None else of(entry) for entry in entries]
 
 
-def told_finish(reason: str | None) -> FinishReason:
+def shown_finish(reason: str | None) -> FinishReason:
     """A choice's finish_reason once it ended well."""
     if reason in ("stop", "length", "tool_calls"):
         return cast(FinishReason, reason)

@@ -56,7 +56,7 @@ class BulkOutcome:
         """Lines that need nothing more in this run."""
         return self.num_before + self.num_answered + self.num_failed
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """The closing summary, one line each."""
         tokens = self.tally.num_tokens
         rate = tokens / self.wall_s if self.wall_s > 0 else 0.0
@@ -68,7 +68,7 @@ class BulkOutcome:
         if self.num_answered:
             lines.append(
                 f"{self.tally.num_prompt_tokens} tokens in, {tokens} out: {rate:.1f} tokens/s, "
-                f"{self.tally.told()}"
+                f"{self.tally.summary()}"
             )
         return lines
 

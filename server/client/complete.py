@@ -70,7 +70,7 @@ def complete(
     rate = tally.num_tokens / wall_s if wall_s > 0 else 0.0
     line = Text(
         f"{tally.num_tokens} tokens in {wall_s:.2f} s (first after "
-        f"{(first_s or clock()) - started_s:.2f} s): {rate:.1f} tokens/s, {tally.told()}"
+        f"{(first_s or clock()) - started_s:.2f} s): {rate:.1f} tokens/s, {tally.summary()}"
     )
     if tally.by_source:
         line.append(f"; {num_drawn} drawn without a draft")

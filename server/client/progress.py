@@ -73,5 +73,5 @@ class BulkProgress:
             self._bar.stop()
         if not outcome.num_done:
             return
-        for line in outcome.told():
+        for line in outcome.summary():
             self.say(line)

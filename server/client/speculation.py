@@ -32,7 +32,7 @@ class Tally:
         """Mean tokens of a decode step, drafted or not; None before any step."""
         return self.num_tokens / self.num_steps if self.num_steps else None
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """ "2.31 tokens/step; accepted: suffix 120 of 200, prompt 8 of 40" """
         mean = self.tokens_per_step
         parts = [f"{mean:.2f} tokens/step"] if mean is not None else []

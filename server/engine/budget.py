@@ -333,7 +333,7 @@ class DraftBudget:
         max_nodes: int,
         num_waiting: int = 0,
     ) -> list[int]:
-        """How many nodes of each tree to verify: its most likely ones (DraftTree.keep).
+        """How many nodes of each tree to verify: its most likely ones (DraftTree.prune).
 
         survivals: per tree float64 [num_nodes], already scaled by trust, each within [0, 1].
         """

@@ -119,7 +119,7 @@ class CheckedTree:
         """The tree and the accepted nodes as the session that proposed it knows them."""
         return self.tree, accepted
 
-    def keep(self, num_nodes: int) -> CheckedTree:
+    def prune(self, num_nodes: int) -> CheckedTree:
         """The num_nodes likeliest nodes; closed under parents, order kept."""
         if num_nodes >= len(self.token_ids):
             return self

@@ -38,7 +38,7 @@ class _Run:
     draws: list[int]
     path: list[int]
 
-    def keep(self, num: int) -> None:
+    def cut(self, num: int) -> None:
         """Keep the first num ids; the last of them may be one that no node proposed."""
         del self.ids[num:], self.draws[num:], self.path[num:]
 
@@ -105,7 +105,7 @@ class Emission:
             # wrong: they are checked first.
             if run.ids[0] < 0 and not (waits and sequence.num_output > sequence.num_verified):
                 return Outcome(sequence, StopCut(0), results.problem(draw))
-            run.keep(next(i for i, token in enumerate(run.ids) if token < 0))
+            run.cut(next(i for i, token in enumerate(run.ids) if token < 0))
             del run.path[max(0, len(run.ids) - 1) :]
             if not run.ids:
                 sequence.num_computed -= 1
@@ -117,7 +117,7 @@ class Emission:
                 return Outcome(sequence, end, NO_TOKEN_LEFT)
             # A wrong token may have caused it: tokens are checked before anything ends.
             end, is_due = StopCut(end.num_kept), True
-        run.keep(end.num_kept)
+        run.cut(end.num_kept)
         if waits:
             self._slices.keep(sequence, run.draws, len(run.ids))
         elif sequence.request.sampling.num_logprobs is not None:

@@ -155,13 +155,13 @@ class ConstrainedTree(CheckedTree):
         chances[: self.num_certain] = 1.0
         return chances
 
-    def keep(self, num_nodes: int) -> CheckedTree:
-        """See CheckedTree.keep."""
+    def prune(self, num_nodes: int) -> CheckedTree:
+        """See CheckedTree.prune."""
         if num_nodes >= len(self.token_ids):
             return self
         order = np.argsort(-self.survival, kind="stable")[:num_nodes]
         order.sort()
-        kept = super().keep(num_nodes)
+        kept = super().prune(num_nodes)
         return ConstrainedTree(
             kept.tree,
             kept.token_ids,
@@ -308,7 +308,7 @@ def constrain(
         grown = growth.add(proposed.token_ids[node], parent, chance, sources[node], node)
         visit(node, grown)
     state.rollback(root)
-    return growth.tree(proposed.tree).keep(max_nodes) if growth.token_ids else None
+    return growth.tree(proposed.tree).prune(max_nodes) if growth.token_ids else None
 
 
 def fill_masks(state: GrammarState, tree: CheckedTree | None) -> UInt32:

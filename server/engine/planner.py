@@ -158,7 +158,7 @@ class DraftPlanner:
             if turn.own_nodes and (num or not shape.num_waiting):
                 turn.ask.record.record_value(value, price)
             if num:
-                plan.trees[turn.index] = proposed[turn.index].keep(num)
+                plan.trees[turn.index] = proposed[turn.index].prune(num)
                 plan.reasons[turn.index] = ""
             else:
                 turn.ask.record.decay()
@@ -187,7 +187,7 @@ class DraftPlanner:
             tree = turn.ask.session.propose(nodes, depth)
             if len(tree) == 0:
                 return None
-            checked = check_tree(tree, turn.ask.vocab_size or self._vocab_size, depth).keep(nodes)
+            checked = check_tree(tree, turn.ask.vocab_size or self._vocab_size, depth).prune(nodes)
             return checked if turn.ask.allowed is None else checked.within(turn.ask.allowed)
         except Exception as error:
             plan.errors.append((turn.index, error))

@@ -121,15 +121,15 @@ def process_logits(
     needs_order = 0 < s.top_k < x.shape[0] or s.top_p < 1.0
     if needs_order:
         order = np.argsort(-x, kind="stable")  # logit descending, id ascending
-        num_keep = int(np.isfinite(x).sum())
-        if 0 < s.top_k < num_keep:
-            num_keep = s.top_k
+        num_left = int(np.isfinite(x).sum())
+        if 0 < s.top_k < num_left:
+            num_left = s.top_k
         if s.top_p < 1.0:
-            p = np.exp(x[order[:num_keep]] - x[order[0]])
+            p = np.exp(x[order[:num_left]] - x[order[0]])
             running = np.cumsum(p)
             # The smallest prefix whose share reaches top_p, the id that crosses it included.
-            num_keep = min(num_keep, int(np.searchsorted(running, s.top_p * running[-1])) + 1)
-        x[order[num_keep:]] = -np.inf
+            num_left = min(num_left, int(np.searchsorted(running, s.top_p * running[-1])) + 1)
+        x[order[num_left:]] = -np.inf
     if s.min_p > 0.0:
         x[x < x.max() + np.log(s.min_p)] = -np.inf
     return x

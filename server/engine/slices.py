@@ -326,17 +326,17 @@ class SliceBook:
         self._batch = replace(batch, draw_slice=draw_slice, slices=tuple(slices), draw_keep=keeps)
         return self._batch
 
-    def keep(self, sequence: Sequence, draws: SequenceOf[int], num_kept: int) -> None:
-        """The first num_kept of the step's draws were emitted and wait for the full head."""
+    def keep(self, sequence: Sequence, draws: SequenceOf[int], num_emitted: int) -> None:
+        """The first num_emitted of the step's draws were emitted and wait for the full head."""
         head, batch, places = sequence.head, self._batch, self._draw_keep
         assert head is not None and batch is not None and places is not None
         if not head.unverified:
             head.params = batch.params[int(batch.draw_params[draws[0]])]
-        for d in draws[:num_kept]:
+        for d in draws[:num_emitted]:
             mask = int(batch.draw_mask[d])
             bits = batch.masks[mask] if mask >= 0 else None
             head.unverified.append(Unverified(int(places[d]), bits))
-        self.control.observe_tokens(head.key, num_kept)
+        self.control.observe_tokens(head.key, num_emitted)
 
     def is_due(self, sequence: Sequence) -> bool:
         """Whether N tokens of a sequence wait."""

@@ -91,7 +91,7 @@ class StepDrafts:
         """As much of a tree as gets blocks; drafts never preempt anybody for theirs."""
         num = self._scheduler.reserve_drafts(sequence, len(tree.token_ids))
         if num:
-            return tree.keep(num)
+            return tree.prune(num)
         sequence.draft_record.decay()
         sequence.no_draft_reason = "budget"
         return None

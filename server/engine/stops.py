@@ -55,13 +55,13 @@ class StopMatcher:
     text was cut into tokens. The state is a function of the tokens pushed so far.
     """
 
-    __slots__ = ("_keep", "_skip_special", "_stops", "_table", "_tail")
+    __slots__ = ("_skip_special", "_stops", "_table", "_tail", "_tail_size")
 
     def __init__(self, stops: tuple[bytes, ...], table: StopTable, skip_special: bool) -> None:
         if not stops or not all(stops):
             raise ValueError("a matcher needs at least one stop string, none of them empty")
         self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._keep = len(self._stops[0]) - 1
+        self._tail_size = len(self._stops[0]) - 1
         self._table = table
         self._skip_special = skip_special
         self._tail = b""
@@ -79,7 +79,7 @@ class StopMatcher:
             at = text.find(stop, max(0, num_old - len(stop) + 1))
             if at >= 0 and at + len(stop) < first_end:
                 found, first_end = stop, at + len(stop)
-        self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
+        self._tail = text[len(text) - self._tail_size :] if self._tail_size < len(text) else text
         return found
 
     def checkpoint(self) -> bytes:

@@ -356,7 +356,7 @@ def test_the_likeliest_stay_and_the_session_is_told_of_its_own(compiler: Grammar
     tree = _constrain(
         state, [(_ids("es"), 0.2), ([*_ids('"'), *_ids(',"ye')], 0.5), (_ids("jum"), 0.1)]
     )
-    kept = tree.keep(4)
+    kept = tree.prune(4)
     assert isinstance(kept, ConstrainedTree)
     assert kept.survival.tolist() == [0.5] * 4
     path: list[int] = []

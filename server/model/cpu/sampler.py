@@ -226,27 +226,27 @@ def _nucleus(x, top, settings):
     reach = 4.0
     while True:
         ids, is_all = _ordered(x, top, top_k if limited else 1, reach)
-        num_keep = ids.shape[0]
-        if limited and num_keep > top_k:
-            num_keep = top_k
+        num_left = ids.shape[0]
+        if limited and num_left > top_k:
+            num_left = top_k
         if top_p >= 1.0:
             break
         if limited:
             total = 0.0
-            for j in range(num_keep):
+            for j in range(num_left):
                 total += np.exp(x[ids[j]] - top)
         running = 0.0
         found = False
-        for j in range(num_keep):
+        for j in range(num_left):
             running += np.exp(x[ids[j]] - top)
             if running >= top_p * total:
-                num_keep = j + 1
+                num_left = j + 1
                 found = True
                 break
         if found or is_all or limited:
             break
         reach *= 2.0
-    return ids, num_keep
+    return ids, num_left
 
 
 @_serial
@@ -283,10 +283,10 @@ def draw(logits, x, settings, constraints, counts, key, columns):
                 if x[i] < floor:
                     x[i] = -np.inf
         return _draw_all(x, top_id, key[0], key[1], columns)
-    ids, num_keep = _nucleus(x, top, settings)
+    ids, num_left = _nucleus(x, top, settings)
     best = -np.inf
     best_id = -1
-    for j in range(num_keep):
+    for j in range(num_left):
         i = ids[j]
         if x[i] < floor:
             break

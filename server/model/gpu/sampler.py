@@ -173,23 +173,23 @@ def _keep_nucleus(
         values = torch.sort(x, dim=1, descending=True).values
     width = values.shape[1]
     finite = torch.isfinite(x).sum(dim=1)
-    num_keep = torch.minimum(arrays["top_k"], finite)
+    num_left = torch.minimum(arrays["top_k"], finite)
     rank = torch.arange(width, device=x.device)
     share = torch.exp(values - values[:, :1])
-    share = torch.where(rank[None, :] < num_keep[:, None], share, 0.0)
+    share = torch.where(rank[None, :] < num_left[:, None], share, 0.0)
     running = torch.cumsum(share, dim=1)
-    last = (num_keep.clamp(min=1, max=width) - 1)[:, None]
+    last = (num_left.clamp(min=1, max=width) - 1)[:, None]
     goal = arrays["top_p"][:, None] * running.gather(1, last)
     # The smallest prefix whose share reaches top_p, the id that crosses it included.
-    below = ((running < goal) & (rank[None, :] < num_keep[:, None])).sum(dim=1) + 1
-    num_keep = torch.where(arrays["top_p"] < 1.0, torch.minimum(num_keep, below), num_keep)
+    below = ((running < goal) & (rank[None, :] < num_left[:, None])).sum(dim=1) + 1
+    num_left = torch.where(arrays["top_p"] < 1.0, torch.minimum(num_left, below), num_left)
     # A row that keeps all its ids has its threshold at the lowest finite value, or beyond `width`.
-    threshold = values.gather(1, (num_keep.clamp(min=1, max=width) - 1)[:, None])
+    threshold = values.gather(1, (num_left.clamp(min=1, max=width) - 1)[:, None])
     above = x > threshold
-    room = num_keep - above.sum(dim=1)
+    room = num_left - above.sum(dim=1)
     equal = x == threshold
     kept = above | (equal & (torch.cumsum(equal, dim=1) <= room[:, None]))
-    return x.masked_fill(~kept & (num_keep <= width)[:, None], float("-inf"))
+    return x.masked_fill(~kept & (num_left <= width)[:, None], float("-inf"))
 
 
 def _only_by_top_k(plan: DrawPlan, vocab_size: int) -> bool:
