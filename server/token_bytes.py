@@ -1,8 +1,8 @@
 """The id -> bytes table: what each token id adds to the text, as bytes.
 
 The engine matches stop strings on these bytes and the API turns ids into text with them, so the two
-agree, and neither calls the tokenizer per token. The table is built once per
-tokenizer, written to a file and memory-mapped by every process.
+agree, and neither calls the tokenizer per token. The table is built once per tokenizer, written to
+a file and memory-mapped by every process.
 
 Contract: the bytes of the ids of a text, joined and decoded as UTF-8 (errors="replace"), are the
 text that `tokenizer.decode(ids, skip_special_tokens=False)` gives, except for the leading space
@@ -207,9 +207,8 @@ def _fingerprint(spec_json: str) -> bytes:
 def build(tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenBytes:
     """The table of a tokenizer, V = max(vocab_size, the tokenizer's own ids).
 
-    vocab_size: the model's vocabulary, which may be padded above the tokenizer's.
-    Raises UnsupportedTokenizerError for a decoder that is neither byte-level nor
-    SentencePiece-like.
+    vocab_size: the model's vocabulary, which may be padded above the tokenizer's. Raises
+    UnsupportedTokenizerError for a decoder that is neither byte-level nor SentencePiece-like.
     """
     spec_json = tokenizer.to_str()
     spec = json.loads(spec_json)

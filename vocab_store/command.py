@@ -73,8 +73,8 @@ def profile(
 ) -> str:
     """Build a profile, write it, and return the report.
 
-    tokens_of: gives the token texts with those of the order's enrichment.
-    Raises VocabStoreError (and its subclasses), UnknownBlockError, OSError.
+    tokens_of: gives the token texts with those of the order's enrichment. Raises VocabStoreError
+    (and its subclasses), UnknownBlockError, OSError.
     """
     from tokenizers import Tokenizer
 

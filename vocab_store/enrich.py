@@ -10,8 +10,8 @@ such a token in two ("in|the" against "in|therapy"). Ids cannot be cut, but text
 by hand can be read both ways, and the test makes outputs no longer, so it is kept.
 
 E are outputs *as they stand behind their prompts* (leading space, merges): mined bare, the same
-tokens shorten an output half as much. The counts are updated as tokens are merged, so
-only changed outputs are counted again.
+tokens shorten an output half as much. The counts are updated as tokens are merged, so only changed
+outputs are counted again.
 """
 
 from __future__ import annotations

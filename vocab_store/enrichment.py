@@ -1,11 +1,10 @@
 """An enrichment: tokens that a task adds to its model's vocabulary, each a tuple of base ids.
 
 TASC-ft (arXiv 2602.24174, section 4) adds a task's frequent output n-grams to the tokenizer. Here
-they are added to the *ids* and the tokenizer stays as it is: a prompt keeps its ids, prompt
-caches and requests for the base model are not touched, and half characters, stop strings and
-streaming work through the bytes of the parts. The paper's way, `add_tokens`, cuts
-inside base tokens and changes the ids of every prompt; `tailor tasks enrich --export` writes it
-for other programs.
+they are added to the *ids* and the tokenizer stays as it is: a prompt keeps its ids, prompt caches
+and requests for the base model are not touched, and half characters, stop strings and streaming
+work through the bytes of the parts. The paper's way, `add_tokens`, cuts inside base tokens and
+changes the ids of every prompt; `tailor tasks enrich --export` writes it for other programs.
 
     enrichment = Enrichment.load("massive.enrichment.json")
     short = enrichment.segment(ids)          # the fewest ids that spell the same base ids

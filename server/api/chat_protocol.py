@@ -270,8 +270,8 @@ def template_messages(
 
     has_developer: whether the template knows that role; else it is the system's. has_reasoning:
     whether it reads reasoning_content. paths: where each message lies in the body, for errors;
-    default messages[0], messages[1], ...
-    Raises InvalidRequestError and UnsupportedFieldError, naming message and field.
+    default messages[0], messages[1], ... Raises InvalidRequestError and UnsupportedFieldError,
+    naming message and field.
     """
     rendered = []
     for i, message in enumerate(messages):

@@ -113,8 +113,8 @@ class Speculation(Shape, kw_only=True):
     """Sums over all prompts and choices (include_speculation).
 
     mean_tokens_per_step counts every decode step, drafted or not, and the step that ends the prompt
-    with the token it makes; it is null when no step was made.
-    `vocabulary` is there unless the mode is "full".
+    with the token it makes; it is null when no step was made. `vocabulary` is there unless the mode
+    is "full".
     """
 
     drafter: str

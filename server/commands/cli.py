@@ -3,8 +3,8 @@
 A command's module is imported when the command is called, and numpy and torch inside its function,
 so that `tailor --help` answers at once.
 
-Exit status: 0 when the command succeeded, 1 when it failed (the reason is on stderr), 2 for
-a wrong command line, 130 when it was interrupted.
+Exit status: 0 when the command succeeded, 1 when it failed (the reason is on stderr), 2 for a wrong
+command line, 130 when it was interrupted.
 """
 
 from __future__ import annotations

@@ -198,9 +198,9 @@ class Batch:
 class Likely:
     """The likeliest next ids of some draws' rows, as the model's raw logits have them.
 
-    ids: int32 [D, K], chance descending, -1 where there are fewer. chances: float32
-    [D, K], softmax of the raw logits over all ids that the draw sees (its slice, or all), before
-    bias, grammar, penalties and temperature; 0 for -1 and for a row that is not finite.
+    ids: int32 [D, K], chance descending, -1 where there are fewer. chances: float32 [D, K], softmax
+    of the raw logits over all ids that the draw sees (its slice, or all), before bias, grammar,
+    penalties and temperature; 0 for -1 and for a row that is not finite.
     """
 
     ids: Int32

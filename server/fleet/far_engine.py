@@ -1,9 +1,8 @@
 """FleetHandle: all replicas of a model as one engine, for the EngineClient of an ingress.
 
-It is a channel.EngineHandle whose other end is a coroutine on the ingress's loop:
-each ("submit", request) becomes one stream of a replica (Replicas.stream), ("abort", id) closes it,
-("control", ...) asks every replica. So the code in front of the EngineClient is that of a
-single server.
+It is a channel.EngineHandle whose other end is a coroutine on the ingress's loop: each ("submit",
+request) becomes one stream of a replica (Replicas.stream), ("abort", id) closes it, ("control",
+...) asks every replica. So the code in front of the EngineClient is that of a single server.
 
 A stream that breaks off because its replica is gone is begun again on another one, and continues
 where it stopped (continuation.py). Tokens that a client has are never sent again.

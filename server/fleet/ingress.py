@@ -49,8 +49,8 @@ class IngressApp:
     engines are there between the lifespan's start and its end.
 
     start: starts the fleet of a model. others: with whom keys' limits and changes of tasks are
-    shared; None is nobody. The metrics of each replica have its engine's
-    name, `model/rank`, so that dashboards and alerts of a single server hold for a fleet.
+    shared; None is nobody. The metrics of each replica have its engine's name, `model/rank`, so
+    that dashboards and alerts of a single server hold for a fleet.
     """
 
     def __init__(

@@ -168,9 +168,9 @@ class WeightReader:
     def get(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, in its stored dtype, or in float32 where an adapter is merged.
 
-        A view of the mapped file where nothing is merged: read-only by contract, paged in by use;
-        a copy where an adapter has rows in the table.
-        Raises KeyError for an unknown name and RuntimeError after close().
+        A view of the mapped file where nothing is merged: read-only by contract, paged in by use; a
+        copy where an adapter has rows in the table. Raises KeyError for an unknown name and
+        RuntimeError after close().
         """
         reader, stored = self._locate(name)
         tensor: torch.Tensor = reader.get_tensor(stored)

@@ -31,8 +31,8 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors", "enrichment.json")
 class AdapterSet:
     """The adapters of a server (see the top of this file).
 
-    bases: the ServedModels. folders: of the models. on_cpu: names of those that
-    compute adapters. Used from one event loop; `read` in threads.
+    bases: the ServedModels. folders: of the models. on_cpu: names of those that compute adapters.
+    Used from one event loop; `read` in threads.
     """
 
     def __init__(

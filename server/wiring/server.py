@@ -1,7 +1,7 @@
 """From a ServerConfig to engines, and from engines to a running server.
 
-Only this folder and the commands import every part. Torch is imported only in
-the engines' processes.
+Only this folder and the commands import every part. Torch is imported only in the engines'
+processes.
 
     plan = plan_server(config, tasks, folders)     # cheap: tokenizers, no weights, no torch
     status = run_server(plan, listen(host, port))  # until a signal; returns the exit status

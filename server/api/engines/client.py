@@ -195,8 +195,8 @@ class EngineClient:
     ) -> Submission:
         """Hand Requests to engines; all of them are taken or none.
 
-        total_timeout_s: counts from the arrival of the first one.
-        Raises QueueFullError, LoadingError, DrainingError or NoEngineError.
+        total_timeout_s: counts from the arrival of the first one. Raises QueueFullError,
+        LoadingError, DrainingError or NoEngineError.
         """
         if self.is_draining:
             raise DrainingError("The server is shutting down.", retry_after_s=5.0)

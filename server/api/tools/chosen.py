@@ -40,8 +40,8 @@ def chosen_tools(body: ChatBody, *, close: bool = True) -> ChosenTools:
     """The ChosenTools of a body. close: whether objects of parameters without additionalProperties
     have no further members.
 
-    Raises InvalidRequestError and UnsupportedFieldError, naming the field.
-    With tool_choice "none" the prompt leaves the tools out, so that the model calls none.
+    Raises InvalidRequestError and UnsupportedFieldError, naming the field. With tool_choice "none"
+    the prompt leaves the tools out, so that the model calls none.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     shown = []

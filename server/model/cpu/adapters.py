@@ -44,8 +44,8 @@ class OwnRows:
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:
-    """Head rows of an adapter's own: ids int64 [n], ascending; panels float32
-    [ceil(n / PANEL), hidden_size, PANEL], padded with zeros."""
+    """Head rows of an adapter's own: ids int64 [n], ascending; panels float32 [ceil(n / PANEL),
+    hidden_size, PANEL], padded with zeros."""
 
     ids: Int64
     panels: Float32

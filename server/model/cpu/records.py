@@ -122,9 +122,9 @@ class Scratch(NamedTuple):
     """Buffers of a step, float32, room for the most rows that a Batch may have.
 
     x [R, H]: the residual stream: embeddings before, used up after. hidden [R, H]: the result,
-    final-normed states. queries [threads, tile, head_dim], scores
-    [threads, tile, room], acc [threads, tile, value width + 16]: tile: the query heads of
-    attention.TILE_ROWS rows and one KV head.
+    final-normed states. queries [threads, tile, head_dim], scores [threads, tile, room], acc
+    [threads, tile, value width + 16]: tile: the query heads of attention.TILE_ROWS rows and one KV
+    head.
     """
 
     x: Float32

@@ -123,8 +123,8 @@ class _Table:
 class SlicedHead:
     """Tables and the dynamic pool over one packed head. Used from one thread at a time.
 
-    head: the packed full head. work: the threads of its products. cap:
-    soft-capping of the logits, 0 = none. `num_bytes` counts what is held beside it.
+    head: the packed full head. work: the threads of its products. cap: soft-capping of the logits,
+    0 = none. `num_bytes` counts what is held beside it.
     """
 
     def __init__(self, head: PackedHead, work: Work, cap: float = 0.0) -> None:

@@ -1,8 +1,7 @@
 """PackedWeights: a model's weights in the kernels' layout.
 
 It reads named tensors one at a time and packs them into panels (kernels.py), in one arena. dtype is
-float32, or bfloat16 for the *stored* weights: activations, sums and logits are float32
-either way.
+float32, or bfloat16 for the *stored* weights: activations, sums and logits are float32 either way.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     called(module, ...)                 # after: what its layers ask the attention for
     check_rows(module, ...)             # the same bits in every batch, and the right ones
 
-A model is refused by name unless all of these hold: every layer calls the
-attention interface once, with windows that are those of its own masks; every operation is row by
-row (operations.py); and on a short text one row at a time, all rows at once and a draft tree give
-the same bits, which are transformers' own logits to rounding.
+A model is refused by name unless all of these hold: every layer calls the attention interface once,
+with windows that are those of its own masks; every operation is row by row (operations.py); and on
+a short text one row at a time, all rows at once and a draft tree give the same bits, which are
+transformers' own logits to rounding.
 """
 
 from __future__ import annotations
