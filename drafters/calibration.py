@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Float64, Int32
 from drafters.atomic_file import replacing
 from drafters.tree import DraftTree
-
-Float64 = npt.NDArray[np.float64]
-Int32 = npt.NDArray[np.int32]
 
 VERSION = 1
 SHARE_EDGES = np.asarray(

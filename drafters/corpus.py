@@ -20,15 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, read_arrays, write_arrays
+from drafters.arrays import Float64, Int32, Int64
 from drafters.auto.automaton import Automaton, build_automaton
 from drafters.auto.copy_prior import CopyPrior, learn_copy_prior
 from drafters.auto.nearest import Nearest, build_nearest
 from drafters.corpus_file import KIND, VERSION
 from drafters.published.ngram_tables import NGramTables, count_ngrams
 
-Int32 = npt.NDArray[np.int32]
-Float64 = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Int32
 from drafters.jit import inlined
-
-Int32 = npt.NDArray[np.int32]
 
 
 @inlined

@@ -23,14 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.array_file import ArrayFileError, read_arrays, write_arrays
+from drafters.arrays import Int32, Int64
 from drafters.auto.automaton import build_automaton
 from drafters.auto.copy_prior import learn_copy_prior
 from drafters.auto.nearest import build_nearest
 from drafters.corpus import Corpus
 from drafters.published.ngram_tables import count_ngrams
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 KIND = "learned outputs"
 VERSION = 1

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Int32
 from drafters.auto.text_index import TextIndex
 from drafters.base import SessionClosedError
 from drafters.calibration import Calibration
 from drafters.tree import DraftTree
 
-Int32 = npt.NDArray[np.int32]
 MakerT = TypeVar("MakerT")
 
 

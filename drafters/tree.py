@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-UInt8 = npt.NDArray[np.uint8]
+from drafters.arrays import Float32, Int32, UInt8
 
 
 def _empty_i32() -> Int32:

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Int32, Int64
 from drafters.auto.cells import MAX_TOP
 from drafters.auto.text_index import START
 from drafters.jit import compiled
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 MAX_TOKENS = 1 << 29
 

@@ -10,8 +10,8 @@ covers the whole output) and learned by expectation maximisation from the tokens
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float64, Int32
 from drafters.auto.cells import (
     BASE_CHANCE,
     NUM_SITUATIONS,
@@ -20,11 +20,6 @@ from drafters.auto.cells import (
 from drafters.auto.gather import NUM, Gathered, GatheredFields, gather
 from drafters.auto.views import Context, ContextFields, context_of
 from drafters.jit import borrowing, inlined
-
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
-
 
 EvidenceFields = tuple[Float64, Float64]
 """asks, outcomes: the arrays `evidence` and `outcomes` of drafters.auto.trust.Trust."""

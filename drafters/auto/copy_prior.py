@@ -16,12 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Float32, Float64, Int32
 from drafters.jit import compiled
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 
 NUM_DISTANCES = 24  # half powers of two
 MAX_EXAMPLES = 1000

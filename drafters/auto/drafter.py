@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Float32, Int32
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import learn_token
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
@@ -41,8 +42,6 @@ from drafters.tree import DraftTree
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
 
 NUM_RETRIEVED = 12  # examples whose outputs are retrieved for a request
 RESYNC_TOKENS = 12  # tokens of a prediction that are searched for where the output goes on

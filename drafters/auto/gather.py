@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float32, Float64, Int32
 from drafters.auto.cells import (
     CORPUS,
     HASH_SIZE,
@@ -42,10 +42,6 @@ from drafters.auto.likely import find_context, longer_key
 from drafters.auto.text_index import START, find_slot, triple_key
 from drafters.auto.views import SOURCE, WEIGHT, Context, CorpusView, LikelyView, TextView
 from drafters.jit import inlined
-
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 
 NUM, STAMP = 0, 1  # in Gathered.state
 

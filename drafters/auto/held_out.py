@@ -10,13 +10,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Int32
 from drafters.auto.drafter import AutoDrafter
 from drafters.auto.trust import Trust
 from drafters.corpus import Corpus, Progress, build_corpus
 
-Int32 = npt.NDArray[np.int32]
 Example = tuple[Sequence[int] | Int32, Sequence[int] | Int32]
 
 TURNS = 4

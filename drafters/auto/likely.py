@@ -14,14 +14,10 @@ in its way fade.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float32, Int32, Int64
 from drafters.auto.cells import MAX_LIKELY_MATCH
 from drafters.jit import borrowing, compiled, inlined
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 NUM_LIKELY = 8
 """Ids kept of a row."""

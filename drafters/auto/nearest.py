@@ -16,11 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Float32, Int32, Int64
 from drafters.jit import compiled
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 MAX_SHARE = 0.25  # terms of more than this share of the prompts are template
 TEMPLATE_SHARE = 0.5  # pairs of at least this share of the prompts are template

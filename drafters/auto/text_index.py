@@ -11,14 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float32, Int32, Int64
 from drafters.auto.views import TextFields
 from drafters.jit import compiled
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 START = -2
 """Stands before the first token of an output in an index of outputs. Never proposed."""

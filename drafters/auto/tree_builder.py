@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float32, Int32
 from drafters.auto.automaton import automaton_step
 from drafters.auto.blend import blend, is_end, leader
 from drafters.auto.cells import NUM_BUCKETS, NUM_SITUATIONS, factor_cell
@@ -29,9 +29,6 @@ from drafters.auto.views import (
 from drafters.heap import pop, push
 from drafters.jit import borrowing, inlined
 from drafters.tree import DraftTree
-
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
 
 HEAP_SIZE = 4096
 

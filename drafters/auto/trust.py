@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float64
 from drafters.atomic_file import replacing
 from drafters.auto.cells import (
     NUM_AGREEMENTS,
@@ -37,8 +37,6 @@ from drafters.auto.cells import (
 )
 from drafters.auto.views import TrustsFields
 from drafters.calibration import CalibrationError
-
-Float64 = npt.NDArray[np.float64]
 
 _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)

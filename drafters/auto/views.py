@@ -14,14 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float32, Float64, Int32, Int64
 from drafters.jit import inlined
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 
 WEIGHT, SOURCE = 0, 1  # rows of TextView.marks
 

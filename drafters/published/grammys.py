@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from drafters.array_file import read_arrays, write_arrays
+from drafters.arrays import Float32, Int32
 from drafters.calibration import Calibration
 from drafters.catalog import GrammysOptions
 from drafters.jit import compiled
 from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
-
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
 
 KIND = "target bigram table"
 VERSION = 1

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Float64, Int32, Int64
 from drafters.auto.text_index import find_slot
 from drafters.calibration import Calibration
 from drafters.catalog import MixOptions
@@ -25,10 +25,6 @@ from drafters.options import check_options
 from drafters.published.ngram_tables import context_hash, count_ngrams, find_row
 from drafters.session import IndexedSession
 from drafters.tree import DraftTree
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 
 MAX_CANDIDATES = 512
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.arrays import Int32, Int64
 from drafters.jit import compiled
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 
 _Rows = tuple[Int64, Int64, Int32, Int32]

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Int32
 from drafters.calibration import Calibration
 from drafters.jit import compiled
 from drafters.session import TextSession
 from drafters.tree import DraftTree
-
-Int32 = npt.NDArray[np.int32]
 
 
 @compiled

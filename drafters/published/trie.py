@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from drafters.arrays import Int32, Int64
 from drafters.calibration import Calibration
 from drafters.catalog import TrieOptions
 from drafters.heap import pop, push
@@ -27,8 +27,6 @@ from drafters.options import check_options
 from drafters.session import TextSession
 from drafters.tree import DraftTree
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 HeapFields = tuple[Int64, Int32, Int32, Int32]
 
 
