@@ -7,6 +7,7 @@ run; usage, logprobs, counts and learning all come from the run that `cut` leave
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,9 @@ class StopCut:
     num_kept: int
     finish_reason: FinishReason | None = None
     stop_reason: int | bytes | None = None
+
+
+_GOES_ON = StopCut(1)  # what most steps end with
 
 
 def follow(
@@ -89,7 +93,13 @@ def cut(
             return StopCut(i + 1, "stop", b"")
         if count >= rules.max_output:
             return StopCut(i + 1, "length")
-    return StopCut(len(run))
+    return _GOES_ON if len(run) == 1 else StopCut(len(run))
+
+
+@functools.cache
+def plain_step(no_draft_reason: str) -> StepCounts:
+    """The StepCounts of a step without drafts: there are as many as there are reasons."""
+    return StepCounts(num_steps=1, no_draft_reason=no_draft_reason)
 
 
 def count_step(
@@ -109,7 +119,7 @@ def count_step(
     """
     num = len(parents)
     if num == 0:
-        return StepCounts(num_steps=1, no_draft_reason=no_draft_reason)
+        return plain_step(no_draft_reason)
     depths = [0] * num
     deepest = 0
     for i, parent in enumerate(parents):

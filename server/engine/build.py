@@ -45,7 +45,8 @@ def build_batch(
         root_row = rows.num - 1
         num_scores = scores.add_prompt(item, first)
         labels = item.sequence.request.label_ids if item.draws else ()
-        scores.add_labels(root_row, labels)
+        if labels:
+            scores.add_labels(root_row, labels)
         first_score = len(scores.rows) - num_scores - len(labels)
         spans.append(Span(len(draws.rows), first_score, num_scores, len(labels)))
         if not item.draws or item.sequence.rules.max_output == 0:

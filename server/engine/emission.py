@@ -17,6 +17,7 @@ from server.engine.accept import (
     cut,
     follow,
     merge_counts,
+    plain_step,
     rejected_paths,
     sources_of,
 )
@@ -45,10 +46,10 @@ class _Run:
 
 def _run_of(tree: CheckedTree | None, draw: int, drawn_ids: list[int]) -> _Run:
     """The run of one choice. draw: index of its root's draw."""
-    path: list[int] = []
-    if tree is not None:
-        nodes = drawn_ids[draw + 1 : draw + 1 + len(tree.token_ids)]
-        path = follow(drawn_ids[draw], tree.token_ids, tree.parents, nodes)
+    if tree is None:
+        return _Run([drawn_ids[draw]], [draw], [])
+    nodes = drawn_ids[draw + 1 : draw + 1 + len(tree.token_ids)]
+    path = follow(drawn_ids[draw], tree.token_ids, tree.parents, nodes)
     draws = [draw, *(draw + 1 + node for node in path)]
     return _Run([drawn_ids[d] for d in draws], draws, path)
 
@@ -122,8 +123,9 @@ class Emission:
             self._slices.keep(sequence, run.draws, len(run.ids))
         elif sequence.request.sampling.num_logprobs is not None:
             sequence.logprobs.extend(results.logprob(d) for d in run.draws)
-        likely = results.likely(draw, 0 if tree is None else len(tree.token_ids))
-        self._sessions.note_likely(sequence, tree, likely)
+        if sequence.session is not None:
+            likely = results.likely(draw, 0 if tree is None else len(tree.token_ids))
+            self._sessions.note_likely(sequence, tree, likely)
         self._append(sequence, tree, run, results.model_s)
         if waits:
             self._exact.add(sequence, end, is_due)
@@ -137,24 +139,28 @@ class Emission:
         self, sequence: Sequence, tree: CheckedTree | None, run: _Run, model_s: float
     ) -> None:
         """Append the tokens of a run, count them, and teach the session."""
-        source = tree.tree.source.tolist() if tree is not None else []
+        source = [] if tree is None else tree.tree.source.tolist()
         if sequence.request.report_sources:
             sequence.token_sources += sources_of(run.path, len(run.ids), source, sequence.sources)
-        counts = count_step(
-            tree.parents if tree is not None else (),
-            source,
-            run.path,
-            sequence.sources,
-            sequence.no_draft_reason,
-            tree.survival.tolist() if tree is not None else (),
-            model_s,
-        )
+        if tree is None:
+            counts = plain_step(sequence.no_draft_reason)
+        else:
+            counts = count_step(
+                tree.parents,
+                source,
+                run.path,
+                sequence.sources,
+                sequence.no_draft_reason,
+                tree.survival.tolist(),
+                model_s,
+            )
         sequence.counts = merge_counts(sequence.counts, counts)
         self._slices.count_step(sequence)
-        if tree is not None and sequence.request.report_rejected:
-            _note_rejected(sequence, tree, run)
-        self.moves.add(sequence, run.path)
-        sequence.num_computed += len(run.path)
+        if tree is not None:
+            if sequence.request.report_rejected:
+                _note_rejected(sequence, tree, run)
+            self.moves.add(sequence, run.path)
+            sequence.num_computed += len(run.path)
         sequence.num_steps += 1
         sequence.append(run.ids)
         self._sessions.learn(sequence, run.ids, tree, run.path)

@@ -12,6 +12,7 @@ and when the API process dies: an engine never survives its API.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -224,6 +225,7 @@ def _process_main(factory: EngineFactory, connection: Connection) -> None:
     engine = _build(factory, connection)
     status = 1
     if engine is not None:
+        gc.freeze()  # what loading has made stays: a collection between steps need not look at it
         wake, waker = os.pipe()
         signal.signal(_STOP_SIGNAL, lambda *_: os.write(waker, b"!"))
         status = EngineHost(engine, connection, wake).run()
