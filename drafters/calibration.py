@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drafters.arrays import Float64, Int32
 from drafters.atomic_file import replacing
+from drafters.shared_counts import Counts
 from drafters.tree import DraftTree
 
 VERSION = 1
@@ -124,6 +125,26 @@ class Calibration:
                 }
             )
         return sorted(rows, key=lambda row: -row["offered"])
+
+    def counts(self) -> Counts:
+        """For drafters.shared_counts: "offers", rows offered and accepted, without the prior."""
+        _, _, num_shares = self.shape
+        started = self.prior * np.tile(SHARE_CENTRES, self.offered.shape[0] // num_shares)
+        offers = np.stack([self.offered - self.prior, self.accepted - started])
+        return {"offers": np.maximum(0.0, offers)}
+
+    def set_counts(self, counts: Counts) -> None:
+        """Take counts in place of what there is. Raises CalibrationError for another shape or
+        impossible counts, KeyError when they are missing."""
+        offers = counts["offers"]
+        if offers.shape != (2, self.offered.shape[0]) or not bool(
+            np.isfinite(offers).all() and (offers >= 0).all()
+        ):
+            raise CalibrationError("the counts have another shape or are impossible")
+        fresh = Calibration(self.sources, prior=self.prior, memory=self.memory)
+        self.offered[:] = fresh.offered + offers[0]
+        self.accepted[:] = np.minimum(fresh.accepted + offers[1], self.offered)
+        self._refresh()
 
     def save(self, path: Path | str) -> None:
         """Write atomically: a reader sees the old file or the new one, never a part."""

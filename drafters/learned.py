@@ -102,10 +102,10 @@ class LearnedOutputs:
             fingerprint=fingerprint,
             meta={"scope": scope, "num_seen": self.num_seen},
             arrays={
-                "prompt_ids": _joined(prompts),
-                "prompt_starts": _starts(prompts),
-                "output_ids": _joined(outputs),
-                "output_starts": _starts(outputs),
+                "prompt_ids": joined(prompts),
+                "prompt_starts": starts_of(prompts),
+                "output_ids": joined(outputs),
+                "output_starts": starts_of(outputs),
             },
         )
 
@@ -119,8 +119,8 @@ class LearnedOutputs:
         if meta.get("scope") != scope:
             raise ArrayFileError(f"{path} holds what another task or client taught")
         try:
-            prompts = _split(arrays["prompt_ids"], arrays["prompt_starts"])
-            outputs = _split(arrays["output_ids"], arrays["output_starts"])
+            prompts = split(arrays["prompt_ids"], arrays["prompt_starts"])
+            outputs = split(arrays["output_ids"], arrays["output_starts"])
             num_seen = int(meta["num_seen"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArrayFileError(f"{path} is damaged: {error}") from error
@@ -133,17 +133,20 @@ class LearnedOutputs:
         self.num_seen = num_seen
 
 
-def _joined(parts: list[Int32]) -> Int32:
+def joined(parts: list[Int32]) -> Int32:
+    """int32: all parts in a row."""
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
-def _starts(parts: Sequence[Int32]) -> Int64:
+def starts_of(parts: Sequence[Int32]) -> Int64:
+    """int64 [parts + 1]: where each begins in `joined`, and its length."""
     starts = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([part.shape[0] for part in parts], out=starts[1:])
     return starts
 
 
-def _split(ids: npt.NDArray[Any], starts: npt.NDArray[Any]) -> list[Int32]:
+def split(ids: npt.NDArray[Any], starts: npt.NDArray[Any]) -> list[Int32]:
+    """The parts that `joined` and `starts_of` were made of. Raises ValueError."""
     bounds = starts.tolist()
     if not bounds or bounds[0] != 0 or bounds[-1] != ids.shape[0] or bounds != sorted(bounds):
         raise ValueError("its starts do not fit its ids")
@@ -167,7 +170,7 @@ def build_layer(
     """
     prompts = [prompt for prompt, _ in examples]
     outputs = [output for _, output in examples]
-    ids, starts = _joined(outputs), _starts(outputs)
+    ids, starts = joined(outputs), starts_of(outputs)
     if base is not None and base.num_tokens > max_merged_tokens:
         automaton, tables = base.automaton, base.tables
     else:

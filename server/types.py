@@ -346,13 +346,30 @@ class DeviceFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedFigures:
+    """What a fleet's engine has to do with what others learned of a task, summed over its scopes.
+
+    num_written: segments that it has written. num_merged: segments of all engines in what it has
+    from others. version: how often that was published. published_s: when last, as time.time();
+    0.0 for never.
+    """
+
+    task: str
+    num_written: int = 0
+    num_merged: int = 0
+    version: int = 0
+    published_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one engine, sent with the Deltas of a step and when idle.
 
     slice_rows, slice_bytes: LM-head rows copied beside the head, now. slice_hits, slice_loads,
     slice_evictions: dynamic rows found, copied and forgotten since the start. verify_every:
     unverified tokens before a verification, as adapted last.
-    learned: (task, learned tokens held, outputs learned since the engine's start).
+    learned: (task, learned tokens held, outputs learned since the engine's start). shared: of tasks
+    whose learned outputs travel in a fleet.
     draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
     device: None on a CPU.
     """
@@ -381,6 +398,7 @@ class EngineStats:
     slice_evictions: int = 0
     verify_every: int = 0
     learned: tuple[tuple[str, int, int], ...] = ()
+    shared: tuple[SharedFigures, ...] = ()
     adapters: tuple[AdapterFigures, ...] = ()
     device: DeviceFigures | None = None
 

@@ -80,6 +80,7 @@ ALLOWED: dict[str, set[str] | None] = {
     # The policies of a fleet, and what a request needs of it, know nothing of how it is run.
     "server.fleet.costs": {"server.types"},
     "server.fleet.routing": {"server.fleet.costs"},
+    "server.fleet.scaling": {"server.fleet.costs"},
     "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
     "server.fleet.simulation": {"server.fleet.costs", "server.fleet.routing"},
@@ -96,6 +97,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "server.api.engines",
         "server.channel",
         "server.fleet.costs",
+        "server.fleet.scaling",
         "server.metrics",
     },
     "server.fleet.far_engine": {

@@ -605,7 +605,201 @@ VOCABULARY = Dashboard(
     },
 )  # fmt: skip
 
-DASHBOARDS = (SPECULATION, VOCABULARY, SERVING)
+
+def of_engines(expr: str, by: str = "engine") -> str:
+    """A figure of an engine, which each ingress tells alike: once, whoever was asked."""
+    return f"max by ({by}) ({expr})"
+
+
+LEARNED = "0 or nothing where replicas do not learn from each other."
+
+FLEET = Dashboard(
+    "fleet",
+    "Tailor: Fleet",
+    "All replicas of a fleet and its ingresses, by replica and by task. Figures of engines are "
+    "told by every ingress and counted once; figures of requests are summed over the ingresses. A "
+    "single server is a fleet of one.",
+    {
+        "Replicas": (
+            Panel(
+                "Replicas that serve", "Engines that are up, by model.",
+                (Query(f"sum by (model) ({of_engines(f'tailor_engine_up{E}', 'engine, model')})",
+                       "{{model}}"),),
+                "stat", width=6,
+            ),
+            Panel(
+                "Imbalance",
+                "Sequences of the busiest replica, of the mean of all; 1 is even. With task homes "
+                "and few tasks it is higher, and pays as long as nobody waits.",
+                (
+                    Query(
+                        f"max({of_engines(f'tailor_num_requests_running{E}')}) / clamp_min("
+                        f"avg({of_engines(f'tailor_num_requests_running{E}')}), 0.001)"
+                    ),
+                ),
+                "stat", width=6,
+            ),
+            Panel(
+                "Time to first token, p95", "Over all ingresses.",
+                (
+                    Query(
+                        "histogram_quantile(0.95, "
+                        + rate("time_to_first_token_seconds_bucket", "le", "$__range") + ")"
+                    ),
+                ),
+                "stat", "s", 6,
+            ),
+            Panel(
+                "Requests that failed", "Of all requests.",
+                (
+                    Query(
+                        "(sum(increase(tailor_request_outcomes_total"
+                        '{task=~"$task",model=~"$model",outcome="error"}[$__range])) or vector(0))'
+                        f" / (sum(increase(tailor_request_outcomes_total{T}[$__range])) > 0)"
+                    ),
+                ),
+                "stat", "percentunit", 6,
+            ),
+            Panel(
+                "Sequences by replica", "In the running batch.",
+                (Query(of_engines(f"tailor_num_requests_running{E}"), "{{engine}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Waiting by replica", "Requests that have no seat; the autoscaler looks at them.",
+                (Query(of_engines(f"tailor_num_requests_waiting{E}"), "{{engine}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Prompt tokens that wait, by replica",
+                "What the autoscaler turns into seconds by the measured cost of a step.",
+                (Query(of_engines(f"tailor_num_tokens_waiting{E}"), "{{engine}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "KV cache by replica", "Used share of blocks.",
+                (Query(of_engines(f"tailor_kv_cache_usage_perc{E}"), "{{engine}}"),),
+                unit="percentunit",
+            ),
+            Panel(
+                "Steps a second by replica", "A slow machine makes fewer under the same load.",
+                (
+                    Query(
+                        of_engines(f"rate(tailor_engine_steps_total{E}[$__rate_interval])"),
+                        "{{engine}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Prompt tokens found, by replica",
+                "Share of looked-up prompt tokens that lay in a replica's prefix cache: what "
+                "routing by task and by prompt brings.",
+                (
+                    Query(
+                        of_engines(f"rate(tailor_prefix_cache_hits_total{E}[$__rate_interval])")
+                        + " / (max by (engine) "
+                        f"(rate(tailor_prefix_cache_queries_total{E}[$__rate_interval])) > 0)",
+                        "{{engine}}",
+                    ),
+                ),
+                unit="percentunit",
+            ),
+        ),
+        "Tasks": (
+            Panel(
+                "Requests a second by task", "Over all ingresses.",
+                (Query(rate("request_outcomes_total", "task"), "{{task}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Time to first token by task, p95", "Over all ingresses.",
+                (
+                    Query(
+                        "histogram_quantile(0.95, "
+                        + rate("time_to_first_token_seconds_bucket", "le, task") + ")",
+                        "{{task}}",
+                    ),
+                ),
+                unit="s",
+            ),
+            Panel(
+                "Tokens a second by task", "Generated.",
+                (Query(rate(TOKENS, "task"), "{{task}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Tokens per step by task", "Away from its home a task drafts less.",
+                (Query(share(TOKENS, STEPS, "task"), "{{task}}"),),
+            ),
+        ),
+        "Ingresses": (
+            Panel(
+                "Requests a second by ingress", "Prometheus tells them apart by address.",
+                (Query(rate("request_outcomes_total", "instance"), "{{instance}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Time to first token by ingress, p95", "One that is busy adds to it.",
+                (
+                    Query(
+                        "histogram_quantile(0.95, "
+                        + rate("time_to_first_token_seconds_bucket", "le, instance") + ")",
+                        "{{instance}}",
+                    ),
+                ),
+                unit="s",
+            ),
+        ),
+        "What replicas learn from each other": (
+            Panel(
+                "Segments a second by replica", "Written for others. " + LEARNED,
+                (
+                    Query(
+                        of_engines(
+                            f"rate(tailor_learned_segments_total{T}[$__rate_interval])",
+                            "engine, task",
+                        ) + " or vector(0)",
+                        "{{engine}} {{task}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Version by replica", "Replicas that serve a task agree soon after each new one. "
+                + LEARNED,
+                (
+                    Query(
+                        of_engines(f"tailor_learned_version{T}", "engine, task") + " or vector(0)",
+                        "{{engine}} {{task}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Age of what is published",
+                "Seconds since the newest version of a task; it grows while nothing new is "
+                "learned, and when the builder or the storage is away. " + LEARNED,
+                (
+                    Query(
+                        "time() - max by (task) "
+                        f"(tailor_learned_published_timestamp_seconds{T} > 0) or vector(0)",
+                        "{{task}}",
+                    ),
+                ),
+                unit="s",
+            ),
+            Panel(
+                "Segments merged", "Of all replicas, in what a task's replicas have. " + LEARNED,
+                (
+                    Query(
+                        f"max by (task) (tailor_learned_segments_merged{T}) or vector(0)",
+                        "{{task}}",
+                    ),
+                ),
+            ),
+        ),
+    },
+)  # fmt: skip
+
+DASHBOARDS = (SPECULATION, VOCABULARY, SERVING, FLEET)
 
 
 # --- to Grafana's JSON ----------------------------------------------------------------------------

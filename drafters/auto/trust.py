@@ -37,6 +37,7 @@ from drafters.auto.cells import (
 )
 from drafters.auto.views import TrustsFields
 from drafters.calibration import CalibrationError
+from drafters.shared_counts import Counts
 
 _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
@@ -240,6 +241,15 @@ class Trust:
                             }
                         )
         return sorted(rows, key=lambda row: -float(row["offered"]))
+
+    def counts(self) -> Counts:
+        """For drafters.shared_counts: copies of evidence and outcomes."""
+        return {"evidence": self.evidence.copy(), "outcomes": self.outcomes.copy()}
+
+    def set_counts(self, counts: Counts) -> None:
+        """Take counts in place of what there is. Raises CalibrationError as restore_arrays does,
+        KeyError when a part is missing."""
+        self.restore_arrays(counts["evidence"], counts["outcomes"])
 
     def save(self, path: Path | str) -> None:
         """Write the evidence atomically: a reader sees the old file or the new one."""

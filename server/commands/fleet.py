@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.config import ServerConfig
-    from server.config.cluster import ClusterConfig
+    from server.config.cluster import ClusterConfig, LearningConfig
     from server.engine.budget import CostTable
+    from server.fleet.parts import ServedParts
     from server.fleet.simulation import Arrival, Outcome
 
 _SYNTHETIC_S = 60.0
@@ -36,7 +37,11 @@ def up(file: Path, /) -> int:
         host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
         print(f"The fleet is ready on http://{host}:{listen.port}.", flush=True)
 
-    return run(cluster, ServedParts(server), on_ready=on_ready)
+    def again() -> tuple[ClusterConfig, ServedParts]:
+        cluster, server = _checked(file)
+        return cluster, ServedParts(server, cluster.learning)
+
+    return run(cluster, ServedParts(server, cluster.learning), on_ready=on_ready, again=again)
 
 
 def check(file: Path, /) -> int:
@@ -56,7 +61,23 @@ def check(file: Path, /) -> int:
         f"ingress: {cluster.ingress.replicas} on {server.listen.host}:{server.listen.port}; "
         f"routing by {cluster.routing.policy}; Ray: {cluster.address or 'started here'}"
     )
+    if cluster.learning is not None:
+        print(_learning_line(cluster.learning, server))
     return 0
+
+
+def _learning_line(learning: LearningConfig, server: ServerConfig) -> str:
+    """What travels, and where it lies."""
+    from server.commands.serve import server_tasks
+
+    tasks = [
+        task.name
+        for task in server_tasks(server).values()
+        if task.speculation.learns and task.speculation.learn == "persist"
+    ]
+    what = ", ".join(tasks) if tasks else "nothing: no task says learn: persist"
+    where = learning.storage or "the cache folder, which all machines must see"
+    return f"learned outputs travel of {what}; they lie in {where}"
 
 
 def simulate(

@@ -43,6 +43,40 @@ class IngressConfig(Section):
         description="with http: direct, ingress i listens on this port + i, too: where Prometheus "
         "asks each for its own figures",
     )
+    surge_percent: int = Field(
+        25,
+        ge=0,
+        le=100,
+        description="replicas beyond their number (one at least) while an update replaces them; 0 "
+        "ends old ones before new ones are there",
+    )
+
+
+class ScalingConfig(Section):
+    """When replicas between min and max come and go: by what waits, at what steps were measured to
+    cost."""
+
+    first_token_s: float = Field(
+        1.0, gt=0, le=3600, description="target for the 95th percentile of times to a first token"
+    )
+    spare: float = Field(
+        0.5, ge=0, lt=1, description="share of it that is left over before a replica is given up"
+    )
+    seat_load: float = Field(
+        0.8, gt=0, le=1, description="share of its sequences that a replica may fill"
+    )
+    up_after_s: float = Field(
+        10.0, ge=0, le=3600, description="seconds that more are needed before they come"
+    )
+    down_after_s: float = Field(
+        120.0, ge=0, le=86400, description="seconds that fewer would do before one goes"
+    )
+    sleep_after_s: float = Field(
+        600.0, ge=0, le=86400, description="with min: 0, idle seconds before the last one goes"
+    )
+    look_back_s: float = Field(
+        15.0, gt=0, le=3600, description="seconds over which what waits is averaged"
+    )
 
 
 class ReplicasConfig(Section):
@@ -60,6 +94,14 @@ class ReplicasConfig(Section):
     health_check_s: float = Field(
         2.0, ge=0.1, le=3600, description="seconds between two looks at its health"
     )
+    surge_percent: int = Field(
+        25,
+        ge=0,
+        le=100,
+        description="replicas beyond their number (one at least) while an update replaces them; 0 "
+        "ends old ones before new ones are there",
+    )
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
 
     @model_validator(mode="after")
     def _order(self) -> ReplicasConfig:
@@ -99,6 +141,48 @@ class RoutingConfig(Section):
     )
 
 
+class LearningConfig(Section):
+    """What one replica learned reaches the others: of tasks with `learn: persist`, key by key."""
+
+    storage: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="where it lies: a folder that all machines see, or a URL that fsspec reads, as "
+        "s3://bucket/folder; default a folder of the cache",
+    )
+    append_s: float = Field(
+        20.0, gt=0, le=86400, description="seconds that an output waits before it is written there"
+    )
+    segment_tokens: int = Field(
+        20_000, ge=100, le=5_000_000, description="learned tokens that are written before that"
+    )
+    publish_s: float = Field(
+        20.0, gt=0, le=86400, description="seconds between two passes of a builder that merges them"
+    )
+    look_s: float = Field(
+        20.0,
+        gt=0,
+        le=86400,
+        description="seconds between two looks of a replica at what is there",
+    )
+    max_segments: int = Field(
+        64, ge=1, le=100_000, description="of a replica, task and key, which nobody has merged yet"
+    )
+    max_scopes: int = Field(
+        256,
+        ge=1,
+        le=1_000_000,
+        description="keys and salts that are kept of a task; the oldest go",
+    )
+    max_age_days: float = Field(
+        30.0, gt=0, le=3650, description="what was learned before is given up"
+    )
+    builders: int = Field(
+        1, ge=1, le=100, description="processes that merge; each task belongs to one"
+    )
+
+
 class ClusterConfig(Section):
     """cluster.yaml: a fleet. Everything that a single server reads stays in its server.yaml."""
 
@@ -117,6 +201,9 @@ class ClusterConfig(Section):
         default_factory=dict, description="`replicas` for one model, by its name, all keys anew"
     )
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    learning: LearningConfig | None = Field(
+        None, description="without this section, each replica learns for itself"
+    )
 
     def replicas_of(self, model: str) -> ReplicasConfig:
         """The replicas of a model."""
@@ -143,7 +230,27 @@ def load_cluster_config(path: Path) -> tuple[ClusterConfig, ServerConfig]:
                 ("embedded", "object_store_memory"), 'must be an amount, such as "200MiB"'
             )
         )
-    return cluster.model_copy(update={"server": server_file}), server
+    learning = cluster.learning
+    if learning is not None and learning.storage is not None:
+        _check_storage(learning.storage, document)
+        if "://" not in learning.storage:
+            storage = from_folder(path.resolve().parent, learning.storage)
+            learning = learning.model_copy(update={"storage": storage})
+    return cluster.model_copy(update={"server": server_file, "learning": learning}), server
+
+
+def _check_storage(url: str, document: Document) -> None:
+    """Whether something here can reach such a place; the place is not asked."""
+    at = ("learning", "storage")
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
+    except ImportError as error:
+        text = f"{error}; fsspec comes with pip install 'tailor-server[ray]'"
+        raise ConfigError(document.error(at, text)) from None
+    except ValueError as error:
+        raise ConfigError(document.error(at, str(error))) from None
 
 
 def _check_models(cluster: ClusterConfig, server: ServerConfig, document: Document) -> None:

@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from drafters.atomic_file import replacing
+from drafters.shared_counts import added, is_empty, since
 from server.types import NO_SCOPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from drafters.auto.likely import LikelyTable
     from drafters.base import Drafter
+    from drafters.shared_counts import Counts, TableId
+
+    TellCounts = Callable[[tuple[str, str], TableId, Counts], None]
+    """((task, scope), table, what was counted)"""
 
 TableKey = tuple[str, str, str, str]
 """(task, drafter's name, corpus id, scope)"""
@@ -46,6 +51,10 @@ class Table(Protocol):
 
     def table(self) -> list[dict[str, Any]]: ...
 
+    def counts(self) -> Counts: ...
+
+    def set_counts(self, counts: Counts) -> None: ...
+
 
 @dataclass(slots=True)
 class _Tally:
@@ -59,7 +68,8 @@ class Calibrations:
     """One engine's calibrations. The engine's thread calls everything; another thread writes files.
 
     folder: where they are kept, None for memory only. save_every_s: seconds between writes.
-    write_later: runs a job that writes a file in the other thread.
+    write_later: runs a job that writes a file in the other thread. tell: gets what was counted
+    here, except in scopes with a cache_salt; None for nobody.
     """
 
     def __init__(
@@ -67,10 +77,14 @@ class Calibrations:
         folder: Path | None,
         save_every_s: float,
         write_later: Callable[[Callable[[], None]], None],
+        tell: TellCounts | None = None,
     ) -> None:
         self._folder = folder
         self._save_every_s = save_every_s
         self._write_later = write_later
+        self._tell = tell
+        self._told: dict[TableKey, Counts] = {}  # what others know of it, or have taught it
+        self._totals: OrderedDict[tuple[str, str], Mapping[TableId, Counts]] = OrderedDict()
         self._tables: OrderedDict[TableKey, Table] = OrderedDict()
         self._likely: OrderedDict[tuple[str, str], LikelyTable] = OrderedDict()  # (task, scope)
         self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
@@ -101,11 +115,40 @@ class Calibrations:
                 except ValueError as error:
                     _log.warning("task %s: its calibration starts anew: %s", task, error)
             self._tables[key] = table
+            if self._tell is not None:
+                self._told[key] = table.counts()
+                self._adopt(key, self._totals.get((task, scope), {}))
             if len(self._tables) > MAX_TABLES:
-                self._save_table(*self._tables.popitem(last=False))
+                old, dropped = self._tables.popitem(last=False)
+                self._save_table(old, dropped)
+                self._told.pop(old, None)
         self._tables.move_to_end(key)
         self._calibrated.add((task, drafter.name))
         setattr(drafter, attribute, table)
+
+    def adopt(self, key: tuple[str, str], totals: Mapping[TableId, Counts]) -> None:
+        """What all engines have counted of a (task, scope); what was counted here and not told yet
+        comes on top."""
+        self._totals[key] = totals
+        self._totals.move_to_end(key)
+        if len(self._totals) > MAX_LIKELY:
+            self._totals.popitem(last=False)
+        for table_key in self._tables:
+            if (table_key[0], table_key[3]) == key:
+                self._adopt(table_key, totals)
+
+    def _adopt(self, key: TableKey, totals: Mapping[TableId, Counts]) -> None:
+        counts = totals.get((key[1], key[2]))
+        if counts is None:
+            return
+        table = self._tables[key]
+        own = since(table.counts(), self._told[key])
+        try:
+            table.set_counts(added([counts, own]))
+        except (ValueError, KeyError) as error:
+            _log.warning("task %s: what others counted is left out: %s", key[0], error)
+            return
+        self._told[key] = counts
 
     def likely(self, task: str, scope: str) -> LikelyTable:
         """The table of ids that the model held likely in a scope's requests of a task. Its drafters
@@ -227,6 +270,12 @@ class Calibrations:
             # A copy: the engine goes on counting while the worker writes.
             snapshot = copy.deepcopy(table)
             self._write_later(lambda: snapshot.save(path))
+            if self._tell is not None:
+                now = table.counts()
+                counted = since(now, self._told[key])
+                self._told[key] = now
+                if not is_empty(counted):
+                    self._tell((key[0], key[3]), (key[1], key[2]), counted)
 
     def _plan_saves(self) -> None:
         dirty, self._dirty = self._dirty, set()

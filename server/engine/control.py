@@ -33,6 +33,12 @@ class TaskControl:
             "drafters_reload": self._reload,
         }
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What EngineStats tells of learning."""
+        memory = self._memory
+        return {} if memory is None else {"learned": memory.sizes(), "shared": memory.shared()}
+
     def take_learned(self) -> None:
         """Make drafters anew where the learned outputs have a new layer."""
         if self._memory is not None:

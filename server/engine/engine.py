@@ -205,7 +205,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-            learned=() if self.memory is None else self.memory.sizes(),
+            **self.tasks.figures,
             adapters=self.adapters.figures,
         )
 

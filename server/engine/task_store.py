@@ -9,7 +9,9 @@ scope is made of tenant and cache_salt, so that nobody's drafts are made of anot
 many or as few as another's text made them. Learned outputs stay in memory unless the task says
 `learn: persist`; then they are kept as calibrations are: written atomically into the engine's own
 folder at intervals and at the end, and read from there when they are first needed. The folder
-belongs to one model and one engine: engines of one model learn apart, each from what it served.
+belongs to one model and one engine: engines of one model learn apart, each from what it served,
+unless an Exchange (server/engine/exchange.py) takes what may be written down to the others and
+brings theirs. Then that is where it is kept, and no file of learned outputs is written here.
 
 Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
 priority keeps the reservoirs, builds their layers (drafters.learned) and writes files. `poll` says
@@ -27,7 +29,8 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -36,86 +39,25 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.calibrations import Calibrations, digest
+from server.engine.exchange import Arrival, Key, Wanted
+from server.engine.learning_jobs import Arrived, End, Example, Forget, Open, Refresh, Save
+from server.engine.reservoir import MAX_PROMPT, Layer, Reservoir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from drafters.base import Drafter
     from drafters.corpus import Corpus
-    from drafters.learned import LearnedOutputs
+    from drafters.shared_counts import Counts, TableId
+    from server.engine.exchange import Exchange
+    from server.types import SharedFigures
 
 Int32 = npt.NDArray[np.int32]
-Key = tuple[str, str]
-"""(task, scope)"""
 
 _log = logging.getLogger(__name__)
 
-MAX_PROMPT = 1024  # tokens of a prompt, its last ones, that are kept with an output
-MAX_FILES = 256  # learned files in an engine's folder; the oldest go first
+_LOOK_MS = 500
 MAX_ROWS = 400  # of a calibration table in a report
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """Message: the layer of this key is wanted over this corpus. persist: its outputs may be on
-    disk."""
-
-    key: Key
-    generation: int
-    corpus: str | None
-    max_tokens: int
-    persist: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Example:
-    """Message: a finished request's output."""
-
-    to: _Open
-    prompt_ids: Int32
-    output_ids: Int32
-
-
-@dataclass(frozen=True, slots=True)
-class _Forget:
-    """Message: drop all that a task has learned, from memory and disk."""
-
-    task: str
-
-
-class _Refresh:
-    """Message: build every layer anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """Message: run this job, which writes a file."""
-
-    write: Callable[[], None]
-
-
-class _End:
-    """Message: write everything, then end."""
-
-
-@dataclass(slots=True)
-class _Reservoir:
-    """The worker's state of one key. Times are time.monotonic()."""
-
-    outputs: LearnedOutputs
-    corpus: str | None
-    generation: int
-    persist: bool
-    num_unbuilt: int = 0
-    num_unsaved: int = 0
-    saved_at_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    corpus: Corpus
-    base: str | None
-    generation: int
 
 
 class TaskStore:
@@ -126,23 +68,25 @@ class TaskStore:
         self,
         folder: Path | None,
         *,
-        fingerprint: str,
-        fingerprint_of: Callable[[str], str] | None = None,
+        fingerprint: str | Callable[[str], str],
         save_every_s: float = 60.0,
         build_share: float = 0.05,
         max_scopes: int = 64,
         max_held_tokens: int = 1_000_000,
         max_queued: int = 4096,
+        exchange: Exchange | None = None,
     ) -> None:
-        """folder: where to keep things, or None. fingerprint: of the tokenizer.
+        """folder: where to keep things, or None. fingerprint: of the tokenizer; of a scope's.
 
         save_every_s: seconds between writes. build_share: of the time may go into building layers.
         max_scopes, max_held_tokens: reservoirs in memory, and tokens in their layers; those used
         longest ago leave memory (and are read again when they are needed). max_queued: finished
-        outputs that wait for the worker; more are not learned.
+        outputs that wait for the worker; more are not learned. exchange: with other engines.
         """
         self._folder = folder
-        self._fingerprint_of = fingerprint_of or (lambda _: fingerprint)
+        self._fingerprint_of = (
+            (lambda _: fingerprint) if isinstance(fingerprint, str) else fingerprint
+        )
         self._save_every_s = save_every_s
         self._build_share = build_share
         self._max_scopes = max_scopes
@@ -151,7 +95,13 @@ class TaskStore:
 
         # The engine's thread.
         self.num_dropped = 0
-        self._calibrations = Calibrations(folder, save_every_s, lambda job: self._put(_Save(job)))
+        self._exchange = exchange
+        self._calibrations = Calibrations(
+            folder,
+            save_every_s,
+            lambda job: self._put(Save(job)),
+            None if exchange is None else exchange.count,
+        )
         self.calibrate = self._calibrations.calibrate
         self.observe = self._calibrations.observe
         self.likely = self._calibrations.likely
@@ -164,14 +114,18 @@ class TaskStore:
 
         # The worker's.
         self._jobs: SimpleQueue[Any] = SimpleQueue()
-        self._reservoirs: OrderedDict[Key, _Reservoir] = OrderedDict()
-        self._layers: dict[Key, _Layer] = {}
+        self._reservoirs: OrderedDict[Key, Reservoir] = OrderedDict()
+        self._layers: dict[Key, Layer] = {}
         self._sizes: dict[Key, tuple[int, int]] = {}  # tokens held, outputs ever learned
         self._sizes_changed = False
         self._fresh: deque[Key] = deque()
+        self._totals: deque[tuple[Key, Mapping[TableId, Counts]]] = deque()
         self._num_done = 0
         self._next_build_s = 0.0
         self._thread: threading.Thread | None = None
+        self._told_shared: tuple[SharedFigures, ...] = ()
+        if exchange is not None:
+            exchange.start(lambda arrival: self._jobs.put(Arrived(arrival)))
 
     # -- calibration ------------------------------------------------------------------------
 
@@ -226,8 +180,8 @@ class TaskStore:
         self._num_learned[task] = self._num_learned.get(task, 0) + 1
         self._sizes_changed = True
         self._put(
-            _Example(
-                _Open(key, self._generations.get(task, 0), corpus, max_tokens, persist),
+            Example(
+                Open(key, self._generations.get(task, 0), corpus, max_tokens, persist),
                 prompt_ids[-MAX_PROMPT:].copy(),
                 output_ids.copy(),
             )
@@ -245,7 +199,7 @@ class TaskStore:
             return layer.corpus
         if key not in self._opened or self._opened[key] != corpus:
             self._opened[key] = corpus
-            self._put(_Open(key, generation, corpus, max_tokens, persist))
+            self._put(Open(key, generation, corpus, max_tokens, persist))
         return None
 
     def forget(self, task: str) -> None:
@@ -254,12 +208,12 @@ class TaskStore:
         for key in [key for key in self._opened if key[0] == task]:
             del self._opened[key]
         self._calibrations.forget_likely(task)
-        self._put(_Forget(task))
+        self._put(Forget(task))
 
     def refresh(self) -> None:
         """Build all layers anew: a corpus may have changed under its name."""
         if self._thread is not None:
-            self._put(_Refresh())
+            self._put(Refresh())
 
     def sizes(self) -> tuple[tuple[str, int, int], ...]:
         """(task, tokens held, outputs learned since the start) of every task that learns."""
@@ -274,11 +228,19 @@ class TaskStore:
             )
         return self._told_sizes
 
+    def shared(self) -> tuple[SharedFigures, ...]:
+        """Of tasks whose learned outputs travel."""
+        if self._exchange is not None:
+            self._told_shared = self._exchange.figures()
+        return self._told_shared
+
     # -- upkeep -----------------------------------------------------------------------------
 
     def poll(self) -> list[Key]:
         """Between steps: the (task, scope) whose drafters are to be made anew. Saves when due."""
         self._calibrations.poll()
+        while self._totals:
+            self._calibrations.adopt(*self._totals.popleft())
         if not self._fresh:
             return []
         fresh: list[Key] = []
@@ -294,17 +256,21 @@ class TaskStore:
         due_ms = self._calibrations.due_ms()
         if due_ms != 0 and (self._num_put != self._num_done or self._sizes_changed):
             return 50
+        if self._exchange is not None and self._opened:  # something may have come from others
+            return _LOOK_MS if due_ms is None else min(due_ms, _LOOK_MS)
         return due_ms
 
     @property
     def has_news(self) -> bool:
-        """Whether sizes() has changed since it was last asked."""
+        """Whether sizes() or shared() has changed since it was last asked."""
+        if self._exchange is not None and self._exchange.figures() is not self._told_shared:
+            return True
         return self._sizes_changed
 
     def wait(self, timeout_s: float = 10.0) -> None:
         """Wait until the queue is empty and every layer that is due is built (for tests)."""
         done = threading.Event()
-        self._put(_Save(done.set))
+        self._put(Save(done.set))
         done.wait(timeout_s)
 
     def close(self) -> None:
@@ -314,8 +280,10 @@ class TaskStore:
         self._calibrations.flush()
         self._closed = True
         if self._thread is not None:
-            self._jobs.put(_End())
+            self._jobs.put(End())
             self._thread.join(30.0)
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _put(self, job: Any) -> None:
         if self._closed:
@@ -329,7 +297,7 @@ class TaskStore:
     # -- files ------------------------------------------------------------------------------
 
     def _learned_file(self, key: Key) -> Path | None:
-        if self._folder is None:
+        if self._folder is None or self._exchange is not None:
             return None
         return self._folder / f"learned-{digest(key[0])}-{digest(key[1])}.bin"
 
@@ -338,84 +306,109 @@ class TaskStore:
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        waiting: list[_Save] = []
+        waiting: list[Save] = []
         while True:
             try:
                 job = self._jobs.get(timeout=None if self._is_idle() else 0.05)
             except Empty:
                 job = None
             try:
-                if isinstance(job, _Example):
+                if isinstance(job, Example):
                     self._take(job)
-                elif isinstance(job, _Open):
+                elif isinstance(job, Open):
                     self._open(job)
-                elif isinstance(job, _Forget):
+                elif isinstance(job, Forget):
                     self._drop_task(job.task)
-                elif isinstance(job, _Refresh):
+                elif isinstance(job, Refresh):
                     for reservoir in self._reservoirs.values():
                         reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
-                elif isinstance(job, _Save):
+                elif isinstance(job, Arrived):
+                    self._adopt(job.arrival)
+                elif isinstance(job, Save):
                     waiting.append(job)
-                ending = isinstance(job, _End)
+                ending = isinstance(job, End)
                 if ending or self._jobs.empty():
                     self._tend(ending)
             except Exception:
                 _log.exception("what a task learned could not be kept")
-                ending = isinstance(job, _End)
+                ending = isinstance(job, End)
             for save in waiting:
                 try:
                     save.write()
                 except OSError as error:
                     _log.warning("calibration could not be written: %s", error.strerror)
             waiting.clear()
-            self._num_done += job is not None
+            self._num_done += not (job is None or isinstance(job, Arrived))
             if ending:
                 return
 
     def _is_idle(self) -> bool:
         return not any(r.num_unbuilt or r.num_unsaved for r in self._reservoirs.values())
 
-    def _open(self, wanted: _Open) -> _Reservoir:
+    def _open(self, wanted: Open) -> Reservoir:
         """The reservoir of a key, read from its file if it is not in memory."""
-        from drafters.array_file import ArrayFileError
-        from drafters.learned import LearnedOutputs
-
         key = wanted.key
         reservoir = self._reservoirs.get(key)
         if reservoir is None:
-            seed = int(digest(*key), 16)
-            outputs = LearnedOutputs(wanted.max_tokens, max_prompt=MAX_PROMPT, seed=seed)
-            reservoir = _Reservoir(outputs, wanted.corpus, wanted.generation, wanted.persist)
+            reservoir = Reservoir.of(wanted)
             path = self._learned_file(key) if wanted.persist else None
             if path is not None:
-                try:
-                    reservoir.outputs.restore(
-                        path, fingerprint=self._fingerprint_of(key[1]), scope=digest(*key)
-                    )
-                    reservoir.num_unbuilt = len(reservoir.outputs)
-                except FileNotFoundError:
-                    pass
-                except (ArrayFileError, OSError) as error:
-                    _log.warning("task %s learns anew: %s", key[0], error)
-            reservoir.saved_at_s = time.monotonic()
+                reservoir.restore(path, self._fingerprint_of(key[1]))
             self._reservoirs[key] = reservoir
             self._note_size(key, reservoir)
+            self._open_exchange(wanted)
         reservoir.outputs.max_tokens = wanted.max_tokens
-        reservoir.persist = wanted.persist
-        if reservoir.corpus != wanted.corpus:
-            reservoir.corpus = wanted.corpus
+        if reservoir.corpus != wanted.corpus or reservoir.persist != wanted.persist:
+            reservoir.corpus, reservoir.persist = wanted.corpus, wanted.persist
             reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
+            self._open_exchange(wanted)
         self._reservoirs.move_to_end(key)
         return reservoir
 
-    def _take(self, example: _Example) -> None:
+    def _open_exchange(self, wanted: Open) -> None:
+        if self._exchange is not None and wanted.persist:
+            key, fingerprint = wanted.key, self._fingerprint_of(wanted.key[1])
+            self._exchange.open(
+                Wanted(key, fingerprint, wanted.corpus, wanted.max_tokens, wanted.generation)
+            )
+
+    def _adopt(self, arrival: Arrival) -> None:
+        """What was published, and what was learned here since, takes the place of what is held."""
+        from drafters.corpus import Corpus
+
+        key, reservoir = arrival.key, self._reservoirs.get(arrival.key)
+        if self._exchange is None or reservoir is None or not reservoir.persist:
+            return
+        if reservoir.generation != arrival.generation:
+            return
+        own = self._exchange.unpublished(key)
+        reservoir.replace(chain(arrival.examples, own))
+        self._totals.append((key, arrival.tables))
+        self._note_size(key, reservoir)
+        layer: Corpus | None = None
+        if arrival.layer is not None and arrival.corpus == reservoir.corpus:
+            try:
+                layer = Corpus.load(arrival.layer, fingerprint=self._fingerprint_of(key[1]))
+            except (OSError, ValueError) as error:
+                _log.warning("task %s: a layer from other engines: %s", key[0], error)
+        if layer is not None:
+            self._layers[key] = Layer(layer, reservoir.corpus, reservoir.generation)
+            reservoir.num_unbuilt = len(own)
+            self._fresh.append(key)
+        elif not arrival.examples and self._layers.pop(key, None) is not None:
+            self._fresh.append(key)
+
+    def _take(self, example: Example) -> None:
         reservoir = self._open(example.to)
+        if self._exchange is not None and reservoir.persist:
+            key = example.to.key
+            self._exchange.append(key, (example.prompt_ids, example.output_ids))
         reservoir.outputs.add(example.prompt_ids, example.output_ids)
         reservoir.num_unbuilt += 1
         reservoir.num_unsaved += reservoir.persist
         self._note_size(example.to.key, reservoir)
 
-    def _note_size(self, key: Key, reservoir: _Reservoir) -> None:
+    def _note_size(self, key: Key, reservoir: Reservoir) -> None:
         self._sizes[key] = (reservoir.outputs.num_tokens, reservoir.outputs.num_seen)
         self._sizes_changed = True
 
@@ -445,7 +438,7 @@ class TaskStore:
         layers = (layer.corpus.automaton.num_states // 2 for layer in self._layers.values())
         return sum(layers) + sum(r.outputs.num_tokens for r in self._reservoirs.values())
 
-    def _build(self, key: Key, reservoir: _Reservoir) -> None:
+    def _build(self, key: Key, reservoir: Reservoir) -> None:
         from drafters.corpus import Corpus
         from drafters.learned import build_layer
 
@@ -463,29 +456,21 @@ class TaskStore:
         layer = build_layer(
             reservoir.outputs.examples(), base=base, fingerprint=self._fingerprint_of(key[1])
         )
-        self._layers[key] = _Layer(layer, reservoir.corpus, reservoir.generation)
+        self._layers[key] = Layer(layer, reservoir.corpus, reservoir.generation)
         now_s = time.monotonic()
         self._next_build_s = now_s + (now_s - began_s) / self._build_share
         self._fresh.append(key)
 
-    def _save_reservoir(self, key: Key, reservoir: _Reservoir) -> None:
+    def _save_reservoir(self, key: Key, reservoir: Reservoir) -> None:
         reservoir.num_unsaved = 0
         reservoir.saved_at_s = time.monotonic()
         path = self._learned_file(key)
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            reservoir.outputs.save(
-                path, fingerprint=self._fingerprint_of(key[1]), scope=digest(*key)
-            )
-            files = sorted(path.parent.glob("learned-*.bin"), key=lambda p: p.stat().st_mtime)
-            for old in files[: max(0, len(files) - MAX_FILES)]:
-                old.unlink(missing_ok=True)
-        except OSError as error:
-            _log.warning("task %s: what it learned could not be written: %s", key[0], error)
+        if path is not None:
+            reservoir.save(path, self._fingerprint_of(key[1]))
 
     def _drop_task(self, task: str) -> None:
+        if self._exchange is not None:
+            self._exchange.forget(task)
         for key in [key for key in self._reservoirs if key[0] == task]:
             del self._reservoirs[key]
             self._layers.pop(key, None)

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from server import logs
@@ -31,25 +31,39 @@ from server.fleet.changes import ChangeLog, Changes
 from server.fleet.desk import Desk, Standing
 from server.fleet.far_engine import FleetHandle, FleetState, RetryPolicy
 from server.fleet.ingress import IngressApp, Others
+from server.fleet.learning.sharing import BuilderLoop, Sharing
 from server.fleet.parts import FleetParts, Front, ServedParts, restart_policy
 from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
 from server.fleet.serve_replicas import ServeDesk, ServeReplicas
+from server.fleet.versions import version_of
 
 log = logging.getLogger("tailor.fleet")
 
 _TELL_S = 1.0
 _READY_S = 30.0
+_SCALING = "server.fleet.scaling:WorkPolicy"
 _ROUTER = "server.fleet.task_router:TaskRouter"
 
 
 class DeskDeployment:
-    """desk.Desk, budgets.Budgets and changes.ChangeLog; one replica."""
+    """desk.Desk, budgets.Budgets and changes.ChangeLog; one replica. builders: which are deployed
+    with it, and not called."""
 
-    def __init__(self, num_ingresses: int) -> None:
+    def __init__(self, num_ingresses: int, builders: DeploymentHandle | None = None) -> None:
+        del builders
         self._desk = Desk()
         self._budgets = Budgets(num_ingresses)
         self._changes = ChangeLog()
+        self._owner = ""
+
+    async def own(self, owner: str) -> None:
+        """Who has deployed the fleet last, and takes it away in the end."""
+        self._owner = owner
+
+    async def owner(self) -> str:
+        """As told last; "" for nobody."""
+        return self._owner
 
     async def tell(self, standing: Standing) -> None:
         """A replica reports how it is."""
@@ -62,6 +76,10 @@ class DeskDeployment:
     async def standings(self, model: str | None = None) -> list[Standing]:
         """Those of a model, or all."""
         return self._desk.standings(model)
+
+    async def number(self, model: str, rank: int) -> int:
+        """For replicas that start."""
+        return self._desk.number(model, rank)
 
     async def state(self, model: str) -> FleetState:
         """For the ingresses."""
@@ -89,6 +107,22 @@ class DeskDeployment:
         return self._changes.is_followed(number)
 
 
+class BuilderDeployment:
+    """sharing.BuilderLoop of the tasks that are this replica's by its rank."""
+
+    def __init__(self, sharing: Sharing, num_builders: int) -> None:
+        rank = serve.get_replica_context().rank.rank
+        self._loop = BuilderLoop(sharing, (rank % num_builders, num_builders))
+
+    def check_health(self) -> None:
+        """Raises when it is to be replaced."""
+        self._loop.check()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            await asyncio.to_thread(self._loop.stop)
+
+
 class EngineDeployment:
     """replica.EngineReplica; ready when its engine is."""
 
@@ -105,8 +139,9 @@ class EngineDeployment:
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
         self._desk = desk.options(_by_reference=False)
+        number: int = await self._desk.number.remote(model, context.rank.rank)
         spec = await asyncio.to_thread(
-            parts.engine, model, context.rank.rank, replicas.num_cpus, replicas.num_gpus
+            parts.engine, model, number, replicas.num_cpus, replicas.num_gpus
         )
         self._replica = EngineReplica(
             spec,
@@ -143,6 +178,10 @@ class EngineDeployment:
             "habits": replica.costs.habits(),
             "is_stuck": not replica.serves,
         }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaler reads; see scaling.WorkPolicy."""
+        return self._replica.work.told()
 
     def check_health(self) -> None:
         """Raises when the replica is to be replaced."""
@@ -259,7 +298,10 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         name="desk",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
-    ).bind(cluster.ingress.replicas)
+    )
+    desk = _versioned(desk, cluster.ingress.replicas, cluster.learning).bind(
+        cluster.ingress.replicas, _builders(cluster, parts)
+    )
     engines = {
         model.name: _engines(cluster, parts, model.name, desk) for model in parts.server.models
     }
@@ -272,8 +314,29 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         health_check_period_s=2.0,
+        max_surge_percent=cluster.ingress.surge_percent,
     )
+    ingress = _versioned(ingress, parts.ingress_version(), cluster.ingress, cluster.routing)
     return ingress.bind(parts, cluster, desk, engines)
+
+
+def _versioned(deployment: Any, *told: object) -> Any:
+    """A deployment whose replicas are replaced when something of `told` is another one, and not
+    each time. Serve keeps this option for itself, hence `_internal`; Ray's version is pinned."""
+    return deployment.options(version=version_of(*told), _internal=True)
+
+
+def _builders(cluster: ClusterConfig, parts: FleetParts) -> Application | None:
+    """Those that merge what replicas learn."""
+    if cluster.learning is None or parts.sharing is None:
+        return None
+    builder = serve.deployment(
+        BuilderDeployment,
+        name="builder",
+        num_replicas=cluster.learning.builders,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return _versioned(builder, cluster.learning).bind(parts.sharing, cluster.learning.builders)
 
 
 def _engines(
@@ -295,10 +358,8 @@ def _engines(
     if replicas.most == replicas.min:
         options["num_replicas"] = replicas.min
     else:
-        options["autoscaling_config"] = AutoscalingConfig(
-            min_replicas=replicas.min, max_replicas=replicas.most
-        )
-    return serve.deployment(
+        options["autoscaling_config"] = _scaling(replicas)
+    engine = serve.deployment(
         EngineDeployment,
         name="engine-" + re.sub(r"[^A-Za-z0-9._-]", "-", model),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
@@ -306,14 +367,41 @@ def _engines(
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=replicas.health_check_s,
+        max_surge_percent=replicas.surge_percent,
         **options,
-    ).bind(parts, model, replicas, routing.max_messages_per_s, desk)
+    )
+    told = (parts.engine_version(model), replicas.num_cpus, replicas.num_gpus)
+    return _versioned(engine, *told, routing.max_messages_per_s).bind(
+        parts, model, replicas, routing.max_messages_per_s, desk
+    )
+
+
+def _scaling(replicas: ReplicasConfig) -> AutoscalingConfig:
+    """Serve's autoscaler, with scaling.WorkPolicy."""
+    scaling = replicas.scaling
+    numbers = {
+        "least": replicas.min,
+        "most": replicas.most,
+        "first_token_s": scaling.first_token_s,
+        "spare": scaling.spare,
+        "seat_load": scaling.seat_load,
+    }
+    return AutoscalingConfig(
+        min_replicas=replicas.min,
+        initial_replicas=max(1, replicas.min),  # which tells ingresses of its model
+        max_replicas=replicas.most,
+        upscale_delay_s=scaling.up_after_s,
+        downscale_delay_s=scaling.down_after_s,
+        downscale_to_zero_delay_s=scaling.sleep_after_s,
+        look_back_period_s=scaling.look_back_s,
+        policy=AutoscalingPolicy(policy_function=_SCALING, policy_kwargs=numbers),
+    )
 
 
 def build(args: Mapping[str, str]) -> Application:
     """For `serve run server.fleet.app:build config=cluster.yaml`. Raises ConfigError."""
     cluster, server = load_cluster_config(Path(args["config"]))
-    return application(cluster, ServedParts(server))
+    return application(cluster, ServedParts(server, cluster.learning))
 
 
 def __getattr__(name: str) -> Application:

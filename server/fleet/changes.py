@@ -130,11 +130,20 @@ class SharedTasks:
         app = create_app(..., task_admin=shared)
         await shared.run(app.state.follow_tasks)       # until cancelled
 
+    forget: drops what replicas have learned of a task where all of them find it.
+
     Raises UnavailableError where the desk is away: then nothing was changed.
     """
 
-    def __init__(self, own: FollowedAdmin, desk: ChangeDesk, ingress_id: str) -> None:
+    def __init__(
+        self,
+        own: FollowedAdmin,
+        desk: ChangeDesk,
+        ingress_id: str,
+        forget: Callable[[str], None] | None = None,
+    ) -> None:
         self._own = own
+        self._forget = forget
         self._desk = desk
         self._id = ingress_id
         self._changes = Changes()
@@ -174,6 +183,8 @@ class SharedTasks:
 
     async def delete(self, task: str) -> Mapping[str, TaskConfig]:
         async with self._turn():
+            if self._forget is not None:
+                await asyncio.to_thread(self._forget, task)
             tasks = await self._own.delete(task)
             await self._publish(self._changes.with_corpus(task))
         return tasks

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from server.types import EngineStats, ModelInfo
 
+LIVES_S = 1.5
+"""A replica that has told something since then lives: it does so every second."""
 GONE_AFTER_S = 5.0
 """A replica that has not reported for so long counts as gone."""
 
@@ -56,6 +58,15 @@ class Desk:
         }
         found = [s for _, s in self._standings.values() if model is None or s.model == model]
         return sorted(found, key=lambda standing: (standing.name, standing.replica_id))
+
+    def number(self, model: str, rank: int) -> int:
+        """What a replica that starts may be called: its rank, unless another one that lives is
+        called so. After an update Serve gives ranks anew, and names stay."""
+        newest_s = self._clock() - LIVES_S
+        taken = {s.name for told_s, s in self._standings.values() if told_s >= newest_s}
+        while f"{model}/{rank}" in taken:
+            rank += 1
+        return rank
 
     def info(self, model: str) -> ModelInfo | None:
         """What an engine of the model told, also when all of them sleep; None before any."""

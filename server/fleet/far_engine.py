@@ -25,7 +25,7 @@ from server.errors import QueueTimeoutError
 from server.fleet.continuation import Continuation, TextChangedError
 from server.fleet.replica import LOST
 from server.fleet.routing import Job, prefix_chain
-from server.types import Delta, EngineStats, ModelInfo, Request
+from server.types import AdapterFigures, Delta, EngineStats, ModelInfo, Request
 
 log = logging.getLogger("tailor.fleet")
 
@@ -297,12 +297,13 @@ class FleetHandle:
 
 
 def total(stats: Sequence[EngineStats]) -> EngineStats:
-    """The sums over replicas; of seconds and verify_every, the largest."""
+    """The sums over replicas; of seconds and verify_every, the largest. What each replica has from
+    others is told of each alone."""
     if not stats:
         return EngineStats()
     values: dict[str, Any] = {}
     for field in fields(EngineStats):
-        if field.name == "learned":
+        if field.name in ("learned", "shared", "adapters", "device"):
             continue
         numbers = [getattr(one, field.name) for one in stats]
         longest = field.name.endswith("_s") or field.name in ("verify_every", "draft_budget")
@@ -314,7 +315,23 @@ def total(stats: Sequence[EngineStats]) -> EngineStats:
             sums[0] += tokens
             sums[1] += outputs
     values["learned"] = tuple((task, *sums) for task, sums in sorted(learned.items()))
+    values["adapters"] = _adapters(stats)
     return EngineStats(**values)
+
+
+def _adapters(stats: Sequence[EngineStats]) -> tuple[AdapterFigures, ...]:
+    """The sums over replicas, by adapter."""
+    sums: dict[str, AdapterFigures] = {}
+    for figures in (figures for one in stats for figures in one.adapters):
+        known = sums.get(figures.name, AdapterFigures(figures.name))
+        sums[figures.name] = AdapterFigures(
+            figures.name,
+            known.num_requests + figures.num_requests,
+            known.num_loads + figures.num_loads,
+            known.num_evictions + figures.num_evictions,
+            known.num_bytes + figures.num_bytes,
+        )
+    return tuple(sums[name] for name in sorted(sums))
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class IngressApp:
                 others.ingress_id, num_ingresses=others.num_ingresses, take=others.desk.take
             )
             if front.task_admin is not None:
-                self._shared = SharedTasks(front.task_admin, others.desk, others.ingress_id)
+                self._shared = SharedTasks(
+                    front.task_admin, others.desk, others.ingress_id, front.forget
+                )
         self._stop = asyncio.Event()
         self._metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class Fleet:
         self._cluster = cluster
         self._parts = parts
         self._own_ray = False
+        self._id = uuid.uuid4().hex
 
     def __enter__(self) -> Fleet:
         try:
@@ -59,9 +61,26 @@ class Fleet:
             return
         if self._own_ray:
             serve.shutdown()
-        else:
+        elif self._is_mine():
             serve.delete(APPLICATION)
         ray.shutdown()
+
+    def update(self, cluster: ClusterConfig, parts: FleetParts) -> None:
+        """Deploy anew: what has changed is replaced, new replicas first, while requests go on.
+        Returns when that is done. Raises ConfigError; then the old fleet goes on.
+        """
+        self._cluster, self._parts = cluster, parts
+        self._deploy()
+
+    def _is_mine(self) -> bool:
+        """Whether nobody else has deployed it since."""
+        from ray import serve
+
+        try:
+            desk = serve.get_deployment_handle("desk", APPLICATION)
+            return desk.owner.remote().result(timeout_s=5.0) in ("", self._id)
+        except Exception:
+            return True
 
     def status(self) -> dict[str, str]:
         """The state of each deployment, by its name."""
@@ -97,13 +116,12 @@ class Fleet:
     def _cpus(self) -> float:
         """What all replicas ask for; logical, so that it does not bind what they use."""
         cluster = self._cluster
-        engines = sum(
-            cluster.replicas_of(model.name).most * cluster.replicas_of(model.name).num_cpus
-            for model in self._parts.server.models
-        )
-        return float(
-            max(1, round(engines + cluster.ingress.replicas * cluster.ingress.num_cpus + 0.5))
-        )
+        ingress = cluster.ingress
+        asked = ingress.num_cpus * _with_surge(ingress.replicas, ingress.surge_percent)
+        for model in self._parts.server.models:
+            replicas = cluster.replicas_of(model.name)
+            asked += replicas.num_cpus * _with_surge(replicas.most, replicas.surge_percent)
+        return float(max(1, round(asked + 0.5)))
 
     def _deploy(self) -> None:
         from ray import serve
@@ -123,7 +141,10 @@ class Fleet:
                 name=APPLICATION,
                 route_prefix=None if direct else "/",
             )
-        except RuntimeError as error:
+            serve.get_deployment_handle("desk", APPLICATION).own.remote(self._id).result(
+                timeout_s=30.0
+            )
+        except (RuntimeError, TimeoutError) as error:
             raise ConfigError(f"the fleet did not start: {error}") from None
 
 
@@ -132,24 +153,41 @@ def up(
     parts: FleetParts,
     *,
     on_ready: Callable[[], None] | None = None,
+    again: Callable[[], tuple[ClusterConfig, FleetParts]] | None = None,
     stop: threading.Event | None = None,
 ) -> int:
-    """Run a fleet until SIGTERM or SIGINT (or `stop`). Returns the exit status."""
-    stop = stop or threading.Event()
-    _catch(stop)
-    with Fleet(cluster, parts):
-        _catch(stop)  # Ray has put its own there, which ends the process
+    """Run a fleet until SIGTERM or SIGINT (or `stop`). Returns the exit status.
+
+    again: reads the files anew; called on SIGHUP, and the fleet becomes what it says. May raise
+    ConfigError: then the fleet stays as it is.
+    """
+    stop, hup = stop or threading.Event(), threading.Event()
+    _catch(stop, hup)
+    with Fleet(cluster, parts) as fleet:
+        _catch(stop, hup)  # Ray has put its own there, which ends the process
         if on_ready is not None:
             on_ready()
         while not stop.wait(0.5):
-            pass
+            if hup.is_set() and again is not None:
+                hup.clear()
+                try:
+                    fleet.update(*again())
+                    log.info("the fleet is up to date")
+                except ConfigError as error:
+                    log.error("the fleet was not changed: %s", error.message)
     return 0
 
 
-def _catch(stop: threading.Event) -> None:
+def _with_surge(num: int, percent: int) -> int:
+    """Replicas that there are at most while an update replaces them."""
+    return num + -(-num * percent // 100)
+
+
+def _catch(stop: threading.Event, hup: threading.Event) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
+        signal.signal(signal.SIGHUP, lambda *_: hup.set())
 
 
 def _ray() -> Any:

@@ -7,17 +7,21 @@ replica reads what it needs where it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from server.config import ServerConfig, TaskConfig
+from server.fleet.versions import files_id, for_ingress, version_of
 
 if TYPE_CHECKING:
     from server.api.engines.slot import EngineSpec
     from server.api.engines.supervisor import RestartPolicy
     from server.api.served_model import ServedModel
+    from server.config.cluster import LearningConfig
     from server.fleet.changes import FollowedAdmin
+    from server.fleet.learning.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +32,13 @@ class Front:
     models: Mapping[str, ServedModel]
     drafters: tuple[str, ...]
     task_admin: FollowedAdmin | None
+    forget: Callable[[str], None] | None = None
+    """Drops what replicas have learned of a task where all of them find it; may block. Raises
+    UnavailableError. None: nowhere."""
 
 
 class FleetParts(Protocol):
-    """Composition; picklable. Both methods may block."""
+    """Composition; picklable. The methods may block."""
 
     @property
     def server(self) -> ServerConfig:
@@ -40,22 +47,45 @@ class FleetParts(Protocol):
     def front(self) -> Front:
         """For an ingress. Raises ConfigError, ModelError."""
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """What builders merge by; None for no builders."""
+
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         """For the replica of a model with this rank, which has so much of its machine."""
+
+    def ingress_version(self) -> str:
+        """Another one when ingresses are to be replaced; asked where the fleet is deployed."""
+
+    def engine_version(self, model: str) -> str:
+        """Another one when the engines of a model are to be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedParts:
-    """The parts of `tailor serve`."""
+    """The parts of `tailor serve`. learning: None where each replica learns for itself."""
 
     server: ServerConfig
+    learning: LearningConfig | None = None
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How what one replica learns reaches the others."""
+        if self.learning is None:
+            return None
+        from server.fleet.learning.sharing import Sharing
+        from server.model.cache_folder import cache_dir
+
+        return Sharing.of(self.learning, cache_dir() / "fleet")
 
     def front(self) -> Front:
         """Tokenizers, chat templates and tasks of every model."""
         from drafters import DRAFTER_NAMES
 
         plan = self._plan(self.server)
-        return Front(plan.tasks, plan.models, DRAFTER_NAMES, plan.task_set)
+        sharing = self.sharing
+        forget = None if sharing is None else sharing.forget
+        return Front(plan.tasks, plan.models, DRAFTER_NAMES, plan.task_set, forget)
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         """A process of its own, as in a single server. Its name tells what it keeps on disk from
@@ -80,9 +110,29 @@ class ServedParts:
         name = f"{model}/{rank}"
         order = replace(order, name=name, device=device)
         start = functools.partial(
-            start_process, functools.partial(build_engine, order), name=name, device=device
+            start_process,
+            functools.partial(build_engine, order, self.sharing),
+            name=name,
+            device=device,
         )
         return EngineSpec(name, model, device, start)
+
+    def ingress_version(self) -> str:
+        """Of server.yaml, the tasks' files and what an ingress reads of the models."""
+        from server.commands.serve import tasks_folder
+
+        tasks = Path(self.server.tasks) if self.server.tasks is not None else tasks_folder()
+        paths = [*(Path(m.path) for m in self.server.models), *([] if tasks is None else [tasks])]
+        files = for_ingress(path for path in paths if path.exists())
+        return version_of(self.server.model_dump_json(), files)
+
+    def engine_version(self, model: str) -> str:
+        """Of what an engine is told, and the files of the model and its adapters."""
+        chosen = next(m for m in self.server.models if m.name == model)
+        named = [chosen.path, chosen.adapter, *(adapter.path for adapter in chosen.adapters)]
+        paths = [Path(name) for name in named if name is not None and Path(name).exists()]
+        told = [part.model_dump_json() for part in (chosen, self.server.engine, self.server.limits)]
+        return version_of(told, self.learning, files_id(paths))
 
     def _plan(self, config: ServerConfig) -> Any:
         from server.commands.own_engine import ready_folder

@@ -25,7 +25,8 @@ from server.errors import (
     TailorError,
     UnavailableError,
 )
-from server.fleet.costs import CostMeter
+from server.fleet.costs import CostMeter, habits_of
+from server.fleet.scaling import ReplicaWork
 from server.metrics.series import Metrics
 from server.types import Delta, EngineStats, ModelInfo, Request
 
@@ -93,6 +94,24 @@ class EngineReplica:
     def serves(self) -> bool:
         """Whether its engine is ready and makes progress."""
         return self.client.slots[0].serves
+
+    @property
+    def work(self) -> ReplicaWork:
+        """What the autoscaler needs to know of it."""
+        stats, info = self.stats, self.info
+        costs = self.costs.costs(info.max_num_seqs)
+        habits = habits_of(self.costs.habits()).values()
+        return ReplicaWork(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            waiting_rows=stats.num_waiting_tokens,
+            base_s=0.0 if costs is None else costs.base_s,
+            row_s=0.0 if costs is None else costs.row_s,
+            seats=info.max_num_seqs,
+            max_rows=info.max_num_batched_tokens,
+            steps=sum(habit.steps for habit in habits) / max(1, len(habits)),
+            prompt_tokens=stats.num_waiting_tokens / max(1, stats.num_waiting),
+        )
 
     def check(self) -> None:
         """Raises NoEngineError when no engine is there or it hangs: the replica is to be replaced.

@@ -275,3 +275,20 @@ class LearningFamilies:
         self.learned = to.counter(
             "learned_outputs", "Finished outputs that were learned", (*_ENGINE, *_TASK)
         )
+        # In a fleet whose replicas learn from each other (cluster.yaml's section `learning`).
+        self.segments = to.counter(
+            "learned_segments", "Segments that were written for other replicas", (*_ENGINE, *_TASK)
+        )
+        self.merged = to.gauge(
+            "learned_segments_merged",
+            "Segments of all replicas in what this one has from others",
+            (*_ENGINE, *_TASK),
+        )
+        self.version = to.gauge(
+            "learned_version", "Version that this one has from others", (*_ENGINE, *_TASK)
+        )
+        self.published = to.gauge(
+            "learned_published_timestamp_seconds",
+            "When that version was published, as Unix time; 0 for none yet",
+            (*_ENGINE, *_TASK),
+        )

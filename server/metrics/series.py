@@ -383,14 +383,8 @@ class Metrics:
             s.prefix_queries.inc(stats.prefix_queries - last.prefix_queries)
         if stats.prefix_hits > last.prefix_hits:
             s.prefix_hits.inc(stats.prefix_hits - last.prefix_hits)
-        if stats.learned != last.learned:
-            before = {task: num for task, _, num in last.learned}
-            for task, num_tokens, num_outputs in stats.learned:
-                self._learning.learned_held.labels(engine, model, task).set(num_tokens)
-                more = num_outputs - before.get(task, 0)
-                self._learning.learned.labels(engine, model, task).inc(max(0, more))
-            for task in before.keys() - {task for task, _, _ in stats.learned}:
-                self._learning.learned_held.labels(engine, model, task).set(0)
+        if (stats.learned, stats.shared) != (last.learned, last.shared):
+            self._learned_figures(engine, model, stats, last)
         if stats.adapters != last.adapters:
             self._adapter_figures(engine, model, stats, last)
         self._device_figures(engine, model, stats.device)
@@ -405,6 +399,27 @@ class Metrics:
             families.device_memory.labels(engine, model, kind).set(getattr(figures, kind))
         if figures.utilisation is not None:
             families.device_use.labels(engine, model).set(figures.utilisation)
+
+    def _learned_figures(
+        self, engine: str, model: str, stats: EngineStats, last: EngineStats
+    ) -> None:
+        families = self._learning
+        before = {task: num for task, _, num in last.learned}
+        for task, num_tokens, num_outputs in stats.learned:
+            families.learned_held.labels(engine, model, task).set(num_tokens)
+            more = num_outputs - before.get(task, 0)
+            families.learned.labels(engine, model, task).inc(max(0, more))
+        for task in before.keys() - {task for task, _, _ in stats.learned}:
+            families.learned_held.labels(engine, model, task).set(0)
+        written = {figures.task: figures.num_written for figures in last.shared}
+        for now in stats.shared:
+            labels = (engine, model, now.task)
+            families.segments.labels(*labels).inc(
+                max(0, now.num_written - written.get(now.task, 0))
+            )
+            families.merged.labels(*labels).set(now.num_merged)
+            families.version.labels(*labels).set(now.version)
+            families.published.labels(*labels).set(now.published_s)
 
     def _adapter_figures(
         self, engine: str, model: str, stats: EngineStats, last: EngineStats

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.engine.adapters import AdapterShelf, Vocabulary
     from server.engine.engine import Engine
+    from server.engine.exchange import Exchange
     from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.grammar_tokenizer import GrammarTokenizer
     from server.engine.settings import EngineSettings
@@ -107,8 +108,13 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
     )
 
 
-def build_engine(order: EngineOrder) -> Engine:
-    """Load the model and make its Engine. Called inside the engine's own process.
+Share = Callable[[str, Path], "Exchange"]
+"""(what engines have in common that learn together, an engine's folder) -> what they learn by."""
+
+
+def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
+    """Load the model and make its Engine. Called inside the engine's own process. share: makes that
+    by which what it learns reaches others; None: it learns for itself.
 
     Raises ModelError and its kin for a model that cannot be served, ValueError for numbers that
     do not fit the device.
@@ -128,10 +134,12 @@ def build_engine(order: EngineOrder) -> Engine:
     runner = build_runner(_runner_spec(order))
     fingerprint = table.fingerprint.hex()
     vocabularies = _Vocabularies(Vocabulary(fingerprint, enrichment_of(order.adapter)))
+    folder = _memory_folder(order, runner.info.fingerprint)
+    shared_by = f"{order.namespace}|{runner.info.fingerprint}"
     memory = TaskStore(
-        _memory_folder(order, runner.info.fingerprint),
-        fingerprint=fingerprint,
-        fingerprint_of=vocabularies.fingerprint_of,
+        folder,
+        fingerprint=vocabularies.fingerprint_of,
+        exchange=None if share is None else share(shared_by, folder),
     )
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info)

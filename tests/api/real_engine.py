@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafters import make_drafter
@@ -17,6 +18,7 @@ from server.engine.engine import Engine
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
+from server.engine.task_store import TaskStore
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
@@ -35,11 +37,13 @@ def make_engine(
     drafts: bool = True,
     max_num_seqs: int = 16,
     fail: Callable[[Batch], None] | None = None,
+    drafters: dict[str, Any] | None = None,
+    memory: TaskStore | None = None,
 ) -> Engine:
     """An Engine whose texts repeat themselves, so that drafts are often right.
 
     drafts: False leaves numba out, which takes seconds to start in a new process. fail: the
-    FakeRunner's.
+    FakeRunner's. drafters: in place of `suffix`. memory: what it keeps of tasks.
     """
     info = fake_info(
         vocab_size=TABLE.vocab_size,
@@ -54,7 +58,7 @@ def make_engine(
     runner = FakeRunner(model, info, step_s=step_s, fail=fail)
     return Engine(
         runner,
-        {"suffix": make_drafter("suffix")} if drafts else {},
+        drafters or ({"suffix": make_drafter("suffix")} if drafts else {}),
         EngineSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=128,
@@ -62,7 +66,24 @@ def make_engine(
             max_waiting_requests=max_waiting_requests,
         ),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
+        memory=memory,
     )
+
+
+def make_learning_engine(share: Any, folder: Path, *, step_s: float = 0.0) -> Engine:
+    """The same with the drafter `auto` and what its tasks learn. share: server.wiring.engine's."""
+    from server.wiring.drafter import make_task_drafter
+
+    fingerprint = TABLE.fingerprint.hex()
+    memory = TaskStore(
+        folder,
+        fingerprint=fingerprint,
+        exchange=share("tiny", folder),
+        save_every_s=0.1,
+        build_share=1.0,
+    )
+    drafters = {"auto": partial(make_task_drafter, "auto", fingerprint, (0,), memory=memory)}
+    return make_engine(step_s=step_s, drafters=drafters, memory=memory)
 
 
 def hang(batch: Batch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,16 @@ from pathlib import Path
 from server.api.engines.slot import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig
+from server.config.task import SpeculationConfig
 from server.engine.host import start_thread
+from server.fleet.learning.builder import BuilderNumbers
+from server.fleet.learning.exchange import ExchangeNumbers
+from server.fleet.learning.sharing import Sharing
 from server.fleet.parts import Front
+from server.fleet.versions import version_of
 from server.wiring.task_set import TaskSet
 from tests.api.live import PLAIN_TASK, TABLE, served
-from tests.api.real_engine import CONTEXT, make_engine
+from tests.api.real_engine import CONTEXT, make_engine, make_learning_engine
 
 TASKS = tuple(f"task-{i}" for i in range(24))
 
@@ -32,17 +38,36 @@ def free_port() -> int:
 class FakeParts:
     """parts.FleetParts over FakeRunners whose steps take step_s seconds.
 
-    more_tasks: a file of further tasks' names, a line each, which a reload reads again.
+    more_tasks: a file of further tasks' names, a line each, which a reload reads again. weights: of
+    the engines; other weights are another version, which writes the same here. shared: a folder by
+    which the engines learn from each other; then all tasks draft by `auto` and say learn: persist.
     """
 
     server: ServerConfig = field(default_factory=ServerConfig)
     step_s: float = 0.0
     drafts: bool = False
     more_tasks: Path | None = None
+    weights: int = 0
+    shared: str | None = None
+
+    @property
+    def sharing(self) -> Sharing | None:
+        if self.shared is None:
+            return None
+        numbers = ExchangeNumbers(append_s=0.1, look_s=0.2)
+        return Sharing(self.shared, numbers, BuilderNumbers(), publish_s=0.2)
+
+    def ingress_version(self) -> str:
+        return version_of(self.server.model_dump_json())
+
+    def engine_version(self, model: str) -> str:
+        return version_of(self.step_s, self.drafts, self.weights)
 
     def front(self) -> Front:
         tasks = self.tasks()
         drafters = ("off", "suffix") if self.drafts else ("off",)
+        if self.shared is not None:
+            drafters = ("off", "auto")
         model = served("tiny", CONTEXT)
         admin = TaskSet(
             tasks,
@@ -58,6 +83,9 @@ class FakeParts:
         if not self.drafts:
             off = task.speculation.model_copy(update={"drafter": "off"})
             task = task.model_copy(update={"speculation": off})
+        if self.shared is not None:
+            learns = SpeculationConfig(drafter="auto", learn="persist")
+            task = task.model_copy(update={"speculation": learns})
         more = () if self.more_tasks is None else self.more_tasks.read_text().split()
         names = (DEFAULT_TASK, *TASKS, *more)
         return {name: task.model_copy(update={"name": name}) for name in names}
@@ -65,6 +93,9 @@ class FakeParts:
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         name = f"{model}/{rank}"
         factory = partial(make_engine, step_s=self.step_s, drafts=self.drafts)
+        if self.sharing is not None:
+            own = Path(f"{self.shared}-{rank}-{os.getpid()}")
+            factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
         start = partial(start_thread, factory, name=name, device="cpu")
         return EngineSpec(name, model, "cpu", start)
 
@@ -87,8 +118,15 @@ def fake_cluster(
     http: str = "direct",
     policy: str = "tasks",
     own_ports: int | None = None,
+    learns: bool = False,
+    least: int | None = None,
 ) -> ClusterConfig:
-    """A cluster.yaml of small replicas."""
+    """A cluster.yaml of small replicas. least: of `replicas`, by what waits, in a hurry."""
+    engines: dict[str, object] = {"min": replicas}
+    if least is not None:
+        hurry = {"up_after_s": 0.5, "down_after_s": 1.0, "sleep_after_s": 1.0, "look_back_s": 2.0}
+        scaling = {"first_token_s": 0.2, **hurry}
+        engines = {"min": least, "max": replicas, "scaling": scaling}
     return ClusterConfig.model_validate(
         {
             "server": "server.yaml",
@@ -98,7 +136,8 @@ def fake_cluster(
                 "http": http,
                 "own_ports": own_ports,
             },
-            "replicas": {"min": replicas, "num_cpus": 0.1, "health_check_s": 1.0},
+            "replicas": {**engines, "num_cpus": 0.1, "health_check_s": 1.0},
             "routing": {"policy": policy},
+            **({"learning": {}} if learns else {}),
         }
     )

@@ -30,11 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.mkdir()
     save_tiny(model, "llama", vocab_size=260, max_position_embeddings=512)
     save_tokenizer(model, 259)
-    [first, _] = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
+    first, *_ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.S | re.M)
     cluster = first.replace("configs/server.yaml", "server.yaml").replace("min: 2", "min: 1")
-    (folder / "cluster.yaml").write_text(cluster.replace("num_cpus: 1", "num_cpus: 0.5"))
+    learning = "{storage: learned, append_s: 0.2, publish_s: 0.2, look_s: 0.2}"
+    cluster = cluster.replace("num_cpus: 1", "num_cpus: 0.5") + f"learning: {learning}\n"
+    (folder / "cluster.yaml").write_text(cluster)
     (folder / "tasks").mkdir()
-    (folder / "tasks" / "slots.yaml").write_text("name: slots\nsampling: {max_tokens: 12}\n")
+    (folder / "tasks" / "slots.yaml").write_text(
+        "name: slots\nsampling: {max_tokens: 12}\nspeculation: {learn: persist}\n"
+    )
     (folder / "server.yaml").write_text(
         f"listen: {{port: {free_port()}}}\nmodels: [{{name: tiny, path: ./model}}]\ntasks: tasks\n"
         "engine: {max_num_seqs: 4, max_num_batched_tokens: 64, threads: 1,"
@@ -48,6 +52,7 @@ def test_the_page_s_file_is_checked(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["fleet", "check", str(folder / "cluster.yaml")]) == 0
     told = capsys.readouterr().out
     assert "tiny: 1 replica, each with 0.5 cores" in told and "Ray: started here" in told
+    assert f"travel of slots; they lie in {folder / 'learned'}" in told
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,7 @@ def test_the_page_s_file_is_checked(folder: Path, capsys: pytest.CaptureFixture[
         ("server: server.yaml\nreplicas: {min: 3, max: 2}", "cluster.yaml:2: replicas: max must"),
         ("server: server.yaml\nreplicas: {min: 0}", "min 0 needs max"),
         ("server: server.yaml\nreplicas: {num_gpus: 1}", "give its replicas no num_gpus"),
+        ("server: server.yaml\nlearning: {storage: 'no://x'}", "cluster.yaml:2: learning.storage"),
         ("server: server.yaml\nembedded: {object_store_memory: 0.5}", "must be an amount"),
     ],
 )
@@ -116,6 +122,17 @@ def test_fleet_up_serves_the_tasks_of_a_real_model(folder: Path) -> None:
         assert 0 < answer.json()["usage"]["completion_tokens"] <= 12
         tasks = httpx.get(url + "/v1/models", timeout=30).json()
         assert "slots" in json.dumps(tasks)
+        learned = r'^tailor_learned_version{engine="tiny/0",model="tiny",task="slots"} 1'
+        while not re.search(learned, httpx.get(url + "/metrics", timeout=30).text, re.M):
+            assert time.monotonic() < end_s, log.read_text()
+            time.sleep(0.2)
+        (folder / "tasks" / "more.yaml").write_text("name: more\n")
+        process.send_signal(signal.SIGHUP)  # new ingresses, the same engine
+        while "the fleet is up to date" not in log.read_text():
+            assert time.monotonic() < end_s, log.read_text()
+            time.sleep(0.2)
+        again = httpx.post(url + "/v1/completions", json={**body, "model": "more"}, timeout=60)
+        assert again.status_code == 200, again.text
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:

@@ -1,0 +1,159 @@
+"""SharedOutputs: what several writers learned of one task, merged in any order to the same.
+
+Each example has a place among all: when it was written, in which segment, and its number there. The
+newest that fit are held. `floor` is the place of the newest one that was given up: whatever is not
+newer is given up too, wherever it turns up again. So merging is commutative, associative and
+idempotent: a segment that is merged twice, late, or by two builders at once, changes nothing.
+
+Beside the examples, a file holds counts of drafts that came true (drafters.shared_counts). It is a
+file of drafters.learned with more arrays: LearnedOutputs.restore reads it, too.
+
+    parts = [load_shared(path, fingerprint=..., scope=...) for path in segments]
+    merge([part.outputs for part in parts], max_tokens=200_000)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.array_file import ArrayFileError, read_arrays, write_arrays
+from drafters.learned import KIND, VERSION, LearnedOutputs, joined, split, starts_of
+from drafters.shared_counts import Counts, TableId
+
+Int32 = npt.NDArray[np.int32]
+Place = tuple[int, int, int]
+"""(time.time_ns() of its segment, a number of the segment, number of the example in it)"""
+
+NOWHERE: Place = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOutputs:
+    """examples: (prompt ids, output ids) by place, all newer than floor."""
+
+    examples: Mapping[Place, tuple[Int32, Int32]] = field(default_factory=dict)
+    floor: Place = NOWHERE
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the outputs."""
+        return sum(int(output.shape[0]) for _, output in self.examples.values())
+
+    def oldest_first(self) -> list[tuple[Int32, Int32]]:
+        """As LearnedOutputs takes them."""
+        return [self.examples[place] for place in sorted(self.examples)]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """What a file holds. meta: of plain values, as the writer said."""
+
+    outputs: SharedOutputs
+    counts: Mapping[TableId, Counts]
+    meta: Mapping[str, Any]
+
+
+def segment_of(
+    examples: Iterable[tuple[Int32, Int32]], written_ns: int, number: int
+) -> SharedOutputs:
+    """What one writer appends at once; its examples in the order in which they came."""
+    return SharedOutputs(
+        {(written_ns, number, i + 1): example for i, example in enumerate(examples)}
+    )
+
+
+def merge(parts: Iterable[SharedOutputs], *, max_tokens: int, oldest_ns: int = 0) -> SharedOutputs:
+    """The newest examples of all parts whose outputs have max_tokens in all, and their prompts
+    LearnedOutputs.PROMPT_SHARE times as many; none written before oldest_ns."""
+    parts = list(parts)
+    floor = max([(oldest_ns, 0, 0), *(part.floor for part in parts)])
+    found = {
+        place: example
+        for part in parts
+        for place, example in part.examples.items()
+        if place > floor
+    }
+    left, prompts_left = max_tokens, LearnedOutputs.PROMPT_SHARE * max_tokens
+    kept: dict[Place, tuple[Int32, Int32]] = {}
+    for place in sorted(found, reverse=True):
+        prompt, output = found[place]
+        left -= int(output.shape[0])
+        prompts_left -= int(prompt.shape[0])
+        if left < 0 or prompts_left < 0:
+            floor = place
+            break
+        kept[place] = found[place]
+    return SharedOutputs(kept, floor)
+
+
+def save_shared(path: Path, file: SharedFile, *, fingerprint: str, scope: str) -> None:
+    """Write atomically. fingerprint: of the tokenizer; scope: whose outputs these are."""
+    places = sorted(file.outputs.examples)
+    prompts = [file.outputs.examples[place][0] for place in places]
+    outputs = [file.outputs.examples[place][1] for place in places]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "prompt_ids": joined(prompts),
+        "prompt_starts": starts_of(prompts),
+        "output_ids": joined(outputs),
+        "output_starts": starts_of(outputs),
+        "places": np.asarray([*places, file.outputs.floor], np.int64),
+    }
+    tables = []
+    for i, (table, counts) in enumerate(sorted(file.counts.items())):
+        shapes = {}
+        for name, values in counts.items():
+            cells = np.flatnonzero(values)
+            arrays[f"counts.{i}.{name}.cells"] = cells.astype(np.int64)
+            arrays[f"counts.{i}.{name}.values"] = values.reshape(-1)[cells]
+            shapes[name] = list(values.shape)
+        tables.append([*table, shapes])
+    meta = {**file.meta, "scope": scope, "num_seen": len(places), "tables": tables}
+    write_arrays(
+        path, kind=KIND, version=VERSION, fingerprint=fingerprint, meta=meta, arrays=arrays
+    )
+
+
+def load_shared(path: Path, *, fingerprint: str | None, scope: str | None) -> SharedFile:
+    """What save_shared wrote; None: of any tokenizer, of any scope.
+
+    Raises FileNotFoundError; FingerprintError; ArrayFileError for all else that is not right.
+    """
+    meta, arrays = read_arrays(path, kind=KIND, version=VERSION, fingerprint=fingerprint)
+    if scope is not None and meta.get("scope") != scope:
+        raise ArrayFileError(f"{path} holds what another task or client taught")
+    try:
+        *places, floor = (tuple(row) for row in arrays["places"].tolist())
+        prompts = split(arrays["prompt_ids"], arrays["prompt_starts"])
+        outputs = split(arrays["output_ids"], arrays["output_starts"])
+        if not len(places) == len(set(places)) == len(prompts) == len(outputs):
+            raise ValueError("its parts differ in number")
+        if any(len(place) != 3 for place in (*places, floor)):
+            raise ValueError("its places have another shape")
+        held = dict(zip(places, zip(prompts, outputs, strict=True), strict=True))
+        counts = {
+            (str(drafter), str(corpus)): _counts(arrays, i, shapes)
+            for i, (drafter, corpus, shapes) in enumerate(meta["tables"])
+        }
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ArrayFileError(f"{path} is damaged: {error}") from error
+    return SharedFile(SharedOutputs(held, floor), counts, meta)
+
+
+def _counts(arrays: Mapping[str, npt.NDArray[Any]], i: int, shapes: Mapping[str, Any]) -> Counts:
+    counts: dict[str, npt.NDArray[np.float64]] = {}
+    for name, (num_rows, num_cells) in shapes.items():
+        if not (0 < num_rows < 16 and 0 < num_cells < 1 << 20):
+            raise ValueError("its counts have another shape")
+        values = np.zeros(num_rows * num_cells, np.float64)
+        given = arrays[f"counts.{i}.{name}.values"]
+        if not bool(np.isfinite(given).all() and (given >= 0).all()):
+            raise ValueError("its counts are impossible")
+        values[arrays[f"counts.{i}.{name}.cells"]] = given
+        counts[name] = values.reshape(num_rows, num_cells)
+    return counts

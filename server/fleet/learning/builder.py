@@ -1,0 +1,295 @@
+"""Builder: merges the segments of a task and publishes what they make.
+
+One pass looks at every scope of the tasks that are this builder's. New segments are merged into the
+last state (drafters.shared_outputs: in any order to the same), a layer is built over the task's own
+corpus, and a manifest with a higher version names both. Only then the segments are deleted.
+
+A builder remembers nothing: one that is lost at any point is replaced by one that begins the same
+pass again, because the state says which segments of which writer are in it. Two at once cost each
+other work and, at worst, a segment.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafters.array_file import ArrayFileError
+from drafters.corpus import Corpus
+from drafters.learned import build_layer
+from drafters.shared_counts import added, bounded
+from drafters.shared_outputs import SharedFile, SharedOutputs, merge
+from server.fleet.learning.exchange import corpus_id, decoded, encoded
+from server.fleet.learning.places import (
+    MANIFEST,
+    Manifest,
+    SegmentName,
+    TornError,
+    epoch_of,
+    hash_of,
+    is_scope_folder,
+    read_hashed,
+    read_manifest,
+)
+from server.fleet.learning.storage import Storage
+
+log = logging.getLogger("tailor.fleet")
+
+_MAX_TOKENS = 5_000_000
+_MAX_AT_ONCE = 256  # segments of a scope in one pass
+_MAX_WRITERS = 1024
+_COUNTS_MEMORY = {"evidence": 20_000.0, "outcomes": 20_000.0, "offers": 2000.0}
+_EMPTY = SharedFile(SharedOutputs(), {}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class BuilderNumbers:
+    """max_age_s: what was written longer ago is given up. max_scopes: of one task; those that were
+    published longest ago are given up. share: (i, n): this is the i-th of n builders, from 0."""
+
+    max_age_s: float = 30 * 86400.0
+    max_scopes: int = 256
+    share: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport:
+    """What one pass did. num_merged, num_torn: segments."""
+
+    num_scopes: int = 0
+    num_published: int = 0
+    num_merged: int = 0
+    num_torn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    name: SegmentName
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tended:
+    """A scope after a pass. manifest: None where nothing is published."""
+
+    manifest: Manifest | None
+    is_new: bool = False
+    num_merged: int = 0
+    num_torn: int = 0
+
+
+class Builder:
+    """See the top of this file. clock_ns: time.time_ns, or what tests say."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        numbers: BuilderNumbers | None = None,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._storage = storage
+        self._numbers = numbers or BuilderNumbers()
+        self._clock_ns = clock_ns
+
+    def run(self) -> PassReport:
+        """One pass. Raises StorageError when the storage is away."""
+        scopes = self._scopes()
+        reports = [self._tend(scope, files) for scope, files in scopes.items()]
+        by_task: dict[str, list[tuple[int, str]]] = {}
+        for scope, report in zip(scopes, reports, strict=True):
+            if report.manifest is not None:
+                task = scope.rpartition("/")[0]
+                by_task.setdefault(task, []).append((report.manifest.published_ns, scope))
+        for published in by_task.values():
+            for _, scope in sorted(published)[: -self._numbers.max_scopes]:
+                self._storage.delete_folder(scope)
+        return PassReport(
+            len(scopes),
+            sum(report.is_new for report in reports),
+            sum(report.num_merged for report in reports),
+            sum(report.num_torn for report in reports),
+        )
+
+    def _scopes(self) -> dict[str, list[str]]:
+        """The files of each scope of this builder's tasks, relative to it; old epochs are swept."""
+        index, num = self._numbers.share
+        scopes: dict[str, list[str]] = {}
+        tasks: dict[str, int] = {}
+        for path in self._storage.files():
+            parts = path.split("/")
+            scope = "/".join(parts[:4])
+            task = "/".join(parts[:2])
+            if len(parts) < 5 or not is_scope_folder(scope) or int(parts[1], 16) % num != index:
+                continue
+            if task not in tasks:
+                tasks[task] = epoch_of(self._storage, task)
+            if parts[2] == f"e{tasks[task]}":
+                scopes.setdefault(scope, []).append("/".join(parts[4:]))
+            else:
+                self._storage.delete(path)  # late, for an epoch that is over
+        return scopes
+
+    def _tend(self, scope: str, files: Iterable[str]) -> _Tended:
+        storage, now_ns = self._storage, self._clock_ns()
+        manifest, state = self._published(scope)
+        segments = _segments(scope, files)
+        known = manifest or Manifest(0, 0, "")
+        new = [s for s in segments if s.name.number > known.mark(s.name.writer)][:_MAX_AT_ONCE]
+        if not new:
+            if manifest is not None and manifest.published_ns < self._oldest_ns():
+                storage.delete_folder(scope)
+                return _Tended(None)
+            self._sweep(scope, files, manifest, segments)
+            return _Tended(manifest)
+        marks = dict(known.marks)
+        read: list[SharedFile] = []
+        for segment in new:
+            marks[segment.name.writer] = (segment.name.number, now_ns)
+            try:
+                read.append(decoded(read_hashed(storage, segment.path), None, _key(scope)))
+            except (TornError, ArrayFileError) as error:
+                log.warning("a segment is left out: %s", error)
+        num_torn = len(new) - len(read)
+        published = manifest
+        if read:
+            before = _EMPTY if state is None else state()
+            published = self._publish(scope, manifest, before, read, marks, num_torn)
+        for segment in new:
+            storage.delete(segment.path)
+        if read:
+            self._sweep(scope, files, published, [])
+        return _Tended(published, bool(read), len(read), num_torn)
+
+    def _published(self, scope: str) -> tuple[Manifest | None, Callable[[], SharedFile] | None]:
+        """The manifest, and what reads its state; None where nothing is published, or it is
+        damaged: then the segments that are there make a new beginning."""
+        try:
+            manifest = read_manifest(self._storage, scope)
+        except TornError as error:
+            log.warning("what is learned in %s is begun anew: %s", scope, error)
+            return None, None
+        if manifest is None:
+            return None, None
+        name = manifest.state
+
+        def state() -> SharedFile:
+            try:
+                data = read_hashed(self._storage, f"{scope}/{name}")
+                return decoded(data, None, _key(scope))
+            except (TornError, ArrayFileError) as error:
+                log.warning("what is learned in %s is begun anew: %s", scope, error)
+                return _EMPTY
+
+        return manifest, state
+
+    def _oldest_ns(self) -> int:
+        return max(0, self._clock_ns() - int(self._numbers.max_age_s * 1e9))
+
+    def _publish(
+        self,
+        scope: str,
+        before: Manifest | None,
+        state: SharedFile,
+        segments: list[SharedFile],
+        marks: Mapping[str, tuple[int, int]],
+        num_torn: int,
+    ) -> Manifest:
+        """A version made of the last state and segments; all that is in other ids than the newest
+        segment is left out."""
+        storage = self._storage
+        newest = max(segments, key=lambda file: max(file.outputs.examples, default=(0, 0, 0)))
+        fingerprint = str(newest.meta["fingerprint"])
+        files = [f for f in (state, *segments) if f.meta.get("fingerprint") == fingerprint]
+        max_tokens = max(1, min(_MAX_TOKENS, int(newest.meta.get("max_tokens") or 1)))
+        outputs = merge(
+            [file.outputs for file in files],
+            max_tokens=max_tokens,
+            oldest_ns=self._oldest_ns(),
+        )
+        counts = {}
+        for table in {table for file in files for table in file.counts}:
+            total = added(file.counts[table] for file in files if table in file.counts)
+            most = max(_COUNTS_MEMORY.get(name, 2000.0) for name in total)
+            counts[table] = bounded(total, most)
+        kept_marks = sorted(marks.items(), key=lambda item: -item[1][1])[:_MAX_WRITERS]
+        data = encoded(SharedFile(outputs, counts, {}), fingerprint, _key(scope))
+        name = f"state-{hash_of(data)}.bin"
+        storage.write(f"{scope}/{name}", data)
+        layer, base_id = self._build(scope, outputs, newest.meta, fingerprint)
+        manifest = Manifest(
+            version=1 + (0 if before is None else before.version),
+            published_ns=self._clock_ns(),
+            state=name,
+            layer=layer,
+            corpus_id=base_id,
+            num_merged=len(segments) + (0 if before is None else before.num_merged),
+            num_torn=num_torn + (0 if before is None else before.num_torn),
+            marks=dict(kept_marks),
+        )
+        storage.write(f"{scope}/{MANIFEST}", manifest.encode())
+        return manifest
+
+    def _build(
+        self, scope: str, outputs: SharedOutputs, meta: Mapping[str, Any], fingerprint: str
+    ) -> tuple[str, str]:
+        """(name of the layer's file, id of the corpus under it), both "" where none is built: then
+        each engine builds its own."""
+        corpus = str(meta.get("corpus") or "")
+        base_id = str(meta.get("corpus_id") or "")
+        if not outputs.examples:
+            return "", ""
+        base: Corpus | None = None
+        if corpus:
+            if corpus_id(corpus) != base_id:
+                log.info("the corpus %s is another one here: engines build their layers", corpus)
+                return "", ""
+            try:
+                base = Corpus.load(corpus, fingerprint=fingerprint)
+            except (OSError, ValueError) as error:
+                log.warning("no layer is built: %s", error)
+                return "", ""
+        built = build_layer(outputs.oldest_first(), base=base, fingerprint=fingerprint)
+        with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
+            built.save(Path(folder) / "layer")
+            data = (Path(folder) / "layer").read_bytes()
+        layer = f"layer-{hash_of(data)}.bin"
+        self._storage.write(f"{scope}/{layer}", data)
+        return layer, base_id
+
+    def _sweep(
+        self,
+        scope: str,
+        files: Iterable[str],
+        manifest: Manifest | None,
+        segments: Iterable[_Segment],
+    ) -> None:
+        """Delete segments that are merged, and what no manifest names: of `files`, as they were
+        before this pass wrote any."""
+        for segment in segments:
+            self._storage.delete(segment.path)
+        named = set() if manifest is None else {manifest.state, manifest.layer, MANIFEST}
+        for file in files:
+            if "/" not in file and file not in named and file != MANIFEST:
+                self._storage.delete(f"{scope}/{file}")
+
+
+def _key(scope: str) -> str:
+    """What a file of this scope says whose it is."""
+    return scope.rpartition("/")[2]
+
+
+def _segments(scope: str, files: Iterable[str]) -> list[_Segment]:
+    """Ascending, writer by writer."""
+    found = []
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        segment = SegmentName.of(name) if folder == "segments" else None
+        if segment is not None:
+            found.append(_Segment(segment, f"{scope}/{file}"))
+    return sorted(found, key=lambda s: (s.name.number, s.name.writer, s.name.hash))

@@ -1,0 +1,414 @@
+"""SegmentExchange: an engine's side of what travels (server.engine.exchange.Exchange).
+
+Finished outputs and counts of drafts are gathered per (task, scope) and written as a segment when
+there are enough or the first has waited long enough. Every so often it looks whether a new version
+was published, and hands that on. All of it in a thread of its own: while the storage is away, that
+is told once, what fits is kept, and the engine goes on with what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from drafters.array_file import ArrayFileError
+from drafters.shared_counts import Counts, PackedCounts, TableId, added
+from drafters.shared_outputs import SharedFile, load_shared, save_shared, segment_of
+from server.engine.calibrations import digest
+from server.engine.exchange import Arrival, Example, Key, Wanted
+from server.fleet.learning.places import (
+    Manifest,
+    SegmentName,
+    TornError,
+    epoch_of,
+    hash_of,
+    read_hashed,
+    read_manifest,
+    scope_folder,
+    task_folder,
+)
+from server.fleet.learning.storage import Storage, StorageError
+from server.types import SharedFigures
+from server.wiring.drafter import content_id
+
+log = logging.getLogger("tailor.fleet")
+
+_MAX_SCOPES = 256
+_TICK_S = 0.25
+_CLOSE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeNumbers:
+    """append_s: how long an output waits for others before a segment is written. segment_tokens: of
+    outputs that make a segment before that. look_s: between two looks at what is published.
+    max_segments: of one scope and engine that are in no version yet; older ones are taken back."""
+
+    append_s: float = 20.0
+    segment_tokens: int = 20_000
+    look_s: float = 20.0
+    max_segments: int = 64
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A segment that is in no version that has arrived."""
+
+    number: int
+    path: str
+    examples: list[Example]
+    counts: dict[TableId, PackedCounts]
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Of one key, while it is in memory. buffer, counts: not written yet. since_s: when the first
+    of them came."""
+
+    wanted: Wanted
+    writer: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    buffer: list[Example] = field(default_factory=list)
+    counts: dict[TableId, Counts] = field(default_factory=dict)
+    num_tokens: int = 0
+    since_s: float = 0.0
+    sent: deque[_Sent] = field(default_factory=deque)
+    last_number: int = 0
+    looked_s: float = float("-inf")
+    epoch: int | None = None  # as it was seen last
+    adopted: tuple[int, int] | None = None  # version, and when it was published
+    figures: SharedFigures = field(default_factory=lambda: SharedFigures(""))
+
+    def drop(self) -> None:
+        """All that is in no version."""
+        self.buffer, self.counts, self.num_tokens = [], {}, 0
+        self.sent.clear()
+
+
+class SegmentExchange:
+    """model: what the engines have in common that learn together. folder: of this engine, for
+    copies of layers. autonomous: False has no thread; `tend` is called by hand (tests)."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        model: str,
+        folder: Path,
+        numbers: ExchangeNumbers | None = None,
+        *,
+        autonomous: bool = True,
+    ) -> None:
+        self._storage = storage
+        self._model = model
+        self._folder = folder
+        self._numbers = numbers or ExchangeNumbers()
+        self._lock = threading.Lock()
+        self._scopes: OrderedDict[Key, _Scope] = OrderedDict()
+        self._num_written: dict[str, int] = {}
+        self._figures: tuple[SharedFigures, ...] = ()
+        self._on_arrival: Callable[[Arrival], None] = lambda _: None
+        self._is_away = False
+        self._again_s = 0.0
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        if autonomous:
+            self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
+
+    # -- server.engine.exchange.Exchange -------------------------------------------------------
+
+    def start(self, on_arrival: Callable[[Arrival], None]) -> None:
+        self._on_arrival = on_arrival
+        for old in self._folder.glob("shared-*.corpus"):
+            with contextlib.suppress(OSError):
+                old.unlink()
+        if self._thread is not None:
+            self._thread.start()
+
+    def open(self, wanted: Wanted) -> None:
+        with self._lock:
+            scope = self._scopes.get(wanted.key)
+            if scope is None:
+                scope = self._scopes[wanted.key] = _Scope(wanted)
+                scope.figures = SharedFigures(wanted.key[0])
+                if len(self._scopes) > _MAX_SCOPES:
+                    self._scopes.popitem(last=False)
+            scope.wanted = wanted
+            scope.adopted, scope.looked_s = None, float("-inf")  # what is published comes anew
+            self._scopes.move_to_end(wanted.key)
+
+    def append(self, key: Key, example: Example) -> None:
+        with self._lock:
+            scope = self._scopes.get(key)
+            if scope is None:
+                return
+            self._scopes.move_to_end(key)
+            if not (scope.buffer or scope.counts):
+                scope.since_s = time.monotonic()
+            scope.buffer.append(example)
+            scope.num_tokens += int(example[1].shape[0])
+            while scope.num_tokens > scope.wanted.max_tokens and len(scope.buffer) > 1:
+                scope.num_tokens -= int(scope.buffer.pop(0)[1].shape[0])  # nobody takes them
+
+    def count(self, key: Key, table: TableId, counts: Counts) -> None:
+        with self._lock:
+            scope = self._scopes.get(key)
+            if scope is None:
+                return
+            if not (scope.buffer or scope.counts):
+                scope.since_s = time.monotonic()
+            scope.counts[table] = added([scope.counts.get(table, {}), counts])
+
+    def unpublished(self, key: Key) -> list[Example]:
+        with self._lock:
+            scope = self._scopes.get(key)
+            if scope is None:
+                return []
+            return [*(e for sent in scope.sent for e in sent.examples), *scope.buffer]
+
+    def forget(self, task: str) -> None:
+        with self._lock:
+            for key in [key for key in self._scopes if key[0] == task]:
+                del self._scopes[key]
+            self._tell_figures()
+
+    def figures(self) -> tuple[SharedFigures, ...]:
+        return self._figures
+
+    def close(self) -> None:
+        self._ending.set()
+        if self._thread is None:
+            self.tend(is_last=True)
+        elif self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while not self._ending.wait(_TICK_S):
+            self.tend()
+        self.tend(is_last=True)
+
+    def tend(self, *, is_last: bool = False) -> None:
+        """Write and read what is due. is_last: write all, read nothing."""
+        now_s = time.monotonic()
+        if now_s < self._again_s and not is_last:
+            return
+        with self._lock:
+            scopes = list(self._scopes.values())
+        for scope in scopes:
+            try:
+                self._tend_scope(scope, now_s, is_last)
+            except StorageError as error:
+                self._again_s = now_s + self._numbers.look_s
+                if not self._is_away:
+                    self._is_away = True
+                    log.warning("what was learned does not travel: %s", error)
+                return
+            except Exception:
+                log.exception("what was learned does not travel")
+                self._again_s = now_s + self._numbers.look_s
+                return
+            if self._is_away:
+                self._is_away = False
+                log.info("what was learned travels again")
+
+    def _tend_scope(self, scope: _Scope, now_s: float, is_last: bool) -> None:
+        numbers = self._numbers
+        with self._lock:
+            waits = bool(scope.buffer or scope.counts)
+            is_due = scope.num_tokens >= numbers.segment_tokens
+            is_due |= now_s - scope.since_s >= numbers.append_s
+            writes = waits and (is_due or is_last)
+            looks = not is_last and now_s - scope.looked_s >= numbers.look_s
+        if not (writes or looks):
+            return
+        epoch = epoch_of(self._storage, task_folder(self._model, scope.wanted.key[0]))
+        with self._lock:
+            is_forgotten = scope.epoch not in (None, epoch)
+            scope.epoch = epoch
+            if is_forgotten:
+                scope.drop()
+                scope.adopted = None
+        if is_forgotten:
+            self._arrive(scope, None, (), {}, None)
+        elif writes:
+            self._write(scope, epoch)
+        if looks:
+            scope.looked_s = now_s
+            self._look(scope, epoch)
+
+    def _write(self, scope: _Scope, epoch: int) -> None:
+        with self._lock:
+            wanted = scope.wanted
+            told = scope.counts
+            packed = {table: PackedCounts.of(counts) for table, counts in told.items()}
+            sent = _Sent(scope.last_number + 1, "", scope.buffer, packed)
+            scope.buffer, scope.counts, scope.num_tokens = [], {}, 0
+        outputs = segment_of(sent.examples, time.time_ns(), _number_of(scope.writer, sent.number))
+        meta = {
+            "max_tokens": wanted.max_tokens,
+            "corpus": wanted.corpus or "",
+            "corpus_id": corpus_id(wanted.corpus),
+        }
+        data = encoded(SharedFile(outputs, told, meta), wanted.fingerprint, wanted.key)
+        name = SegmentName(scope.writer, sent.number, hash_of(data))
+        folder = scope_folder(self._model, wanted.key, epoch)
+        sent.path = f"{folder}/segments/{name.file}"
+        try:
+            self._storage.write(sent.path, data)
+        except StorageError:
+            with self._lock:  # again later, before what came meanwhile
+                scope.buffer = [*sent.examples, *scope.buffer]
+                scope.num_tokens = sum(int(o.shape[0]) for _, o in scope.buffer)
+                for table, counts in told.items():
+                    scope.counts[table] = added([counts, scope.counts.get(table, {})])
+            raise
+        with self._lock:
+            scope.last_number = sent.number
+            scope.sent.append(sent)
+            too_many = len(scope.sent) > self._numbers.max_segments
+            oldest = scope.sent.popleft() if too_many else None
+            task = wanted.key[0]
+            self._num_written[task] = self._num_written.get(task, 0) + 1
+            self._tell_figures()
+        if oldest is not None:  # no builder takes them: what is kept there is bounded
+            self._storage.delete(oldest.path)
+
+    def _look(self, scope: _Scope, epoch: int) -> None:
+        """Take a version that is new. One that is torn, or is replaced meanwhile, is left out."""
+        wanted = scope.wanted
+        folder = scope_folder(self._model, wanted.key, epoch)
+        try:
+            manifest = read_manifest(self._storage, folder)
+            if manifest is None or scope.adopted == (manifest.version, manifest.published_ns):
+                return
+            data = read_hashed(self._storage, f"{folder}/{manifest.state}")
+            file = decoded(data, wanted.fingerprint, wanted.key)
+            layer = self._layer(wanted, manifest, folder)
+        except (TornError, ArrayFileError) as error:
+            log.info("task %s: what was published is left out: %s", wanted.key[0], error)
+            return
+        mark = manifest.mark(scope.writer)
+        with self._lock:
+            while scope.sent and scope.sent[0].number <= mark:
+                scope.sent.popleft()
+            scope.adopted = (manifest.version, manifest.published_ns)
+            tables = {
+                table: added(_counts_of(table, file.counts, scope))
+                for table in {
+                    *file.counts,
+                    *scope.counts,
+                    *(t for s in scope.sent for t in s.counts),
+                }
+            }
+        self._arrive(scope, manifest, file.outputs.oldest_first(), tables, layer)
+
+    def _arrive(
+        self,
+        scope: _Scope,
+        manifest: Manifest | None,
+        examples: Any,
+        tables: Mapping[TableId, Counts],
+        layer: Path | None,
+    ) -> None:
+        wanted, figures = scope.wanted, SharedFigures(scope.wanted.key[0])
+        if manifest is not None:
+            figures = replace(
+                figures,
+                version=manifest.version,
+                num_merged=manifest.num_merged,
+                published_s=manifest.published_ns / 1e9,
+            )
+        with self._lock:
+            scope.figures = figures
+            self._tell_figures()
+        self._on_arrival(
+            Arrival(wanted.key, wanted.generation, examples, layer, wanted.corpus, tables)
+        )
+
+    def _layer(self, wanted: Wanted, manifest: Manifest, folder: str) -> Path | None:
+        """A copy of the published layer, if it was built over the corpus that this engine has."""
+        if not manifest.layer or manifest.corpus_id != corpus_id(wanted.corpus):
+            return None
+        data = read_hashed(self._storage, f"{folder}/{manifest.layer}")
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        stem = f"shared-{digest(*wanted.key)}-"
+        path = self._folder / f"{stem}{manifest.version}-{hash_of(data)}.corpus"
+        path.write_bytes(data)
+        for old in self._folder.glob(f"{stem}*.corpus"):  # those who have it open keep it
+            if old != path:
+                old.unlink(missing_ok=True)
+        return path
+
+    def _tell_figures(self) -> None:
+        """With the lock. By task, over its scopes."""
+        tasks = sorted({key[0] for key in self._scopes} | self._num_written.keys())
+        told = []
+        for task in tasks:
+            mine = [s.figures for key, s in self._scopes.items() if key[0] == task]
+            told.append(
+                SharedFigures(
+                    task,
+                    self._num_written.get(task, 0),
+                    sum(f.num_merged for f in mine),
+                    sum(f.version for f in mine),
+                    max((f.published_s for f in mine), default=0.0),
+                )
+            )
+        self._figures = tuple(told)
+
+
+def _counts_of(
+    table: TableId, published: Mapping[TableId, Counts], scope: _Scope
+) -> Iterator[Counts]:
+    """What is published of a table, and what was told here since."""
+    for counts in (published, scope.counts):
+        if table in counts:
+            yield counts[table]
+    for sent in scope.sent:
+        if table in sent.counts:
+            yield sent.counts[table].counts()
+
+
+def encoded(file: SharedFile, fingerprint: str, key: Key | str) -> bytes:
+    """A SharedFile as bytes. key: (task, scope), or the digest of it."""
+    scope = key if isinstance(key, str) else digest(*key)
+    with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
+        path = Path(folder) / "file"
+        save_shared(path, file, fingerprint=fingerprint, scope=scope)
+        return path.read_bytes()
+
+
+def decoded(data: bytes, fingerprint: str | None, key: Key | str) -> SharedFile:
+    """What `encoded` gave. Raises ArrayFileError."""
+    scope = key if isinstance(key, str) else digest(*key)
+    with tempfile.TemporaryDirectory(prefix="tailor-") as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(data)
+        return load_shared(path, fingerprint=fingerprint, scope=scope)
+
+
+def _number_of(writer: str, number: int) -> int:
+    """Tells segments of one nanosecond apart."""
+    return int(digest(writer, str(number)), 16) >> 2
+
+
+def corpus_id(corpus: str | None) -> str:
+    """Names a corpus file by its content; "" for none, "?" for one that cannot be read."""
+    if corpus is None:
+        return ""
+    try:
+        return content_id(Path(corpus))
+    except OSError:
+        return "?"

@@ -1,0 +1,168 @@
+"""How many replicas a model needs: the work that waits, at what steps were measured to cost.
+
+A new request's first token comes when the prompts that wait before it are computed, and when there
+is a seat. `first_token_s` says how long that is for the last one in the queue when the work is
+spread over so many replicas; `replicas_for` takes the fewest that keep it within the target, and
+gives one up only when the rest would keep it with room to spare, so that it does not swing. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.fleet.costs import StepCosts
+
+_PROMPT_TOKENS = 256.0  # of a request that nobody has seen yet
+_MAX_ROWS = 512
+_STEPS = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one model, now. num_running: sequences that hold a seat. num_queued: requests that have
+    none. queued_rows: prompt tokens of those. costs: of a step; None before one was measured.
+    max_rows: in a step. steps: of an output."""
+
+    num_running: float = 0.0
+    num_queued: float = 0.0
+    queued_rows: float = 0.0
+    costs: StepCosts | None = None
+    max_rows: int = _MAX_ROWS
+    steps: float = _STEPS
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits and nothing runs."""
+        return self.num_running <= 0.0 and self.num_queued <= 0.0 and self.queued_rows <= 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingNumbers:
+    """least, most: replicas; least 0 lets an idle model sleep. first_token_s: the target for the
+    95th percentile. spare: share of the target that must be left over before a replica is
+    given up. seat_load: share of its seats that a replica may fill."""
+
+    least: int
+    most: int
+    first_token_s: float = 1.0
+    spare: float = 0.5
+    seat_load: float = 0.8
+
+
+def first_token_s(work: Work, num: float, seat_load: float = 1.0) -> float:
+    """Seconds until the last request of the queue has its first token, on `num` replicas. Falls
+    with num, rises with all that waits or runs."""
+    costs = work.costs or StepCosts()
+    seats = max(1.0, costs.seats * seat_load)
+    running = min(work.num_running / num, costs.seats)
+    room = max(1.0, work.max_rows - running)  # rows of a step that prompts get
+    rows = work.queued_rows / num
+    num_steps = max(1.0, rows / room)
+    prefill_s = num_steps * (costs.base_s + running * costs.row_s) + rows * costs.row_s
+    turns = max(0.0, (work.num_running + work.num_queued) / num - seats) / seats
+    return prefill_s + turns * work.steps * costs.step_s(costs.seats)
+
+
+def replicas_for(work: Work, current: int, numbers: ScalingNumbers) -> int:
+    """How many replicas there should be, of least..most. current: how many there are.
+
+    More work never gives fewer, a tighter target never gives fewer.
+    """
+    least, most = numbers.least, numbers.most
+    if work.is_idle:
+        return least
+    least = max(1, least)
+    current = min(max(current, least), most)
+    if not _holds(work, current, numbers, numbers.first_token_s):
+        return _fewest(work, current, most, numbers, numbers.first_token_s)
+    strict = numbers.first_token_s * (1.0 - numbers.spare)
+    return min(current, _fewest(work, least, current, numbers, strict))
+
+
+def _holds(work: Work, num: int, numbers: ScalingNumbers, target_s: float) -> bool:
+    return first_token_s(work, num, numbers.seat_load) <= target_s
+
+
+def _fewest(work: Work, low: int, high: int, numbers: ScalingNumbers, target_s: float) -> int:
+    """The fewest of low..high that hold the target; high where none does."""
+    while low < high:
+        middle = (low + high) // 2
+        if _holds(work, middle, numbers, target_s):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWork:
+    """What a replica tells the autoscaler: plain numbers by name."""
+
+    num_running: float = 0.0
+    num_waiting: float = 0.0
+    waiting_rows: float = 0.0
+    base_s: float = 0.0
+    row_s: float = 0.0
+    seats: float = 0.0
+    max_rows: float = 0.0
+    steps: float = 0.0
+    prompt_tokens: float = 0.0
+
+    def told(self) -> dict[str, float]:
+        """By name."""
+        return {name: float(getattr(self, name)) for name in self.__slots__}
+
+
+def work_of(told: Mapping[str, Mapping[Any, float]], num_waiting_outside: float) -> Work:
+    """The sum over replicas. told: ReplicaWork's numbers by name, then by replica.
+    num_waiting_outside: requests that no replica has taken yet; each counts as long as prompts are
+    on average.
+    """
+    running, waiting = _sum(told, "num_running"), _sum(told, "num_waiting")
+    prompt = _mean(told, "prompt_tokens") or _PROMPT_TOKENS
+    base_s = _mean(told, "base_s")
+    costs = None
+    if base_s > 0.0:
+        seats = max(1, round(_mean(told, "seats")))
+        costs = StepCosts(base_s, max(0.0, _mean(told, "row_s")), seats)
+    return Work(
+        num_running=running,
+        num_queued=waiting + max(0.0, num_waiting_outside),
+        queued_rows=_sum(told, "waiting_rows") + max(0.0, num_waiting_outside) * prompt,
+        costs=costs,
+        max_rows=max(1, round(_mean(told, "max_rows") or _MAX_ROWS)),
+        steps=max(1.0, _mean(told, "steps") or _STEPS),
+    )
+
+
+def _sum(told: Mapping[str, Mapping[Any, float]], name: str) -> float:
+    return math.fsum(max(0.0, value) for value in told.get(name, {}).values())
+
+
+def _mean(told: Mapping[str, Mapping[Any, float]], name: str) -> float:
+    """Of the replicas that know it."""
+    known = [value for value in told.get(name, {}).values() if value > 0.0]
+    return math.fsum(known) / len(known) if known else 0.0
+
+
+class WorkPolicy:
+    """replicas_for as a policy of Serve's autoscaler, whose context it is called with. numbers:
+    ScalingNumbers' fields. Serve waits with what it says, up and down, as its config says."""
+
+    def __init__(self, **numbers: Any) -> None:
+        self._numbers = ScalingNumbers(**numbers)
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """(replicas, state to keep). context: ray.serve.config.AutoscalingContext."""
+        told = context.aggregated_metrics or {}
+        outside = float(context.total_queued_requests or 0.0)
+        work = work_of(told, outside)
+        if context.current_num_replicas == 0:
+            waiting = outside > 0.0 or float(context.total_num_requests) > 0.0
+            return (max(1, context.target_num_replicas) if waiting else self._numbers.least), {}
+        if not told.get("seats"):  # a replica is there and has told nothing yet
+            return context.target_num_replicas, {}
+        return replicas_for(work, context.target_num_replicas, self._numbers), {}

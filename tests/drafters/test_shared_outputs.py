@@ -1,0 +1,140 @@
+"""What several writers learned is merged to the same, in whatever order and however often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.array_file import ArrayFileError, FingerprintError
+from drafters.auto.trust import Trust
+from drafters.calibration import Calibration, CalibrationError
+from drafters.learned import LearnedOutputs
+from drafters.shared_counts import PackedCounts, added, bounded, is_empty, since
+from drafters.shared_outputs import (
+    SharedFile,
+    SharedOutputs,
+    load_shared,
+    merge,
+    save_shared,
+    segment_of,
+)
+
+_LENGTHS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=0, max_size=5
+)  # of prompts and outputs
+_SEGMENTS = st.lists(st.tuples(st.integers(1, 20), _LENGTHS), min_size=1, max_size=6)
+
+
+def _segments(drawn: list[tuple[int, list[tuple[int, int]]]]) -> list[SharedOutputs]:
+    return [
+        segment_of(
+            [(np.zeros(p, np.int32), np.full(o, i, np.int32)) for p, o in lengths], written, i
+        )
+        for i, (written, lengths) in enumerate(drawn)
+    ]
+
+
+def _told(outputs: SharedOutputs) -> tuple[object, ...]:
+    examples = [(place, p.tolist(), o.tolist()) for place, (p, o) in outputs.examples.items()]
+    return sorted(examples), outputs.floor
+
+
+@given(
+    drawn=_SEGMENTS,
+    seed=st.integers(0, 1000),
+    max_tokens=st.integers(1, 60),
+    oldest=st.integers(0, 12),
+)
+def test_the_order_of_merging_does_not_matter(
+    drawn: list[tuple[int, list[tuple[int, int]]]], seed: int, max_tokens: int, oldest: int
+) -> None:
+    segments = _segments(drawn)
+    whole = merge(segments, max_tokens=max_tokens, oldest_ns=oldest)
+    chance = Random(seed)
+    left = [*segments, *chance.sample(segments, chance.randrange(len(segments) + 1))]  # some twice
+    chance.shuffle(left)
+    while len(left) > 1:  # any tree of merges, of any number of parts
+        some = [left.pop() for _ in range(min(len(left), 1 + chance.randrange(3)))]
+        left.insert(0, merge(some, max_tokens=max_tokens, oldest_ns=oldest))
+    assert _told(merge(left, max_tokens=max_tokens, oldest_ns=oldest)) == _told(whole)
+    assert whole.num_tokens <= max_tokens
+    assert all(place > whole.floor and place[0] >= oldest for place in whole.examples)
+
+
+def test_the_newest_stay() -> None:
+    parts = [
+        segment_of([(np.zeros(2, np.int32), np.full(4, i, np.int32))], i, 1) for i in (1, 2, 3)
+    ]
+    merged = merge(parts, max_tokens=9)
+    assert [int(output[0]) for _, output in merged.oldest_first()] == [2, 3]
+
+
+def test_a_file_holds_it_and_a_server_of_its_own_can_read_it(tmp_path: Path) -> None:
+    outputs = segment_of(
+        [(np.arange(3, dtype=np.int32), np.arange(i, dtype=np.int32)) for i in (1, 4)], 7, 9
+    )
+    counts = {("auto", "c"): {"evidence": np.asarray([[0.0, 3.0, 0.0], [0.0, 1.5, 0.0]])}}
+    path = tmp_path / "segment"
+    save_shared(path, SharedFile(outputs, counts, {"corpus": "x"}), fingerprint="f", scope="s")
+    read = load_shared(path, fingerprint="f", scope="s")
+    assert _told(read.outputs) == _told(outputs) and read.meta["corpus"] == "x"
+    assert np.array_equal(read.counts["auto", "c"]["evidence"], counts["auto", "c"]["evidence"])
+    held = LearnedOutputs(100)
+    held.restore(path, fingerprint="f", scope="s")
+    assert [output.tolist() for _, output in held.examples()] == [[0], [0, 1, 2, 3]]
+    with pytest.raises(FingerprintError):
+        load_shared(path, fingerprint="g", scope="s")
+    with pytest.raises(ArrayFileError, match="another task"):
+        load_shared(path, fingerprint="f", scope="t")
+
+
+@given(cut=st.integers(0, 1200))
+def test_a_torn_file_is_refused_or_whole(cut: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "segment"
+        outputs = segment_of([(np.arange(9, dtype=np.int32), np.arange(5, dtype=np.int32))], 1, 1)
+        save_shared(path, SharedFile(outputs, {}, {}), fingerprint="f", scope="s")
+        data = path.read_bytes()
+        path.write_bytes(data[:cut])
+        try:  # what is cut off may be padding
+            read = load_shared(path, fingerprint="f", scope="s")
+        except ArrayFileError:
+            assert cut < len(data)
+        else:
+            assert _told(read.outputs) == _told(outputs)
+
+
+def test_counts_are_told_taken_and_added() -> None:
+    trust, other = Trust(), Trust()
+    trust.evidence[:, 5] = 10.0, 8.0
+    trust.update()
+    before = trust.counts()
+    trust.evidence[0, 5] += 4.0
+    new = since(trust.counts(), before)
+    assert new["evidence"][0, 5] == 4.0 and not new["outcomes"].any()
+    other.set_counts(added([before, new]))
+    trust.update()
+    assert np.array_equal(other.weights, trust.weights)
+    assert is_empty(since(before, trust.counts()))  # faded counts are none
+    with pytest.raises(CalibrationError):
+        other.set_counts({"evidence": -before["evidence"], "outcomes": before["outcomes"]})
+
+    table, fresh = Calibration(["a", "b"]), Calibration(["a", "b"])
+    table.offered[3] += 6.0
+    table.accepted[3] += 5.0
+    assert not fresh.counts()["offers"].any()
+    fresh.set_counts(table.counts())
+    assert np.allclose(fresh.offered, table.offered) and np.allclose(fresh.accepted, table.accepted)
+    with pytest.raises(CalibrationError):
+        fresh.set_counts({"offers": np.zeros((2, 3))})
+    packed = PackedCounts.of(trust.counts()).counts()
+    assert all(np.array_equal(packed[name], values) for name, values in trust.counts().items())
+    most = bounded({"offers": np.asarray([[400.0, 1.0], [100.0, 1.0]])}, 40.0)["offers"]
+    assert most.tolist() == [[40.0, 1.0], [10.0, 1.0]]

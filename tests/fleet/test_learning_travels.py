@@ -1,0 +1,455 @@
+"""What one replica learned is drafted on another, in its scope, and changes no text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.engine.task_store import TaskStore
+from server.errors import UnavailableError
+from server.fleet.changes import SharedTasks
+from server.fleet.learning.builder import Builder, BuilderNumbers
+from server.fleet.learning.exchange import ExchangeNumbers, SegmentExchange
+from server.fleet.learning.places import MANIFEST, Manifest, forget
+from server.fleet.learning.sharing import BuilderLoop, Sharing
+from server.fleet.learning.storage import Storage, StorageError
+from server.types import Delta, Request, SamplingParams, SpeculationParams
+from server.wiring.drafter import make_task_drafter
+from tests.api.live import wait_until
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.fleet.test_changes import Admin, Desk, Files
+
+VOCAB = 64
+MODEL = FakeModel(VOCAB, seed=11, context=1, boost=9.0)
+LEARN = SpeculationParams("auto", 5, (("auto.logits", 0),), learn_tokens=1000, persists=True)
+PROMPT = [7, 9, 4, 7, 9, 12]
+
+
+@dataclass
+class Replica:
+    """An engine with its exchange, which does nothing by itself."""
+
+    engine: Engine
+    exchange: SegmentExchange
+    memory: TaskStore
+
+    def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[int], int]:
+        """(ids, drafted tokens that were accepted)."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        self.engine.submit(
+            Request(
+                uuid.uuid4().hex, "task", "fake", tuple(prompt), sampling,
+                **{"speculation": LEARN, **fields},
+            )
+        )  # fmt: skip
+        told: list[Delta] = []
+        while self.engine.has_work:
+            told += self.engine.step()
+        told += self.engine.take_deltas()
+        assert told[-1].finish_reason == "length"
+        ids = [i for delta in told for i in delta.token_ids]
+        return ids, sum(d.counts.num_accepted for d in told)
+
+    def tend(self) -> None:
+        """All that is due in its threads."""
+        self.memory.wait()
+        self.exchange.tend()
+        self.memory.wait()
+        self.engine.tend()
+
+
+@dataclass
+class Fleet:
+    """Replicas of one model, and a storage."""
+
+    url: str
+    folder: Path
+    replicas: list[Replica]
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.url)
+
+    def add(self, storage: Storage | None = None, **numbers: Any) -> Replica:
+        info = fake_info(
+            vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
+            max_num_seqs=8, max_num_batched_tokens=200,
+        )  # fmt: skip
+        own = self.folder / f"engine-{len(self.replicas)}"
+        exchange = SegmentExchange(
+            storage or self.storage, "fake", own,
+            replace(ExchangeNumbers(append_s=0.0, look_s=0.0), **numbers), autonomous=False,
+        )  # fmt: skip
+        memory = TaskStore(
+            own, fingerprint="f", build_share=1e9, save_every_s=0.0, exchange=exchange
+        )
+        drafters = {
+            name: partial(make_task_drafter, name, "f", info.eos_token_ids, memory=memory)
+            for name in ("auto", "mix")
+        }
+        settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=200)
+        engine = Engine(FakeRunner(MODEL, info), drafters, settings, memory=memory)
+        self.replicas.append(Replica(engine, exchange, memory))
+        return self.replicas[-1]
+
+    def build(self, **numbers: Any) -> Any:
+        return Builder(self.storage, BuilderNumbers(**numbers)).run()
+
+
+@pytest.fixture(params=["folder", "memory"])
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    pytest.importorskip("fsspec", reason="fsspec is not installed: the extra `ray`")
+    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "shared")
+    fleet = Fleet(url, tmp_path, [])
+    yield fleet
+    for replica in fleet.replicas:
+        replica.engine.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Callable[[list[int]], list[int]]]:
+    """What an engine that learns nothing writes."""
+    info = fake_info(
+        vocab_size=VOCAB, num_blocks=512, block_size=4, max_model_len=64,
+        max_num_seqs=8, max_num_batched_tokens=200,
+    )  # fmt: skip
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=200)
+    engine = Engine(FakeRunner(MODEL, info), {}, settings)
+    replica = Replica(engine, None, None)  # type: ignore[arg-type]
+    yield lambda prompt: replica.ask(prompt, speculation=SpeculationParams())[0]
+    engine.close()
+
+
+def test_what_one_answered_is_drafted_on_the_other(
+    fleet: Fleet, plain: Callable[[list[int]], list[int]]
+) -> None:
+    first, second, alone = fleet.add(), fleet.add(), fleet.add()
+    ids, _ = first.ask()
+    first.tend()
+    report = fleet.build()
+    assert (report.num_published, report.num_merged, report.num_torn) == (1, 1, 0)
+    second.memory.learned("task", "\0", None, 1000, persist=True)  # as its first request would
+    second.tend()
+    told, accepted = second.ask()
+    cold, few = alone.ask()
+    assert told == cold == ids == plain(PROMPT)
+    assert accepted > few + 3
+    [figures] = second.engine.stats().shared
+    assert (figures.task, figures.num_merged, figures.version) == ("task", 1, 1)
+    assert figures.published_s > 1e9
+    assert first.engine.stats().shared[0].num_written == 1
+
+
+def test_both_ways_and_after_a_restart(fleet: Fleet) -> None:
+    first, second = fleet.add(), fleet.add()
+    prompts = [[i, i + 1, 5, 7] for i in range(8, 16)]
+    for i, prompt in enumerate(prompts):
+        (first, second)[i % 2].ask(prompt)
+    for replica in (first, second):
+        replica.tend()
+    assert fleet.build().num_merged == 2
+    for replica in (first, second):
+        replica.tend()
+        assert replica.memory.report("task", None)["num_learned_tokens"] == 12 * len(prompts)
+    for _ in range(3):  # counts of drafts come after the outputs
+        for replica in (first, second):
+            replica.tend()
+        fleet.build()
+    for replica in (first, second):  # what it has from others is not sent once more
+        replica.tend()
+    assert fleet.build().num_merged == 0
+    third = fleet.add()
+    third.ask(prompts[0])
+    third.tend()
+    third.tend()
+    assert third.memory.report("task", None)["num_learned_tokens"] == 12 * (len(prompts) + 1)
+
+
+def test_what_may_not_be_kept_does_not_travel(fleet: Fleet) -> None:
+    for speculation in (replace(LEARN, learn_tokens=0), replace(LEARN, persists=False)):
+        first = fleet.add()
+        first.ask(speculation=speculation)
+        first.tend()
+        fleet.build()
+    assert fleet.storage.files() == []
+    assert not any(replica.exchange.figures() for replica in fleet.replicas)
+
+
+def test_scopes_share_nothing(fleet: Fleet) -> None:
+    first, second = fleet.add(), fleet.add()
+    first.ask(tenant="a")
+    first.ask(tenant="a", cache_salt="s")
+    first.tend()
+    assert fleet.build().num_scopes == 2
+    for tenant, salt in (("b", ""), ("", ""), ("b", "s"), ("a", "t")):
+        second.memory.learned("task", f"{tenant}\0{salt}", None, 1000, persist=True)
+    second.tend()
+    assert second.memory.report("task", None)["num_learned_tokens"] == 0
+    second.memory.learned("task", "a\0", None, 1000, persist=True)
+    second.tend()
+    assert second.memory.report("task", None)["num_learned_tokens"] == 12
+    # A file that is put where another scope's lies is refused by what it says of itself.
+    storage = fleet.storage
+    states = {f.split("/")[3]: f for f in storage.files() if "state-" in f}
+    one, other = states.values()
+    storage.write(other, storage.read(one, most=1 << 20))
+    third = fleet.add()
+    for salt in ("", "s"):
+        third.memory.learned("task", f"a\0{salt}", None, 1000, persist=True)
+    third.tend()
+    assert third.memory.report("task", None)["num_learned_tokens"] <= 12
+
+
+def test_counts_travel_but_not_those_of_a_salt(fleet: Fleet) -> None:
+    first, second = fleet.add(), fleet.add()
+    for salt in ("", "s"):
+        for _ in range(4):
+            first.ask(cache_salt=salt)
+            first.tend()
+    for _ in range(3):
+        first.tend()
+    fleet.build()
+    for salt in ("", "s"):
+        second.ask(cache_salt=salt)
+    second.tend()
+    tables = {key[3]: table for key, table in second.memory._calibrations._tables.items()}
+    theirs = {key[3]: table for key, table in first.memory._calibrations._tables.items()}
+    assert tables["\0"].counts()["evidence"].sum() > 0.5 * theirs["\0"].counts()["evidence"].sum()
+    assert tables["\0s"].counts()["evidence"].sum() < 0.5 * theirs["\0s"].counts()["evidence"].sum()
+
+
+def test_a_torn_segment_is_left_out(fleet: Fleet) -> None:
+    first, second = fleet.add(), fleet.add()
+    first.ask()
+    first.tend()
+    second.ask([3, 4, 5])
+    second.tend()
+    [torn, _] = segments = [f for f in fleet.storage.files() if "/segments/" in f]
+    data = fleet.storage.read(torn, most=1 << 20)
+    fleet.storage.write(torn, data[: len(data) // 2])
+    report = fleet.build()
+    assert (report.num_merged, report.num_torn) == (1, 1)
+    assert not any(f in fleet.storage.files() for f in segments)
+    third = fleet.add()
+    third.ask()
+    third.tend()
+    assert third.memory.report("task", None)["num_learned_tokens"] == 24
+
+
+@pytest.mark.parametrize("part", [MANIFEST, "state-", "layer-"])
+def test_torn_publications_are_left_out_and_replaced(fleet: Fleet, part: str) -> None:
+    first, second = fleet.add(), fleet.add()
+    ids, _ = first.ask()
+    first.tend()
+    fleet.build()
+    [file] = [f for f in fleet.storage.files() if f"/{part}" in f]
+    fleet.storage.write(file, fleet.storage.read(file, most=1 << 24)[:40])
+    second.memory.learned("task", "\0", None, 1000, persist=True)
+    second.tend()
+    assert second.ask()[0] == ids
+    second.tend()
+    assert fleet.build().num_published == 1
+    third = fleet.add()
+    third.memory.learned("task", "\0", None, 1000, persist=True)
+    third.tend()
+    assert third.memory.report("task", None)["num_learned_tokens"] >= 12
+    assert third.ask()[0] == ids
+
+
+class BrokenStorage(Storage):
+    """One whose writes fail while it is away."""
+
+    is_away = True
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.is_away:
+            raise StorageError("OSError: the bucket is gone")
+        super().write(path, data)
+
+
+def test_a_storage_that_is_away_is_told_once_and_costs_nothing(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = BrokenStorage(fleet.url)
+    first = fleet.add(storage)
+    with caplog.at_level(logging.INFO, "tailor.fleet"):
+        for i in range(5):
+            first.ask([i, 5, 6])
+            first.tend()
+    assert len([r for r in caplog.records if "does not travel" in r.message]) == 1
+    assert first.ask([1, 5, 6])[1] > 8  # it drafts from what it has learned itself
+    storage.is_away = False
+    first.tend()
+    assert fleet.build().num_merged == 1
+    second = fleet.add()
+    second.memory.learned("task", "\0", None, 1000, persist=True)
+    second.tend()
+    assert second.memory.report("task", None)["num_learned_tokens"] == 72
+
+
+class LostBuilder(Exception):
+    pass
+
+
+class DyingStorage(Storage):
+    """Ends its builder before the n-th time that it writes or deletes."""
+
+    def __init__(self, url: str, left: int) -> None:
+        super().__init__(url)
+        self.left = left
+
+    def _step(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise LostBuilder
+
+    def write(self, path: str, data: bytes) -> None:
+        self._step()
+        super().write(path, data)
+
+    def delete(self, path: str) -> None:
+        self._step()
+        super().delete(path)
+
+
+def test_a_builder_that_is_lost_anywhere_is_begun_again(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed: the extra `ray`")
+    ended = []
+    for left in range(20):
+        fleet = Fleet(f"memory://{uuid.uuid4().hex}", tmp_path / str(left), [])
+        first = fleet.add()
+        for prompts in ([[1, 2, 3], [4, 5, 6]], [[7, 8, 9]]):
+            for prompt in prompts:
+                first.ask(prompt)
+                first.tend()
+            try:
+                Builder(DyingStorage(fleet.url, left)).run()
+                ended.append(left)
+            except LostBuilder:
+                pass
+        fleet.build()
+        fleet.build()
+        files = [f.rpartition("/")[2] for f in fleet.storage.files()]
+        assert sorted(f.partition("-")[0] for f in files) == ["layer", MANIFEST, "state"]
+        second = fleet.add()
+        second.memory.learned("task", "\0", None, 1000, persist=True)
+        second.tend()
+        assert second.memory.report("task", None)["num_learned_tokens"] == 36  # nothing twice
+        for replica in fleet.replicas:
+            replica.engine.close()
+        if ended.count(left) == 2:
+            break
+    assert left > 3 and ended
+
+
+def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
+    first, second = fleet.add(), fleet.add()
+    for replica in (first, second):
+        replica.ask()
+        replica.tend()
+    fleet.build()
+    for replica in (first, second):
+        replica.tend()
+    first.engine.controls["task_forget"]({"task": "task"})  # the second one is not reached
+    forget(fleet.storage, "task")
+    assert [f.rpartition("/")[2] for f in fleet.storage.files()] == ["began"]
+    second.ask([20, 21])
+    second.tend()
+    second.tend()
+    assert second.memory.report("task", None)["num_learned_tokens"] == 0
+    second.ask([20, 21])
+    second.tend()
+    fleet.build()
+    first.memory.learned("task", "\0", None, 1000, persist=True)
+    first.tend()
+    assert first.memory.report("task", None)["num_learned_tokens"] == 12
+
+
+def test_a_scope_that_was_put_away_goes_on(fleet: Fleet) -> None:
+    first = fleet.add()
+    for i in range(3):
+        first.ask([i, 9])
+        first.tend()
+        assert fleet.build().num_merged == 1
+        first.exchange.forget("task")  # as when there are too many scopes
+        first.memory._reservoirs.clear()
+    second = fleet.add()
+    second.memory.learned("task", "\0", None, 1000, persist=True)
+    second.tend()
+    assert second.memory.report("task", None)["num_learned_tokens"] == 36
+
+
+def test_a_deleted_corpus_is_deleted_there_first(fleet: Fleet) -> None:
+    """An ingress answers once it is forgotten, or says that it is not."""
+
+    async def run() -> None:
+        files, desk = Files(), Desk()
+        files.corpora["task"] = 5
+        shared = SharedTasks(Admin(files), desk, "i", sharing.forget)
+        await shared.delete("task")
+        assert not files.corpora and not any("state-" in f for f in fleet.storage.files())
+        files.corpora["task"] = 5
+        shared = SharedTasks(Admin(files), desk, "i", away)
+        with pytest.raises(UnavailableError):
+            await shared.delete("task")
+        assert files.corpora == {"task": 5}
+
+    def away(task: str) -> None:
+        raise UnavailableError("The storage is away.")
+
+    sharing = Sharing(fleet.url, ExchangeNumbers(), BuilderNumbers(), 1.0)
+    first = fleet.add()
+    first.ask()
+    first.tend()
+    fleet.build()
+    assert any("state-" in f for f in fleet.storage.files())
+    asyncio.run(run())
+
+
+def test_a_builder_publishes_by_itself(fleet: Fleet) -> None:
+    first = fleet.add()
+    first.ask()
+    first.tend()
+    numbers = BuilderNumbers()
+    loop = BuilderLoop(Sharing(fleet.url, ExchangeNumbers(), numbers, publish_s=0.01))
+    wait_until(lambda: any(f.endswith(MANIFEST) for f in fleet.storage.files()))
+    loop.check()
+    loop.stop()
+    with pytest.raises(RuntimeError, match="has ended"):
+        loop.check()
+
+
+def test_what_is_kept_is_bounded(fleet: Fleet) -> None:
+    first = fleet.add(max_segments=3)
+    for i in range(8):  # no builder
+        first.ask([i, 9])
+        first.tend()
+    assert len(fleet.storage.files()) == 3
+    small = replace(LEARN, learn_tokens=30)
+    for i in range(8):
+        first.ask([i, 9], speculation=small)
+        first.tend()
+        fleet.build()
+    [file] = [f for f in fleet.storage.files() if f.endswith(MANIFEST)]
+    assert Manifest.decode(fleet.storage.read(file, most=1 << 20)).version == 8
+    second = fleet.add()
+    second.memory.learned("task", "\0", None, 30, persist=True)
+    second.tend()
+    assert second.memory.report("task", None)["num_learned_tokens"] <= 30
+    for salt in "abcd":
+        first.ask([1, 2], cache_salt=salt)
+        first.tend()
+    fleet.build(max_scopes=2)
+    assert len({f.split("/")[3] for f in fleet.storage.files()}) == 2
+    fleet.build(max_age_s=-1.0)
+    assert fleet.storage.files() == []
