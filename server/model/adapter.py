@@ -25,6 +25,8 @@ from vocab_store.errors import EnrichmentFileError
 if TYPE_CHECKING:
     import torch
 
+    from server.model.shape import ModelShape
+
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 ENRICHMENT_FILE = "enrichment.json"
@@ -266,6 +268,52 @@ class LoraAdapter:
         a, b = self.pair(name)
         merged: torch.Tensor = weight.float() + (b @ a) * self.scale(name)
         return merged
+
+
+def linear_sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of every matrix that a layer may have, by its name."""
+    hidden, attended = s.hidden_size, s.num_heads * s.head_dim
+    keys = s.num_kv_heads * s.head_dim
+    parts = {
+        s.names.qkv: ((attended, keys, keys), hidden),
+        (s.names.out,): ((hidden,), attended),
+        s.names.gate_up: ((s.intermediate_size, s.intermediate_size), hidden),
+        (s.names.down,): ((hidden,), s.intermediate_size),
+    }
+    of_module: dict[str, tuple[int, int]] = {}
+    for names, (outputs, inputs) in parts.items():
+        if len(names) == 1:
+            of_module[names[0]] = sum(outputs), inputs
+        else:
+            of_module |= {name: (num, inputs) for name, num in zip(names, outputs, strict=True)}
+    if any(s.convolutions):
+        of_module |= {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
+    return {
+        f"model.layers.{layer}.{module}.weight": size
+        for layer in range(s.num_layers)
+        for module, size in of_module.items()
+    }
+
+
+def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[LoraAdapter, int]:
+    """(an adapter that may stand beside a base model, rows of its tables), once everything but the
+    numbers was looked at.
+
+    num_base: rows of the base's embedding table. Raises ModelError for one that does not fit,
+    UnsupportedModelError for what no runner computes.
+    """
+    lora = LoraAdapter(folder, tied=shape.tied)
+    sizes = linear_sizes(shape)
+    for name in sorted(lora.names()):
+        if name == HEAD:
+            raise UnsupportedModelError(
+                f"adapter {folder}: a LoRA of the LM head is served only when the adapter is "
+                "merged (`adapter:` of a model of its own)"
+            )
+        if name not in sizes:
+            raise ModelError(f"adapter {folder} changes {name}, which is not there")
+        lora.check(name, sizes[name])
+    return lora, lora.num_rows(num_base)
 
 
 def open_safetensors(path: Path) -> Any:

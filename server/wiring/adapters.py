@@ -7,7 +7,7 @@ the engines read and check its weights. It does not import torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,19 +31,12 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors", "enrichment.json")
 class AdapterSet:
     """The adapters of a server (see the top of this file).
 
-    bases: the ServedModels. folders: of the models. on_cpu: names of those that compute adapters.
-    Used from one event loop; `read` in threads.
+    bases: the ServedModels. folders: of the models. Used from one event loop; `read` in threads.
     """
 
-    def __init__(
-        self,
-        bases: Mapping[str, ServedModel],
-        folders: Mapping[str, Path],
-        on_cpu: Iterable[str],
-    ) -> None:
+    def __init__(self, bases: Mapping[str, ServedModel], folders: Mapping[str, Path]) -> None:
         self._bases = dict(bases)
         self._folders = dict(folders)
-        self._on_cpu = frozenset(on_cpu)
         self._served: dict[str, ServedModel] = {}
 
     @property
@@ -68,11 +61,6 @@ class AdapterSet:
         base = self._bases.get(model) if model else next(iter(self._bases.values()))
         if base is None:
             raise ConfigError(f"adapter {config.name}: there is no model {model}")
-        if base.name not in self._on_cpu:
-            raise ConfigError(
-                f"adapter {config.name}: adapters of one base together are computed on cpu alone; "
-                "on cuda serve it merged (`adapter:` of a model of its own)"
-            )
         folder = Path(config.path).expanduser()
         for name in _FILES[:2]:
             if not (folder / name).is_file():

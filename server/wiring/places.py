@@ -40,11 +40,6 @@ def _problems(model: ModelConfig) -> Iterable[str]:
                 f"model {model.name}: adapters: {one.path}: holds no {ADAPTER_FILE}; an adapter is "
                 "a folder that PEFT saved"
             )
-    if model.adapters and any(device != "cpu" for device in model.devices):
-        yield (
-            f"model {model.name}: adapters: those of one base together are computed on cpu alone; "
-            "on cuda serve one merged, with `adapter`"
-        )
     for device in model.devices:
         problem = None if device == "cpu" else _gpu_problem(device)
         if problem is not None:

@@ -71,9 +71,7 @@ def plan_server(
         own = _tasks_of(model, config, tasks)
         _check_profiles(own, folder, models[model.name])
         orders += _orders(config, model, engine, folder, own, tasks)
-    adapters = AdapterSet(
-        models, folders, [m.name for m in config.models if set(m.devices) == {"cpu"}]
-    )
+    adapters = AdapterSet(models, folders)
     for model in config.models:
         for one in model.adapters:
             adapters.add(adapters.read(one, model.name))

@@ -25,6 +25,7 @@ from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.test_attention import tree_steps
+from tests.model.gpu.test_lora import check_kernels
 from tests.model.gpu.test_slices import _asked, _requests, _serve, assert_close, make_slices
 from tests.model.gpu.test_slices import make as make_slicing
 from tests.model.slice_cases import batch_of
@@ -355,3 +356,8 @@ def test_memory_goes_back() -> None:
     del runner
     # What stays is cuBLAS's workspace of the runner's stream.
     assert torch.cuda.memory_allocated() - before < 64 << 20
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
+def test_adapters_are_added_as_by_the_reference(dtype: torch.dtype, atol: float) -> None:
+    check_kernels(dtype, atol, "cuda")

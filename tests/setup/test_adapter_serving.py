@@ -41,7 +41,6 @@ from server.engine.host import start_thread
 from server.errors import ConfigError
 from server.wiring.engine import build_engine
 from server.wiring.model import served_model
-from server.wiring.places import check_places
 from server.wiring.server import plan_server
 from server.wiring.task_set import BuildOrder, build_upload
 from tests.api.live import LiveServer, wait_until
@@ -364,8 +363,8 @@ def test_what_a_configuration_may_not_say(served: Served, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="same name"):
         plan_server(ServerConfig(models=(model,)), {"plain": TaskConfig(name="plain")}, folders)
     on_cuda = model.model_copy(update={"devices": ("cuda",)})
-    with pytest.raises(ConfigError, match="on cpu alone"):
-        check_places([on_cuda])
+    [order] = plan_server(ServerConfig(models=(on_cuda,)), {}, folders).orders
+    assert [a.adapter_id.partition("@")[0] for a in order.adapters] == ["plain"]
     with pytest.raises(ValueError, match="twice"):
         ServerConfig(models=(model.model_copy(update={"adapters": (one, one)}),))
     with pytest.raises(ValueError, match="give one of them"):

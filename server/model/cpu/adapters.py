@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, Int32
-from server.errors import ModelError, UnsupportedModelError
-from server.model.adapter import EMBEDDING, HEAD, LoraAdapter
+from server.errors import ModelError
+from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, linear_sizes, opened_adapter
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import FloatLinear, float_linear, product
@@ -96,50 +96,9 @@ class _Outputs:
         return torch.zeros((self._sizes[name][0], 0))
 
 
-def _sizes(s: ModelShape) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of every matrix that a layer may have, by its name."""
-    hidden, attended = s.hidden_size, s.num_heads * s.head_dim
-    keys = s.num_kv_heads * s.head_dim
-    parts = {
-        s.names.qkv: ((attended, keys, keys), hidden),
-        (s.names.out,): ((hidden,), attended),
-        s.names.gate_up: ((s.intermediate_size, s.intermediate_size), hidden),
-        (s.names.down,): ((hidden,), s.intermediate_size),
-    }
-    of_module: dict[str, tuple[int, int]] = {}
-    for names, (outputs, inputs) in parts.items():
-        if len(names) == 1:
-            of_module[names[0]] = sum(outputs), inputs
-        else:
-            of_module |= {name: (num, inputs) for name, num in zip(names, outputs, strict=True)}
-    if any(s.convolutions):
-        of_module |= {s.names.conv[0]: (3 * hidden, hidden), s.names.conv[2]: (hidden, hidden)}
-    return {
-        f"model.layers.{layer}.{module}.weight": size
-        for layer in range(s.num_layers)
-        for module, size in of_module.items()
-    }
-
-
-def _opened(folder: Path, shape: ModelShape, num_base: int) -> tuple[LoraAdapter, int]:
-    """(the adapter, rows of its tables), once everything but the numbers was checked."""
-    lora = LoraAdapter(folder, tied=shape.tied)
-    sizes = _sizes(shape)
-    for name in sorted(lora.names()):
-        if name == HEAD:
-            raise UnsupportedModelError(
-                f"adapter {folder}: a LoRA of the LM head is served only when the adapter is "
-                "merged (`adapter:` of a model of its own)"
-            )
-        if name not in sizes:
-            raise ModelError(f"adapter {folder} changes {name}, which is not there")
-        lora.check(name, sizes[name])
-    return lora, lora.num_rows(num_base)
-
-
 def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
     """Whether an adapter's head has rows of its own; reads no weights. Raises as pack_adapter."""
-    lora, _ = _opened(folder, shape, num_base)
+    lora, _ = opened_adapter(folder, shape, num_base)
     return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
 
 
@@ -149,7 +108,7 @@ def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers)
     num_base: rows of the base's embedding table. layers: of the base, for their layout.
     Raises ModelError for one that does not fit, UnsupportedModelError for what is not computed.
     """
-    lora, num_rows = _opened(folder, shape, num_base)
+    lora, num_rows = opened_adapter(folder, shape, num_base)
     up = gate_up_layout(layers, shape)[1]
     packer = _Packer(lora, shape, up)
     embedding, head = (_own_rows(lora, name, shape) for name in (EMBEDDING, HEAD))
@@ -194,7 +153,7 @@ class _Packer:
         self._form = FORMS.index(lora.form)
         self._lora = lora
         self._known = lora.names()
-        tensors = ModelTensors(shape, _Outputs(lora, _sizes(shape)))
+        tensors = ModelTensors(shape, _Outputs(lora, linear_sizes(shape)))
         for layer in range(shape.num_layers):
             for kind, rows in tensors.matrices(layer).items():
                 at = 0

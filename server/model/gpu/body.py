@@ -26,7 +26,8 @@ from server.types import DecoderChoice
 class StepIds:
     """What goes into a step: one row per position.
 
-    token_ids: int32 [R]. embeds: [R, hidden_size], rows of the table that were gathered in CPU
+    token_ids: int32 [R]. adapters: int32 [n, 3], lora_spans of the step, None in a step without
+    adapters. embeds: [R, hidden_size], rows of the table that were gathered in CPU
     memory, in their place; None where the table is on the device. token_from: int32 [R], the draw
     of the step before whose id the row takes, -1 = its own; None when no row does. drawn: int32,
     ids by draw of the step before.
@@ -36,6 +37,7 @@ class StepIds:
     embeds: torch.Tensor | None
     token_from: torch.Tensor | None
     drawn: torch.Tensor
+    adapters: torch.Tensor | None = None
 
 
 class Body(Protocol):

@@ -20,6 +20,7 @@ from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
 from server.model.gpu.graphs import BodyGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
+from server.model.gpu.lora import lora_spans
 from server.model.gpu.slices import gathered
 from server.model.gpu.transfers import Upload
 
@@ -100,6 +101,9 @@ class BodyRun:
                 taken = batch.token_from >= 0
                 token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
             arrays["embeds"] = gathered(self.embedding, token_ids)
+        spans = lora_spans(batch)
+        if spans.shape[0]:
+            arrays["adapters"] = spans
         if self._attention == "torch":
             arrays |= {
                 "path_start": batch.path_start,
@@ -109,7 +113,7 @@ class BodyRun:
             return BodyPlan(arrays, None, None)
         arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
-        key = self._graph_key(batch, tiles)
+        key = None if spans.shape[0] else self._graph_key(batch, tiles)
         if key is not None:
             # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
             num_blocks = key[1] * self.shape.split_size // self._cache.block_size
@@ -176,7 +180,9 @@ class BodyRun:
         if self.embedding is not None:
             embeds = tensors["embeds"].view(self.embedding.dtype)
         source = tensors["token_from"] if takes_drawn else None
-        ids = StepIds(tensors["token_ids"], embeds, source, self.previous_ids)
+        ids = StepIds(
+            tensors["token_ids"], embeds, source, self.previous_ids, tensors.get("adapters")
+        )
 
         def forward() -> torch.Tensor:
             return self.body(ids, step, paged_step)

@@ -21,6 +21,7 @@ from torch import nn
 
 from server.model.families import family_of
 from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
+from server.model.gpu.lora import DOWN, GATE_UP, OUT, QKV, LoraBank
 from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
 
 if TYPE_CHECKING:
@@ -78,9 +79,11 @@ def not_covered(module: PreTrainedModel) -> str | None:
 class FusedDecoder:
     """server.model.gpu.body.Body over a module's weights.
 
-    module: on its device; q, k and v, and gate and up become views of one matrix each, so that no
-    weight is there twice, and the module stays usable. num_positions: the longest sequence. Final
-    states are divided by shape.logit_divisor, because the LM head knows nothing of it.
+    adapters: those that are held beside the model; in a step that has some (StepIds.adapters) every
+    product has two launches more. module: on its device; q, k and v, and gate and up become views
+    of one matrix each, so that no weight is there twice, and the module stays usable.
+    num_positions: the longest sequence. Final states are divided by shape.logit_divisor, because
+    the LM head knows nothing of it.
     """
 
     name = "fused"
@@ -90,6 +93,8 @@ class FusedDecoder:
     ) -> None:
         self._ops = ops
         self._shape = shape
+        own: Any = module.get_submodule("model.embed_tokens")
+        self.adapters = LoraBank(shape, own.weight.dtype, own.weight.device)
         self._sizes = HeadSizes(
             shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rotary_dim,
             shape.interleaved, shape.qk_norm == "head_after_rope", shape.norm_eps,
@@ -121,23 +126,39 @@ class FusedDecoder:
             rows = Rows(ids.embeds, None, None, ids.drawn, self._scale)
         x, normed = ops.embed(rows, self._layers[0].norms[0], s.norm_eps)
         for i, layer in enumerate(self._layers):
-            y = layer.out(self._attended(i, normed, step, paged_step))
+            attended = self._attended(i, normed, ids.adapters, step, paged_step)
+            y = self._adapted(i, OUT, attended, layer.out(attended), ids.adapters)
             after = Residual(layer.norms[1], s.residual_scale, layer.norms[2], s.norm_eps)
             normed = ops.add_norm(x, y, after)
-            y = layer.down(ops.gate(layer.gate_up(normed), s.activation == "gelu_tanh"))
+            gate_up = self._adapted(i, GATE_UP, normed, layer.gate_up(normed), ids.adapters)
+            gated = ops.gate(gate_up, s.activation == "gelu_tanh")
+            y = self._adapted(i, DOWN, gated, layer.down(gated), ids.adapters)
             last = i + 1 == len(self._layers)
             following = self._final if last else self._layers[i + 1].norms[0]
             after = Residual(layer.norms[3], s.residual_scale, following, s.norm_eps)
             normed = ops.add_norm(x, y, after)
         return normed
 
+    def _adapted(
+        self, i: int, kind: int, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y, a product of x in layer i, with the adapters of its rows added in place."""
+        if spans is not None:
+            self._ops.lora(x, y, spans, self.adapters.tables(i)[kind])
+        return y
+
     def _attended(
-        self, i: int, normed: torch.Tensor, step: StepTensors, paged_step: PagedStep
+        self,
+        i: int,
+        normed: torch.Tensor,
+        spans: torch.Tensor | None,
+        step: StepTensors,
+        paged_step: PagedStep,
     ) -> torch.Tensor:
         """[R, num_heads * head_dim]: attention of layer i over its keys, those of this step
         included."""
         layer, sizes = self._layers[i], self._sizes
-        qkv = layer.qkv(normed)
+        qkv = self._adapted(i, QKV, normed, layer.qkv(normed), spans)
         width = sizes.num_heads * sizes.head_dim
         if layer.whole_norms is not None:
             q_norm, k_norm = layer.whole_norms

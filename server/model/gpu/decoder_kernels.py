@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 from server.model.gpu.decoder_ops import HeadSizes, Places, Residual, Rotation, Rows
+from server.model.gpu.lora import LoraTable
+from server.model.gpu.lora_kernels import add_lora
 from server.model.gpu.triton_kernels import FUSE
 
 _GATE_BLOCK = 1024
@@ -277,3 +279,7 @@ class TritonOps:
             gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=_warps(block), **FUSE
         )
         return out
+
+    def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
+        """See DecoderOps."""
+        add_lora(x, y, spans, table)

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
+from server.model.gpu.lora import LoraTable
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
@@ -98,6 +100,10 @@ class DecoderOps(Protocol):
     def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
         """activation(gate) * up of gate_up [R, 2 n]: [R, n]. SiLU, or GELU's tanh form."""
 
+    def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
+        """y [R, outputs] += ((x [R, K] @ A) * scale) @ B in place, for the rows of the spans (int32
+        [n, SPAN_FIELDS], as lora_spans has them). Two launches."""
+
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension of float32 x (Zhang, Sennrich, arXiv 1910.07467)."""
@@ -173,3 +179,10 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
         return (gate * up).to(gate_up.dtype)
+
+    def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
+        """See DecoderOps."""
+        for first, num, place in spans.tolist():
+            rows = slice(first, first + num)
+            t = (x[rows].float() @ table.a[place].float()) * table.scales[place]
+            y[rows] = (y[rows].float() + t @ table.b[place].float()).to(y.dtype)

@@ -26,6 +26,7 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,13 @@ import torch
 from transformers import PreTrainedModel
 
 from server.engine.batch import Batch, DrawError, Drawn, Int32
+from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
+from server.model.gpu import lora
 from server.model.gpu.batch_check import check_batch
 from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun
+from server.model.gpu.decoder import FusedDecoder
 from server.model.gpu.device import DeviceMeter
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
@@ -279,6 +283,39 @@ class TorchRunner:
             self._mark_end(step)
         return step.finish()
 
+    # The AdaptingRunner protocol.
+
+    def check_adapter(self, folder: str) -> bool:
+        """See AdaptingRunner: False, for an adapter with rows of its own is refused."""
+        lora.check_adapter(Path(folder), self._adapting(folder).shape)
+        return False
+
+    def pack_adapter(self, folder: str) -> lora.GpuAdapter:
+        """See AdaptingRunner; raises as lora.pack_adapter does."""
+        bank = self._adapting(folder)
+        return lora.pack_adapter(Path(folder), bank.shape, bank.dtype)
+
+    def hold_adapter(self, place: int, adapter: lora.GpuAdapter) -> None:
+        """See AdaptingRunner."""
+        self._check_idle()
+        with torch.inference_mode(), self._on_stream():
+            self._adapting().hold(place, adapter)
+
+    def drop_adapter(self, place: int) -> None:
+        """See AdaptingRunner."""
+        self._check_idle()
+        self._adapting().drop(place)
+
+    def _adapting(self, folder: str = "") -> lora.LoraBank:
+        body = self._body.body
+        if isinstance(body, FusedDecoder):
+            return body.adapters
+        raise UnsupportedModelError(
+            f"adapter {folder}: transformers' own layers compute this model (decoder: "
+            f"{body.name}), so an adapter is served only when it is merged (`adapter:` of a model "
+            "of its own)"
+        )
+
     @property
     def slice_bytes(self) -> int:
         """Bytes of head rows that slices keep beside the full head."""
@@ -346,6 +383,8 @@ class TorchRunner:
     def _start(self, step: Step) -> None:
         batch = step.batch
         check_batch(batch, self.info, self._cache.num_slots, self._num_previous)
+        if batch.seq_adapters is not None:
+            self._adapting().check(batch)
         self._mark_begin(step)
         plan = self._body.plan(batch, self._drawn_before(batch))
         slabs, step.placed = self._planner.plan(batch)

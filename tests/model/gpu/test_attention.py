@@ -31,8 +31,12 @@ from tests.model.torch_runners import runner_over
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).resolve().parents[3]
-INTERPRETED_FILES = (Path(__file__), Path(__file__).with_name("test_decoder.py"))
-DECODER_CASES = 12
+INTERPRETED_FILES = (
+    Path(__file__),
+    Path(__file__).with_name("test_decoder.py"),
+    Path(__file__).with_name("test_lora.py"),
+)
+DECODER_CASES, LORA_CASES = 12, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -206,7 +210,9 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 6 + DECODER_CASES} passed" in done.stdout, done.stdout[-400:]
+    assert f"{len(TRITON_CASES) + 6 + DECODER_CASES + LORA_CASES} passed" in done.stdout, (
+        done.stdout[-400:]
+    )
 
 
 # Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch.

@@ -1,0 +1,241 @@
+"""Adapters beside one base model on a GPU: packed, held at places, and added to products.
+
+What: `pack_adapter` reads a PEFT folder (any thread); LoraBank holds packed adapters in tables of
+the device, by place, and says which rows of a step have one. FusedDecoder adds them to the base's
+products:
+
+    y[r] += ((x[r] @ A) * scale) @ B        for rows r with an adapter
+
+t = x @ A is kept in float32; the sum is rounded once, to the model's dtype. A row without an
+adapter is not touched, so it has the bits that it has in a step without adapters. Matrices that
+stand in one product (q, k and v; gate and up) have their A side by side, and their B as blocks of
+one matrix that is 0 elsewhere.
+
+Grouped products as in S-LoRA and Punica (arXiv 2311.03285, 2310.18547): rows of one adapter that
+follow each other share a program and its reads of A and B. The torch reference is TorchOps.lora,
+the kernels are lora_kernels.py. What not: rows of embedding and head of an adapter's own: one that
+has some is served merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from server.engine.batch import Batch, Int32
+from server.errors import UnsupportedModelError
+from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, linear_sizes, opened_adapter
+from server.model.shape import ModelShape
+
+KINDS = ("qkv", "out", "gate_up", "down")
+"""The products of a layer; a kind's place is its number."""
+QKV, OUT, GATE_UP, DOWN = range(len(KINDS))
+
+SPAN_ROWS = 16
+"""Most rows of one span: those of one program's tile."""
+
+SPAN_FIELDS = 3
+_LEAST_COLUMNS = 16  # of a tensor core's tile
+
+
+class LoraTable(NamedTuple):
+    """One product's adapters. P: places, C: columns.
+
+    a: [P, K, C]; scales: float32 [P, C]; b: [P, C, outputs]. a and b have the model's dtype; what
+    an adapter does not use is 0.
+    """
+
+    a: torch.Tensor
+    scales: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAdapter:
+    """One adapter in CPU memory. parts[layer][kind]: (A [K, columns], scales [columns],
+    B [columns, outputs]) or None where it changes nothing. columns: most of any product.
+    vocab_size: ids that a request with it may have. num_bytes: of its place on the device."""
+
+    parts: tuple[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, ...], ...]
+    columns: int
+    vocab_size: int
+    num_bytes: int
+
+
+def _opened(folder: Path, shape: ModelShape) -> LoraAdapter:
+    lora, _ = opened_adapter(folder, shape, shape.vocab_size)
+    if lora.changes_table(HEAD) or lora.changes_table(EMBEDDING):
+        raise UnsupportedModelError(
+            f"adapter {folder}: it has rows of the embedding or the head of its own; on cuda it is "
+            "served only when it is merged (`adapter:` of a model of its own)"
+        )
+    return lora
+
+
+def check_adapter(folder: Path, shape: ModelShape) -> None:
+    """Raise as pack_adapter does; reads no weights."""
+    _opened(folder, shape)
+
+
+def _modules(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Kind -> the modules of a layer that stand in its product, in order."""
+    names = shape.names
+    modules = (tuple(names.qkv), (names.out,), tuple(names.gate_up), (names.down,))
+    return dict(zip(KINDS, modules, strict=True))
+
+
+def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype) -> GpuAdapter:
+    """Read a PEFT adapter for a base model. Called from any thread.
+
+    dtype: of the base, which A and B are rounded to. Raises ModelError for one that does not fit,
+    UnsupportedModelError for what is not computed.
+    """
+    lora = _opened(folder, shape)
+    sizes, known = linear_sizes(shape), lora.names()
+    layers = []
+    most, num_values = _LEAST_COLUMNS, 0
+    for layer in range(shape.num_layers):
+        of_kind = []
+        for modules in _modules(shape).values():
+            weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
+            packed = None
+            if known.intersection(weights):
+                packed = _packed(lora, weights, known, sizes, dtype)
+                most = max(most, packed[0].shape[1])
+            outputs = sum(sizes[weight][0] for weight in weights)
+            num_values += sizes[weights[0]][1] + outputs
+            of_kind.append(packed)
+        layers.append(tuple(of_kind))
+    columns = _power_of_two(most)
+    num_bytes = num_values * columns * dtype.itemsize
+    return GpuAdapter(tuple(layers), columns, shape.vocab_size, num_bytes)
+
+
+def _packed(
+    lora: LoraAdapter,
+    weights: list[str],
+    known: set[str],
+    sizes: dict[str, tuple[int, int]],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One product of one layer; see GpuAdapter."""
+    pairs = {weight: lora.pair(weight) for weight in weights if weight in known}
+    columns = sum(a.shape[0] for a, _ in pairs.values())
+    b = torch.zeros((columns, sum(sizes[weight][0] for weight in weights)))
+    first = at = 0
+    for weight in weights:
+        outputs = sizes[weight][0]
+        if weight in pairs:
+            rank = pairs[weight][0].shape[0]
+            b[first : first + rank, at : at + outputs] = pairs[weight][1].t()
+            first += rank
+        at += outputs
+    a = torch.cat([a.t() for a, _ in pairs.values()], dim=1)
+    scales = torch.cat([torch.full((a.shape[0],), lora.scale(w)) for w, (a, _) in pairs.items()])
+    return a.to(dtype).contiguous(), scales, b.to(dtype)
+
+
+def _power_of_two(num: int) -> int:
+    return 1 << (num - 1).bit_length()
+
+
+def lora_spans(batch: Batch) -> Int32:
+    """int32 [n, SPAN_FIELDS]: first row, rows (1 .. SPAN_ROWS), place, of every run of rows of one
+    adapter. Empty where no row has one."""
+    if batch.seq_adapters is None:
+        return np.zeros((0, SPAN_FIELDS), np.int32)
+    of_row = batch.seq_adapters[batch.seq_ids]
+    ends = [*(np.flatnonzero(np.diff(of_row)) + 1).tolist(), of_row.shape[0]]
+    spans, first = [], 0
+    for end in ends:
+        place = int(of_row[first])
+        if place >= 0:
+            spans += [(at, min(SPAN_ROWS, end - at), place) for at in range(first, end, SPAN_ROWS)]
+        first = end
+    return np.array(spans, np.int32).reshape(-1, SPAN_FIELDS)
+
+
+class LoraBank:
+    """The adapters on a device, by place. Changed between steps alone.
+
+    The tables grow to the highest place and the widest adapter that were ever held, and stay.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._device = device
+        self._held: dict[int, GpuAdapter] = {}
+        self._tables: list[list[LoraTable]] = []  # by layer, by kind
+        self._places = self._columns = 0
+
+    def tables(self, layer: int) -> list[LoraTable]:
+        """Of a layer's products, by the number of their kind. At least one adapter was held."""
+        return self._tables[layer]
+
+    def hold(self, place: int, adapter: GpuAdapter) -> None:
+        """Put a packed adapter at a free place. No step may be in flight."""
+        if place in self._held:
+            raise ValueError(f"place {place} is taken")
+        if place >= self._places or adapter.columns > self._columns:
+            self._grow(max(place + 1, self._places), max(adapter.columns, self._columns))
+        for tables, parts in zip(self._tables, adapter.parts, strict=True):
+            for table, part in zip(tables, parts, strict=True):
+                _clear(table, place)
+                if part is not None:
+                    a, scales, b = part
+                    columns = a.shape[1]
+                    table.a[place, :, :columns] = a.to(self._device)
+                    table.scales[place, :columns] = scales.to(self._device)
+                    table.b[place, :columns] = b.to(self._device)
+        self._held[place] = adapter
+
+    def drop(self, place: int) -> None:
+        """Forget what is at a place; an empty one is fine. No step may be in flight."""
+        self._held.pop(place, None)
+
+    def check(self, batch: Batch) -> None:
+        """Raise ValueError for a row whose place is empty."""
+        if batch.seq_adapters is not None:
+            for place in set(batch.seq_adapters.tolist()) - {-1}:
+                if place not in self._held:
+                    raise ValueError(f"no adapter is held at place {place}")
+
+    def _grow(self, places: int, columns: int) -> None:
+        """Larger tables with what the old ones hold."""
+        old = self._tables
+        sizes = linear_sizes(self.shape)
+        self._tables = []
+        for layer in range(self.shape.num_layers):
+            tables = []
+            for kind, modules in enumerate(_modules(self.shape).values()):
+                weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
+                outputs = sum(sizes[weight][0] for weight in weights)
+                table = LoraTable(
+                    self._zeros(places, sizes[weights[0]][1], columns),
+                    torch.zeros((places, columns), device=self._device),
+                    self._zeros(places, columns, outputs),
+                )
+                if old:
+                    before = old[layer][kind]
+                    num, width = before.scales.shape
+                    table.a[:num, :, :width] = before.a
+                    table.scales[:num, :width] = before.scales
+                    table.b[:num, :width] = before.b
+                tables.append(table)
+            self._tables.append(tables)
+            if old:
+                old[layer] = []  # so that at most one layer is there twice
+        self._places, self._columns = places, columns
+
+    def _zeros(self, *size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self._device)
+
+
+def _clear(table: LoraTable, place: int) -> None:
+    for part in table:
+        part[place] = 0

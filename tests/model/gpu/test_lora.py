@@ -1,0 +1,233 @@
+"""Adapters beside a base on TorchRunner: what PEFT computes, whatever stands beside it in a step.
+
+FusedDecoder runs here on its torch reference. The Triton half runs in the interpreter's process
+(tests/model/gpu/test_attention.py starts it).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from server.engine.batch import AdaptingRunner
+from server.errors import ModelError, UnsupportedModelError
+from server.model.gpu.decoder_ops import TorchOps
+from server.model.gpu.lora import SPAN_ROWS, LoraTable, lora_spans
+from server.model.gpu.runner import TorchRunner
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.peft_adapters import enriched, lora
+from tests.model.torch_runners import runner_over
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed"
+)
+V = families.VOCAB_SIZE
+Logprobs = npt.NDArray[np.float32]
+
+
+def fused(family: str = "llama", **options: Any) -> TorchRunner:
+    return runner_over(families.build(family), **({"decoder": "fused"} | options))
+
+
+def tokens(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, V, num).tolist()
+
+
+def logprobs(
+    runner: TorchRunner, prompts: Sequence[Sequence[int]], places: Sequence[int] | None
+) -> list[Logprobs]:
+    """Log-softmax of every row of every prompt, all of them in one step."""
+    pages, builder = Pages(64, seed=3), BatchBuilder()
+    rows = [builder.add_rows(pages.sequence(len(ids)), list(ids), 0) for ids in prompts]
+    for part in rows:
+        for row in part:
+            builder.score(row, 0, V)
+    batch = builder.build()
+    if places is not None:
+        batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
+    runner.launch(batch)
+    every = all_logprobs(runner.wait(), V)
+    ends = np.cumsum([len(ids) for ids in prompts])
+    return [every[end - len(ids) : end] for ids, end in zip(prompts, ends, strict=True)]
+
+
+@needs_peft
+@pytest.mark.parametrize("family", ["llama", "phi3", "glm4", "gemma3", "olmo2"])
+def test_rows_have_their_own_adapter_and_rows_of_the_base_none(family: str, tmp_path: Path) -> None:
+    """One matrix for q, k and v and three; ranks that differ by module; two adapters in a step."""
+    module = families.build(family)
+    last = module.get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(last, torch.nn.Linear)
+    settings: list[dict[str, Any]] = [
+        {}, {"target_modules": ["down_proj", "o_proj"], "r": 7, "rank_pattern": {"o_proj": 3}},
+    ]  # fmt: skip
+    theirs = [
+        lora(families.build(family), tmp_path / str(i), i, **more)
+        for i, more in enumerate(settings)
+    ]
+    runner, bare = fused(family), fused(family)
+    assert isinstance(runner, AdaptingRunner)
+    for place, name in ((4, "0"), (1, "1")):
+        assert not runner.check_adapter(str(tmp_path / name))
+        packed = runner.pack_adapter(str(tmp_path / name))
+        assert packed.num_bytes > 0 and packed.vocab_size == V
+        runner.hold_adapter(place, packed)
+    order = [4, -1, 1, 4, -1]
+    prompts = [tokens(5 + 9 * i, i) for i in range(len(order))]
+    got = logprobs(runner, prompts, order)
+    plain = logprobs(bare, prompts, None)
+    for ids, place, own, base in zip(prompts, order, got, plain, strict=True):
+        if place < 0:
+            assert np.array_equal(own, base), "the bits of a runner that never held an adapter"
+            continue
+        with torch.inference_mode():
+            model = theirs[0 if place == 4 else 1]
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        want = torch.log_softmax(logits, -1).numpy()
+        np.testing.assert_allclose(own, want, rtol=0, atol=2e-4)
+        assert not np.allclose(own, base, rtol=0, atol=1e-2)
+    runner.close()
+    bare.close()
+
+
+@needs_peft
+def test_places_are_used_again_and_tables_grow(tmp_path: Path) -> None:
+    for seed, rank in ((1, 4), (2, 40)):
+        lora(families.build("llama"), tmp_path / str(seed), seed, r=rank)
+    runner = fused()
+    narrow, wide = (runner.pack_adapter(str(tmp_path / str(seed))) for seed in (1, 2))
+    assert wide.num_bytes > 4 * narrow.num_bytes
+    prompt = [tokens(9, 1)]
+    runner.hold_adapter(0, narrow)
+    before = logprobs(runner, prompt, [0])[0]
+    with pytest.raises(ValueError, match="taken"):
+        runner.hold_adapter(0, wide)
+    runner.hold_adapter(2, wide)
+    np.testing.assert_allclose(logprobs(runner, prompt, [0])[0], before, rtol=0, atol=1e-5)
+    runner.drop_adapter(2)
+    runner.drop_adapter(2)
+    with pytest.raises(ValueError, match="no adapter is held at place 2"):
+        logprobs(runner, prompt, [2])
+    runner.hold_adapter(2, narrow)  # nothing of the wide one is left there
+    np.testing.assert_allclose(logprobs(runner, prompt, [2])[0], before, rtol=0, atol=1e-5)
+    runner.close()
+
+
+@needs_peft
+def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
+    enriched(families.build("llama"), tmp_path / "own", 2, 3)
+    lora(families.build("qwen2"), tmp_path / "other")
+    lora(families.build("llama"), tmp_path / "plain")
+    runner, modules = fused(), fused(decoder="modules")
+    for ask in (runner.check_adapter, runner.pack_adapter):
+        with pytest.raises(
+            UnsupportedModelError, match="own; on cuda it is served only when it is"
+        ):
+            ask(str(tmp_path / "own"))
+        with pytest.raises(ModelError, match="in the model, and"):
+            ask(str(tmp_path / "other"))
+    for ask in (modules.check_adapter, modules.pack_adapter):
+        with pytest.raises(UnsupportedModelError, match=r"decoder: modules.*merged"):
+            ask(str(tmp_path / "plain"))
+    runner.close()
+    modules.close()
+
+
+def test_spans_cover_the_rows_of_adapters_and_no_others() -> None:
+    pages, builder = Pages(64), BatchBuilder()
+    for num in (3, 40, 1, 2):
+        builder.add_rows(pages.sequence(num), tokens(num, num), 0)
+    batch = builder.build()
+    assert lora_spans(batch).shape == (0, 3)
+    spans = lora_spans(replace(batch, seq_adapters=np.asarray([-1, 7, 7, 2], np.int32)))
+    of_row = np.full(46, -1)
+    for first, num, place in spans.tolist():
+        assert 1 <= num <= SPAN_ROWS and (of_row[first : first + num] == -1).all()
+        of_row[first : first + num] = place
+    assert of_row.tolist() == [-1] * 3 + [7] * 41 + [2] * 2
+    assert spans.shape[0] == 4, "a run of rows of one adapter shares spans across sequences"
+
+
+def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
+    """Triton's sums against the reference's, on a device or in the interpreter."""
+    from server.model.gpu.decoder_kernels import TritonOps
+
+    seeds = torch.Generator().manual_seed(3)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=seeds).to(device)
+
+    table = LoraTable(
+        random(3, 72, 16).to(dtype) / 8, random(3, 16), random(3, 16, 100).to(dtype) / 4
+    )
+    spans = torch.tensor([[1, 16, 2], [17, 3, 2], [22, 1, 0]], dtype=torch.int32, device=device)
+    x, y = random(24, 2 * 72)[:, :72].to(dtype), random(24, 100).to(dtype)
+    results = []
+    for ops in (TorchOps(), TritonOps()):
+        out = y.clone()
+        ops.lora(x, out, spans, table)
+        results.append(out)
+    torch.testing.assert_close(results[1], results[0], rtol=atol, atol=atol)
+    untouched = [0, 20, 21, 23]
+    assert torch.equal(results[1][untouched], y[untouched])
+    alone = y.clone()
+    TritonOps().lora(x, alone, spans.new_tensor([[18, 1, 2]]), table)
+    assert torch.equal(alone[18], results[1][18]), "a row's bits do not depend on its neighbours"
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float16, 2e-2)])
+def test_triton_adds_adapters_as_the_reference(dtype: torch.dtype, atol: float) -> None:
+    check_kernels(dtype, atol, "cpu")
+
+
+COMPILED = {
+    "_shrink": {"K": 2048, "COLUMNS": 64, "BLOCK_K": 64},
+    "_expand": {"SIZE": 16384, "COLUMNS": 64, "BLOCK_N": 64},
+}
+KINDS = {"spans": "*i32", "t": "*fp32", "scales": "*fp32", "stride_x": "i32", "stride_y": "i32"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize(("name", "capability"), [("_shrink", 80), ("_expand", 90)])
+def test_adapters_kernels_compile_for_a_gpu(
+    name: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to machine code, without a GPU, and without registers that spill."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from server.model.gpu import lora_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, constants = getattr(lora_kernels, name), COMPILED[name]
+    kinds = KINDS | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=kernel,
+        signature={n: kinds.get(n, f"*{kind}") for n in kernel.arg_names},
+        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})
+    assert made.asm["cubin"]
