@@ -125,8 +125,6 @@ _SANDWICH = WeightNames(
 )
 _AFTER = WeightNames(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
 
-_NO_SOFT_CAP = "its soft-capping is computed by the CPU runner only"
-
 
 def _granite_scales(config: Any) -> float:
     return float(config.attention_multiplier)
@@ -203,7 +201,6 @@ _ROWS = (
         "Gemma2ForCausalLM",
         ("Gemma 2",),
         gguf=("gemma2",),
-        on_cuda=_NO_SOFT_CAP,
         names=_SANDWICH,
         norms="both",
         norm_offset=1.0,

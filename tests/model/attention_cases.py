@@ -19,12 +19,13 @@ from tests.model.batches import BatchBuilder, Pages
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of a model and its window."""
+    """Heads of a model, its window and what its scores are soft-capped by."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None
+    cap: float = 0.0
 
 
 SHAPES = {
@@ -35,6 +36,7 @@ SHAPES = {
     "odd_dim": Shape(4, 2, 24, 300),
     "wide": Shape(2, 1, 256, 40),
     "grouped_by_32": Shape(32, 1, 16, None),
+    "capped": Shape(4, 2, 32, 40, 3.0),
 }
 
 
@@ -127,7 +129,10 @@ def expected(p: Problem) -> torch.Tensor:
         slots = [s for _, s in where]
         for h in range(p.shape.num_heads):
             k, v = keys[slots, h // group], values[slots, h // group]
-            share = torch.softmax(k @ p.query[r, h].double().cpu() * p.scaling, dim=0)
+            score = k @ p.query[r, h].double().cpu() * p.scaling
+            if p.shape.cap:
+                score = p.shape.cap * torch.tanh(score / p.shape.cap)
+            share = torch.softmax(score, dim=0)
             out[r, h] = share @ v
     return out
 
@@ -168,7 +173,8 @@ def _run(p: Problem, made: attention.Attention) -> torch.Tensor:
     made.write(keys, values, p.key, p.value)
     slots = p.step.slots.long()
     assert torch.equal(keys[slots], p.key) and torch.equal(values[slots], p.value)
-    return made.attend(p.query, keys, values, p.scaling, p.shape.window)
+    masked = attention.Masked(p.scaling, p.shape.window, p.shape.cap)
+    return made.attend(p.query, keys, values, masked)
 
 
 def rows_alone(batch: Batch) -> list[tuple[slice, Batch]]:

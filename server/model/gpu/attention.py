@@ -23,7 +23,7 @@ Two implementations, one contract, one parametrized test:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -277,6 +277,15 @@ class StepTensors:
     ancestors: torch.Tensor | None = None
 
 
+class Masked(NamedTuple):
+    """How a layer's scores are made. scaling: factor of q @ k. window: positions that a row sees,
+    None = all. cap: scores become cap * tanh(score / cap), 0 = none (Gemma 2, section 2)."""
+
+    scaling: float
+    window: int | None
+    cap: float = 0.0
+
+
 class Attention(Protocol):
     """Attends for one step; built once a step, called once a layer."""
 
@@ -290,8 +299,7 @@ class Attention(Protocol):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        masked: Masked,
     ) -> torch.Tensor:
         """[R, num_heads, head_dim] in query's dtype, contiguous."""
 
@@ -320,15 +328,16 @@ def paged_attention_forward(
     """transformers' attention-function contract. query: [1, num_heads, R, head_dim], key and value
     [1, num_kv_heads, R, head_dim]; returns ([1, R, num_heads, head_dim], None).
 
-    Raises ValueError on what we don't compute: a mask or soft-capping. Loading refuses models that
-    would need it, so this guards a wrong allow-list only.
+    Raises ValueError on what we don't compute: a mask or sinks. Loading refuses models that would
+    need it, so this guards a wrong allow-list only.
     """
-    if attention_mask is not None or softcap is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("paged attention takes no mask, soft-capping or sinks")
+    if attention_mask is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("paged attention takes no mask and no sinks")
     layer_id: int = module.layer_idx  # type: ignore[assignment]
     keys, values = paged.cache.layer(layer_id)
     paged.attention.write(keys, values, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    out = paged.attention.attend(query[0].transpose(0, 1), keys, values, scaling, sliding_window)
+    masked = Masked(scaling, sliding_window, softcap or 0.0)
+    out = paged.attention.attend(query[0].transpose(0, 1), keys, values, masked)
     return out.unsqueeze(0), None
 
 
@@ -371,13 +380,12 @@ class TorchAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        masked: Masked,
     ) -> torch.Tensor:
         """See Attention."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for run in self._runs:
-            self._attend_run(run, query, keys, values, scaling, window, out)
+            self._attend_run(run, query, keys, values, masked, out)
         return out
 
     def _attend_run(
@@ -386,10 +394,10 @@ class TorchAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        masked: Masked,
         out: torch.Tensor,
     ) -> None:
+        window = masked.window
         rows, seq_id, max_prefix, min_position, max_path = run
         step, device = self._step, query.device
         assert step.path_start is not None
@@ -416,7 +424,10 @@ class TorchAttention:
         scores.append(torch.einsum("nkgd,npkd->nkgp", q, keys[path_slot].float()))
 
         mask = torch.cat([visible, on_path], dim=1)[:, None, None, :]
-        score = torch.cat(scores, dim=-1).mul_(scaling).masked_fill_(~mask, float("-inf"))
+        score = torch.cat(scores, dim=-1).mul_(masked.scaling)
+        if masked.cap:
+            score = score.div_(masked.cap).tanh_().mul_(masked.cap)
+        score.masked_fill_(~mask, float("-inf"))
         # A row without any key (padding) gets zeros, not NaN.
         share = torch.softmax(score, dim=-1).masked_fill_(~mask, 0.0)
         num_prefix = at.shape[0]

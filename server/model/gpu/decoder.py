@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from server.model.families import family_of
+from server.model.gpu.attention import Masked
 from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
 from server.model.gpu.lora import DOWN, GATE_UP, OUT, QKV, LoraBank
 from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
@@ -47,8 +48,8 @@ class _Product:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     """One layer. norms: float32 [H] each, in the order of WeightNames.norms, None = not there.
-    head_norms: float32 [2, head_dim] or None. whole_norms: of all q, of all k. window: None = all
-    positions. rope: its table."""
+    head_norms: float32 [2, head_dim] or None. whole_norms: of all q, of all k. masked: how its
+    scores are made. rope: its table."""
 
     qkv: _Product
     out: _Product
@@ -57,7 +58,7 @@ class _Layer:
     norms: tuple[torch.Tensor | None, ...]
     head_norms: torch.Tensor | None
     whole_norms: tuple[torch.Tensor, torch.Tensor] | None
-    window: int | None
+    masked: Masked
     rope: int
 
 
@@ -68,8 +69,6 @@ def not_covered(module: PreTrainedModel) -> str | None:
     except KeyError:
         return "it is none of our families"
     shape = shape_of(module.config)
-    if shape.attention_cap or shape.logit_cap:
-        return "it soft-caps scores or logits"
     if any(shape.convolutions):
         return "some of its layers are convolutions"
     down: Any = module.get_submodule(f"model.layers.0.{shape.names.down}")
@@ -169,9 +168,7 @@ class FusedDecoder:
         places = Places(step.positions, step.slots, keys, values)
         self._ops.place(qkv, sizes, layer.head_norms, self._rotations[layer.rope], places)
         query = qkv.view(qkv.shape[0], -1, sizes.head_dim)[:, : sizes.num_heads]
-        attend = paged_step.attention.attend
-        out = attend(query, keys, values, self._shape.attention_scale, layer.window)
-        return out.flatten(1)
+        return paged_step.attention.attend(query, keys, values, layer.masked).flatten(1)
 
 
 def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
@@ -198,7 +195,7 @@ def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
         ),
         head_norms=head_norms,
         whole_norms=whole_norms,
-        window=shape.windows[i] or None,
+        masked=Masked(shape.attention_scale, shape.windows[i] or None, shape.attention_cap),
         rope=shape.rope_ids[i],
     )
 

@@ -52,16 +52,18 @@ class _PlainAttention:
         self.sizes = int(key.shape[1]), int(key.shape[2])
 
     def attend(
-        self, query: torch.Tensor, keys: Any, values: Any, scaling: float, window: int | None
+        self, query: torch.Tensor, keys: Any, values: Any, masked: paged.Masked
     ) -> torch.Tensor:
         """See Attention."""
-        self.windows.append(window or 0)
+        self.windows.append(masked.window or 0)
         num, heads, _ = query.shape
         group = heads // self._key.shape[1]
         key, value = (part.repeat_interleave(group, 1) for part in (self._key, self._value))
-        scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scaling
+        scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * masked.scaling
+        if masked.cap:
+            scores = masked.cap * torch.tanh(scores / masked.cap)
         behind = torch.arange(num)[:, None] - torch.arange(num)[None]
-        hidden = (behind < 0) | (behind >= (window or num))
+        hidden = (behind < 0) | (behind >= (masked.window or num))
         shares = scores.masked_fill(hidden.to(query.device), float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", shares, value.float()).to(query.dtype).contiguous()
 

@@ -38,16 +38,23 @@ def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(logits / cap) of float32 logits, in place; 0 leaves them as they are."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
 class FullHead(Protocol):
     """All rows of the head.
 
     vocab_size: ids that exist. is_streamed: whether every product reads the head over the bus, so
     that rows should share one. weight: [rows, hidden_size], on the device or in CPU memory; rows
-    from vocab_size on are padding. bias: float32 [rows] on the device, or None.
+    from vocab_size on are padding. bias: float32 [rows] on the device, or None. cap: logits are
+    soft_capped by it, 0 = not.
     """
 
     vocab_size: int
     is_streamed: bool
+    cap: float
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -74,9 +81,14 @@ class LmHead:
     is_streamed = False
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, num_token_ids: int | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        num_token_ids: int | None = None,
+        cap: float = 0.0,
     ) -> None:
         self.weight = weight
+        self.cap = cap
         self.bias = None if bias is None else bias.float()
         self.vocab_size = _check_size(weight, num_token_ids)
 
@@ -85,7 +97,7 @@ class LmHead:
         logits = product(hidden, self.weight)
         if self.bias is not None:
             logits += self.bias
-        return logits[:, : self.vocab_size]
+        return soft_capped(logits[:, : self.vocab_size], self.cap)
 
 
 class StreamedHead:
@@ -104,8 +116,10 @@ class StreamedHead:
         num_token_ids: int | None,
         side: SideStream,
         *,
+        cap: float = 0.0,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
+        self.cap = cap
         self.weight = table.tensor
         self.bias = None if bias is None else bias.float()
         self.vocab_size = _check_size(self.weight, num_token_ids)
@@ -134,7 +148,7 @@ class StreamedHead:
                 fences.append(self._copy(i + 2, starts[i + 2]))
         if self.bias is not None:
             logits += self.bias[:size]
-        return logits
+        return soft_capped(logits, self.cap)
 
     def _copy(self, nth: int, start: int) -> Fence:
         rows = self.weight[start : min(start + self._chunk_rows, self.vocab_size)]

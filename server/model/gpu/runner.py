@@ -182,15 +182,16 @@ class TorchRunner:
             raise ValueError(f"{type(model.module).__name__} has no LM head")
         bias = getattr(own, "bias", None)
         num_token_ids = self.info.vocab_size
+        cap = float(getattr(model.module.config, "final_logit_softcapping", None) or 0.0)
         if model.head is None:
             if model.verify_on_cpu:
                 raise ValueError("verify_on_cpu needs a head in CPU memory")
-            return LmHead(own.weight, bias, num_token_ids)
+            return LmHead(own.weight, bias, num_token_ids, cap)
         self._host_head = HostTable(model.head, self._device)
         if model.verify_on_cpu:
             cpu_bias = None if bias is None else bias.cpu()
-            self._cpu_head = LmHead(self._host_head.tensor, cpu_bias, num_token_ids)
-        return StreamedHead(self._host_head, bias, num_token_ids, self._side)
+            self._cpu_head = LmHead(self._host_head.tensor, cpu_bias, num_token_ids, cap)
+        return StreamedHead(self._host_head, bias, num_token_ids, self._side, cap=cap)
 
     # The Runner protocol.
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.batch import HeadSlice, Int32
-from server.model.gpu.lm_head import FullHead, product
+from server.model.gpu.lm_head import FullHead, product, soft_capped
 from server.model.gpu.transfers import Fence, SideStream, Upload
 
 Array = npt.NDArray[Any]
@@ -279,7 +279,8 @@ class TorchSlices:
         parts = [_part(hidden, rows, rows.num)]
         if pool_width:
             parts.append(_part(hidden, self._pool, pool_width))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return soft_capped(whole, self._head.cap)
 
     def pick(
         self,

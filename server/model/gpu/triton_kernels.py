@@ -29,6 +29,7 @@ import triton.language as tl
 from server.model.gpu.attention import (
     TILE_FIELDS,
     WORD,
+    Masked,
     StepTensors,
     TileShape,
 )
@@ -68,6 +69,16 @@ def _write_kv(
 
 
 @triton.jit
+def _scores(q, k, scaling, cap, HAS_CAP: tl.constexpr):
+    """q @ k * scaling, and cap * tanh(score / cap) of it: exp may become infinite or 0, where tanh
+    is 1 or -1."""
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+    if HAS_CAP:
+        score = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score / cap)))
+    return score
+
+
+@triton.jit
 def _add_keys(score, v, highest, total, acc):
     """One block of keys of the online softmax: (highest score, sum, weighted values) so far."""
     higher = tl.maximum(highest, tl.max(score, axis=1))
@@ -96,6 +107,7 @@ def _attend_tiles(
     slots,
     ancestors,
     scaling,
+    cap,
     window,
     stride_query_row,
     stride_query_head,
@@ -111,6 +123,7 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """Program (tile, KV head, split): the tile's query vectors over one split of the prefix, and
@@ -172,7 +185,7 @@ def _attend_tiles(
         at = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
         kv_mask = in_range[:, None] & in_dim[None, :]
         k = tl.load(keys + at, mask=kv_mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        score = _scores(q, k, scaling, cap, HAS_CAP)
         visible = in_range[None, :] & (n[None, :] < prefix[:, None])
         if HAS_WINDOW:
             visible = visible & (position[:, None] - n[None, :] < window)
@@ -182,9 +195,7 @@ def _attend_tiles(
 
     # The tree's rows are keys like the prefix's, in blocks of a word or half of one: a bit says
     # who is an ancestor.
-    tree_end = num_tree
-    if SPLIT:
-        tree_end = tl.where(split == 0, num_tree, 0)
+    tree_end = tl.where(split == 0, num_tree, 0)
     TREE_N: tl.constexpr = BLOCK_N if BLOCK_N < _WORD else _WORD
     for first in range(0, tree_end, TREE_N):
         nth_key = first + tl.arange(0, TREE_N)
@@ -194,7 +205,7 @@ def _attend_tiles(
         at = slot[:, None] * slot_stride + kv_head * HEAD_DIM + d[None, :]
         kv_mask = in_tree[:, None] & in_dim[None, :]
         k = tl.load(keys + at, mask=kv_mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        score = _scores(q, k, scaling, cap, HAS_CAP)
         word = tl.load(ancestors + row * num_words + first // _WORD, mask=active, other=0)
         visible = in_tree[None, :] & (((word[:, None] >> (nth_key % _WORD)[None, :]) & 1) != 0)
         if HAS_WINDOW:
@@ -422,8 +433,7 @@ class TritonAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        masked: Masked,
     ) -> torch.Tensor:
         """See Attention. query may be strided except in its last dimension."""
         num_rows, num_heads, head_dim = query.shape
@@ -435,7 +445,7 @@ class TritonAttention:
             "HEAD_DIM": head_dim,
             "BLOCK_D": block_d_of(head_dim),
             "SPLIT_SIZE": self._shape.split_size,
-            "HAS_WINDOW": window is not None,
+            "HAS_WINDOW": masked.window is not None,
             **FUSE,
         }
         for tiles, block_m, num_splits in self._groups:
@@ -453,8 +463,9 @@ class TritonAttention:
                 step.positions,
                 step.slots,
                 step.ancestors,
-                scaling,
-                window or 0,
+                masked.scaling,
+                masked.cap,
+                masked.window or 0,
                 query.stride(0),
                 query.stride(1),
                 step.block_tables.stride(0),
@@ -463,6 +474,7 @@ class TritonAttention:
                 NUM_KV_HEADS=num_kv_heads,
                 GROUP_SIZE=num_heads // num_kv_heads,
                 BLOCK_SIZE=self._block_size,
+                HAS_CAP=masked.cap > 0.0,
                 SPLIT=num_splits > 1,
                 **tile_options(head_dim, block_m, query.dtype),
                 **common,
@@ -476,7 +488,7 @@ class TritonAttention:
                 self._split_rows,
                 step.prefix_len,
                 step.positions,
-                window or 0,
+                masked.window or 0,
                 self._num_splits,
                 NUM_HEADS=num_heads,
                 MAX_SPLITS=self._shape.max_splits,

@@ -260,6 +260,7 @@ def test_triton_kernels_compile_for_a_gpu(
         "SPLIT_SIZE": 256,
         "MAX_SPLITS": 32,
         "HAS_WINDOW": window,
+        "HAS_CAP": window,
         "SPLIT": split,
         "PART": 8192,
         "BLOCK": 1024,
@@ -279,7 +280,7 @@ def test_triton_kernels_compile_for_a_gpu(
         dict.fromkeys(floats, "*" + FLOATS[dtype])
         | dict.fromkeys(partials, "*fp32")
         | dict.fromkeys(arrays, "*i32")
-        | {"scaling": "fp32"}
+        | {"scaling": "fp32", "cap": "fp32"}
         | dict.fromkeys(constants, "constexpr")
     )
     source = ASTSource(

@@ -214,7 +214,7 @@ def test_who_gets_which_body() -> None:
 @pytest.mark.parametrize(("family", "decoder", "found"), [
     ("llama", "auto", "fused"), ("llama", "modules", "modules"), ("gpt2", "auto", "modules"),
 ])  # fmt: skip
-def test_who_gets_which_body_beside_triton(family: str, decoder: str, found: str) -> None:
+def test_who_gets_which_body_on_the_kernels(family: str, decoder: str, found: str) -> None:
     build = families.build if family in families.FAMILIES else generic_models.build
     runner = runner_over(build(family), decoder=decoder, attention="triton")
     assert runner.info.decoder == found

@@ -107,7 +107,8 @@ def make(
 
 
 @pytest.fixture(
-    scope="module", params=["llama-device", "llama-stream", "gemma3-device", "gemma3-cpu"]
+    scope="module",
+    params=["llama-device", "llama-stream", "gemma3-device", "gemma3-cpu", "gemma2-stream"],
 )
 def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
     family, place = str(request.param).split("-")
