@@ -18,7 +18,8 @@ import torch
 from server.engine.batch import Batch, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
-from server.model.gpu.graphs import BodyGraphs, pad_to_bucket, row_bucket, split_level
+from server.model.gpu.graph_head import GraphHead
+from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lora import lora_spans
 from server.model.gpu.slices import gathered
@@ -31,13 +32,28 @@ Array = npt.NDArray[Any]
 class BodyPlan:
     """What the body of one step reads.
 
-    arrays: to be uploaded. graph_key: (rows, splits) of the graph that is replayed, or None. tiles:
+    arrays: to be uploaded. graph_key: of the graph that is replayed, or None. tiles:
     the attention's work; None for the torch attention.
     """
 
     arrays: dict[str, Array]
-    graph_key: tuple[int, int] | None
+    graph_key: GraphKey | None
     tiles: paged.TilePlan | None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the full head's rows go through it in the graph."""
+        return self.graph_key is not None and self.graph_key.has_head
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """Last hidden states [num_rows (or more, in a graph), hidden_size]; where the head was in the
+    graph, logits float32 and argmax int32 of its rows (GraphHead). Valid until the next step."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 class BodyRun:
@@ -65,7 +81,7 @@ class BodyRun:
         self.body = body
         self.embedding = embedding
         self.shape = shape
-        self.graphs: BodyGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._attention = attention
         self._cache = cache
         self._max_seqs, self._max_blocks = tables_shape
@@ -80,12 +96,16 @@ class BodyRun:
         per_row = 4 * (12 + paged.TILE_FIELDS + graph_rows // paged.WORD) + width
         tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
+        self.head: GraphHead | None = None
         if graph_rows:
-            self.graphs = BodyGraphs(device, graph_rows)
+            self.graphs = StepGraphs(device, graph_rows)
 
-    def plan(self, batch: Batch, drawn_ids: Int32 | None) -> BodyPlan:
+    def plan(
+        self, batch: Batch, drawn_ids: Int32 | None, head_rows: Int32 | None = None
+    ) -> BodyPlan:
         """What a step's body reads. drawn_ids: what the step before has drawn, for rows that take
-        it, where they are embedded on the host; None elsewhere."""
+        it, where they are embedded on the host; None elsewhere. head_rows: the rows that go through
+        the full head, if all go through it at once and none through a slice of it."""
         arrays: dict[str, Array] = {
             "token_ids": batch.token_ids,
             "token_from": batch.token_from,
@@ -119,13 +139,17 @@ class BodyRun:
             num_blocks = key[1] * self.shape.split_size // self._cache.block_size
             shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
             tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
+            if head_rows is not None and self.head is not None and key.rows <= self.head.num_rows:
+                key = key._replace(has_head=True)
+                arrays["graph_rows"] = np.zeros(key.rows, np.int32)  # padded: row 0's logits
+                arrays["graph_rows"][: head_rows.shape[0]] = head_rows
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
         return BodyPlan(arrays, key, tiles)
 
-    def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> tuple[int, int] | None:
-        """(rows, splits) of the graph for a step of short runs, or None to run it plainly."""
+    def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> GraphKey | None:
+        """The graph for a step of short runs, or None to run it plainly."""
         if self.graphs is None or len(plan.groups) != 1:
             return None
         group = plan.groups[0]
@@ -138,12 +162,10 @@ class BodyRun:
             return None
         if num_splits > 1 and num_rows * num_splits > self.shape.max_partials:
             return None
-        return num_rows, num_splits
+        return GraphKey(num_rows, num_splits)
 
-    def run(
-        self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan
-    ) -> torch.Tensor:
-        """Last hidden states [num_rows (or more, in a graph), hidden_size]."""
+    def run(self, batch: Batch, tensors: Mapping[str, torch.Tensor], plan: BodyPlan) -> Computed:
+        """Compute the layers, and the head where the plan has it."""
         step = paged.StepTensors(
             tensors["positions"],
             tensors["seq_ids"],
@@ -184,12 +206,20 @@ class BodyRun:
             tensors["token_ids"], embeds, source, self.previous_ids, tensors.get("adapters")
         )
 
-        def forward() -> torch.Tensor:
-            return self.body(ids, step, paged_step)
+        head = self.head if plan.has_head else None
+
+        def forward(keeps_ids: bool) -> tuple[torch.Tensor, ...]:
+            hidden = self.body(ids, step, paged_step)
+            if head is None:
+                return (hidden,)
+            logits, drawn = head(hidden, tensors["graph_rows"])
+            if keeps_ids:  # as in keep_ids; draw i is made from the head's row i
+                self.previous_ids[: drawn.shape[0]].copy_(drawn.clamp(min=0))
+            return hidden, logits, drawn
 
         if plan.graph_key is None or self.graphs is None:
-            return forward()
-        return self.graphs.run(plan.graph_key, forward)
+            return Computed(*forward(True))
+        return Computed(*self.graphs.run(plan.graph_key, forward))
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """A graph step's arrays on the device, where its bucket has them."""

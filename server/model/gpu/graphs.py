@@ -1,16 +1,17 @@
-"""BodyGraphs: CUDA graphs of the model's body, for decode steps and for trees alike.
+"""StepGraphs: CUDA graphs of a step, for decode steps and for trees alike.
 
 A step whose sequences have few rows each (last tokens, trees, ends of prompts) has its number of
-rows padded to a bucket and its number of splits to a level; for every such pair the body is
-captured once, at first use, and replayed afterwards. Padded rows read nothing and write to the
-cache's trash slot. So a drafted step costs what a decode step of as many rows costs.
+rows padded to a bucket and its number of splits to a level; for every such pair the body, with the
+full LM head and the argmax behind it (graph_head.py) or without, is captured once, at first use,
+and replayed afterwards. Padded rows read nothing and write to the cache's trash slot. So a drafted
+step costs what a decode step of as many rows costs.
 
 What makes this possible lives elsewhere and must stay: all inputs of the body are views into one
 device buffer at offsets that a bucket fixes (server.model.gpu.body_run), launches have grids
 known on the host, and nothing between the upload and the last hidden state syncs.
 
-Vocabulary slices work beside it: the LM head, the slices' products and the draws are outside the
-graph. Embeddings that are gathered in CPU memory are inputs like the others.
+Vocabulary slices work beside it: their graph ends at the hidden states, their products and draws
+are outside. Embeddings that are gathered in CPU memory are inputs like the others.
 
 The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
 the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
@@ -20,7 +21,7 @@ plain path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,36 +50,50 @@ def split_level(num_splits: int, max_splits: int) -> int:
     return min(level, max_splits)
 
 
-class BodyGraphs:
-    """Captured graphs by (rows, splits). One memory pool; used from one thread and stream."""
+class GraphKey(NamedTuple):
+    """rows, splits: as padded. has_head: whether the full LM head is in the graph."""
+
+    rows: int
+    splits: int
+    has_head: bool = False
+
+
+Outputs = tuple[torch.Tensor, ...]
+Forward = Callable[[bool], Outputs]
+
+
+class StepGraphs:
+    """Captured graphs by their key. One memory pool; used from one thread and stream."""
 
     def __init__(self, device: torch.device, largest: int) -> None:
         self._device = device
         self.largest = largest
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, key: tuple[int, int], forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Hidden states of the bucket's rows.
+    def run(self, key: GraphKey, forward: Forward) -> Outputs:
+        """What `forward` returns, computed by a replay.
 
-        forward: runs the body on the step's static inputs; called only when the key is new: first
-        plainly, so that Triton compiles and cuBLAS allocates outside the capture, then under it.
-        Running a step's body several times is harmless: it writes the same KV to the same slots.
-        The returned tensor is overwritten by the key's next run.
+        forward: runs the step on its static inputs; called only when the key is new: first plainly,
+        so that Triton compiles and cuBLAS allocates outside the capture, then under it. Its
+        argument is whether it keeps the drawn ids for the next step: only in the capture, because
+        the plain runs come before the step and read the ids of the step before. All else that it
+        does can be done several times: it writes the same KV to the same slots. The returned
+        tensors are overwritten by the next run.
         """
         found = self._graphs.get(key)
         if found is None:
             for _ in range(WARM_UP_RUNS):
-                forward()
+                forward(False)
             graph = torch.cuda.CUDAGraph()
             # On the runner's own stream: torch's is one per process, on the device that came first.
             stream = torch.cuda.current_stream(self._device)
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                hidden = forward()
-            found = self._graphs[key] = (graph, hidden)
-        graph, hidden = found
+                outputs = forward(True)
+            found = self._graphs[key] = (graph, outputs)
+        graph, outputs = found
         graph.replay()
-        return hidden
+        return outputs
 
     def forget(self) -> None:
         """Drop all graphs: their input buffer has moved."""
@@ -88,7 +103,7 @@ class BodyGraphs:
 def pad_to_bucket(
     arrays: dict[str, Array],
     plan: paged.TilePlan,
-    key: tuple[int, int],
+    key: GraphKey,
     trash_slot: int,
     tables_shape: tuple[int, int],
 ) -> paged.TilePlan:
@@ -98,7 +113,7 @@ def pad_to_bucket(
     it are not read. Padded rows have no keys, no tile and the trash slot; every shape depends on
     the key alone.
     """
-    num_rows, num_splits = key
+    num_rows, num_splits, _ = key
     for name in ("token_ids", "token_from", "positions", "seq_ids", "slots", "prefix_len"):
         fill = {"slots": trash_slot, "token_from": -1}.get(name, 0)
         padded = np.full(num_rows, fill, np.int32)

@@ -57,6 +57,16 @@ class Slab:
     def end(self) -> int:
         return self.start + int(self.rows.shape[0])
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether nothing but the argmax of each row's logits is drawn, and nothing is scored."""
+        plan = self.plan
+        return (
+            plan.plain_is_all
+            and not plan.arrays["logprob_at"].shape[0]
+            and not self.score_ids.shape[0]
+        )
+
 
 class HeadPlanner:
     """Divides a step's head rows into slabs.
@@ -193,6 +203,12 @@ def _named_columns(batch: Batch, slab: Slab) -> Array:
         else:
             own[:] = token_ids
     return columns
+
+
+def whole_head_rows(slabs: Sequence[Slab]) -> Int32 | None:
+    """The rows of a step that go through the full head, if they do so at once and none sees a
+    slice; else None."""
+    return slabs[0].rows if len(slabs) == 1 and slabs[0].view is None else None
 
 
 def rows_of(

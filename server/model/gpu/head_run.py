@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from server.model.gpu.body_run import Computed
 from server.model.gpu.head_plan import Slab, rows_of, sharing
 from server.model.gpu.lm_head import FullHead
 from server.model.gpu.results import Segment, Step
@@ -34,18 +35,21 @@ class HeadRun:
         self,
         step: Step,
         slabs: Sequence[Slab],
-        hidden: torch.Tensor,
+        computed: Computed,
         tensors: Mapping[str, torch.Tensor],
         head: FullHead,
         sampler: Sampler,
     ) -> None:
-        """The head on every slab's rows of `hidden`, and its draws and scores."""
+        """Multiply every slab's rows of `hidden` by the head, and draw and score."""
         shared: list[Slab] = []
+        hidden = computed.hidden
         logits = hidden[:0]
         for i, slab in enumerate(slabs):
             prefix = f"{i}."
             own = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
-            if slab.view is not None and slab.view.table >= 0:
+            if computed.logits is not None:  # it was in the graph, for all rows of one slab
+                seen = computed.logits[: slab.end]
+            elif slab.view is not None and slab.view.table >= 0:
                 with self._timed(step):
                     seen = self._slices.logits(
                         rows_of(hidden, [slab], tensors), slab.view.table, slab.view.pool_width
@@ -61,7 +65,7 @@ class HeadRun:
                 seen, ids = self._slices.pick(
                     seen, own["slice_rows"], own["slice_slots"], own["slice_nums"], slab.view.width
                 )
-            self._finish(step, slab, seen, ids, own, sampler)
+            self._finish(step, slab, seen, ids, own, sampler, computed.ids)
 
     @contextlib.contextmanager
     def _timed(self, step: Step) -> Iterator[None]:
@@ -85,19 +89,24 @@ class HeadRun:
         ids: torch.Tensor | None,
         tensors: Mapping[str, torch.Tensor],
         sampler: Sampler,
+        argmax: torch.Tensor | None,
     ) -> None:
         """Draw and score on a slab's logits; queue the results for the way back.
 
-        ids: int32 like the logits, the columns' vocabulary ids; None where a column is one.
-        """
+        ids: int32 like the logits, the columns' vocabulary ids; None where a column is one. argmax:
+        int32 of the rows, if it was computed, which the next step has already."""
         if slab.draw_ids.shape[0]:
-            drawn = sampler.draw(logits, slab.plan, tensors, ids)
+            done = argmax if slab.plan.plain_is_all else None
+            if done is None:
+                drawn = sampler.draw(logits, slab.plan, tensors, ids)
+            else:
+                drawn = done[: slab.plan.num_draws]
             token_ids = drawn
             if ids is not None:
                 named = ids.gather(1, drawn.clamp(min=0).long()[:, None]).squeeze(1)
                 token_ids = torch.where(drawn >= 0, named, drawn)
             step.segments.append(Segment("draw", slab.draw_ids, (token_ids,)))
-            if "draw_ids" in tensors:
+            if "draw_ids" in tensors and done is None:
                 self._keep_ids(step.batch.num_draws, token_ids, tensors["draw_ids"])
             if step.batch.num_likely:
                 rows = tensors["likely_rows"]

@@ -19,23 +19,29 @@ CHUNK_BYTES = 16 << 20
 """Bytes of one of StreamedHead's two buffers: long enough for a copy to run at full speed."""
 
 
-def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(
+    hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """hidden [n, K] times weight [rows, K], both of one dtype and device: float32 [n, rows].
 
-    Never rounded to the weight's dtype: that would make ties, and ties go to the lowest id.
+    out: where it is written, or None. Never rounded to the weight's dtype: that would make ties,
+    and ties go to the lowest id.
     """
     if weight.dtype == torch.float32:
-        return functional.linear(hidden, weight)
+        if out is None:
+            return functional.linear(hidden, weight)
+        return torch.mm(hidden, weight.t(), out=out)
     if weight.device.type == "cuda":
         # cuBLAS keeps its float32 accumulator (torch >= 2.8, CUDA only).
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     num_rows = weight.shape[0]
-    logits = torch.empty((hidden.shape[0], num_rows), dtype=torch.float32)
+    if out is None:
+        out = torch.empty((hidden.shape[0], num_rows), dtype=torch.float32)
     wide = hidden.float()
     for start in range(0, num_rows, _CPU_SLAB):
         rows = weight[start : start + _CPU_SLAB].float()
-        torch.mm(wide, rows.t(), out=logits[:, start : start + _CPU_SLAB])
-    return logits
+        torch.mm(wide, rows.t(), out=out[:, start : start + _CPU_SLAB])
+    return out
 
 
 def soft_capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -92,9 +98,9 @@ class LmHead:
         self.bias = None if bias is None else bias.float()
         self.vocab_size = _check_size(weight, num_token_ids)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See FullHead."""
-        logits = product(hidden, self.weight)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See FullHead. out: float32 [n, rows of the weight], or None for memory of its own."""
+        logits = product(hidden, self.weight, out)
         if self.bias is not None:
             logits += self.bias
         return soft_capped(logits[:, : self.vocab_size], self.cap)

@@ -1,9 +1,10 @@
 """TorchRunner: Batch -> ids on a GPU: our own decoder, or transformers' modules, as the body.
 
 It serves every supported family on "cuda", and on "cpu" as the reference of the CPU fast path. A
-step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed),
-the body on all rows with our paged attention (body_run.py), the LM head on the rows that draw or
-are scored (head_plan.py, head_run.py), the sampler, one download (results.py).
+step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed
+and more than an argmax is drawn), the body on all rows with our paged attention (body_run.py), the
+LM head on the rows that draw or are scored (head_plan.py, head_run.py; graph_head.py in a graph),
+the sampler, one download (results.py).
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 Two steps may be in flight, so that a row can take the id that the previous step draws
@@ -40,11 +41,17 @@ from server.model.gpu import attention as paged
 from server.model.gpu import lora
 from server.model.gpu.batch_check import check_batch
 from server.model.gpu.body import body_of
-from server.model.gpu.body_run import BodyRun
+from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.decoder import FusedDecoder
 from server.model.gpu.device import DeviceMeter
+from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
-from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays
+from server.model.gpu.head_plan import (
+    HeadPlanner,
+    kept_draws,
+    slab_arrays,
+    whole_head_rows,
+)
 from server.model.gpu.head_run import HeadRun
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
@@ -114,6 +121,9 @@ class TorchRunner:
         self._kept = torch.zeros((0, self._head.weight.shape[1]), dtype=dtype, device=device)
         self._body = self._make_body(module, dtype, embedding, ways)
         self.info = replace(info, decoder=self._body.body.name)
+        if self._body.graphs is not None and isinstance(self._head, LmHead):
+            most = ways.head_bytes // (4 * self._head.weight.shape[0])
+            self._body.head = GraphHead(self._head, min(most, self._body.graphs.largest))
         self._planner = HeadPlanner(self._slices, self._head.vocab_size, ways.head_bytes)
         self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
         self._num_previous = 0
@@ -275,11 +285,13 @@ class TorchRunner:
             tensors = self._upload({"kept": kept} | arrays)
             hidden = self._kept.index_select(0, tensors["kept"])
             if self._cpu_head is None:
-                self._head_run.run(step, slabs, hidden, tensors, self._head, self._sampler)
+                self._head_run.run(
+                    step, slabs, Computed(hidden), tensors, self._head, self._sampler
+                )
             else:
                 there = {k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}
                 self._head_run.run(
-                    step, slabs, hidden.cpu(), there, self._cpu_head, self._cpu_sampler
+                    step, slabs, Computed(hidden.cpu()), there, self._cpu_head, self._cpu_sampler
                 )
             self._mark_end(step)
         return step.finish()
@@ -360,9 +372,13 @@ class TorchRunner:
         for num_seqs, rows, length in shapes:
             fits = num_seqs * rows <= most and num_seqs <= self.info.max_num_seqs
             if fits and rows <= length <= longest:
-                self.launch(warm_up_batch(num_seqs, rows, length, self._max_blocks))
-                self.wait()
-                num_steps += 1
+                # With the full head in the graph, and without it, as steps with slices have it.
+                for draws in (True, False) if self._body.head is not None else (True,):
+                    self.launch(
+                        warm_up_batch(num_seqs, rows, length, self._max_blocks, draws=draws)
+                    )
+                    self.wait()
+                    num_steps += 1
         return num_steps
 
     # One step.
@@ -387,8 +403,9 @@ class TorchRunner:
         if batch.seq_adapters is not None:
             self._adapting().check(batch)
         self._mark_begin(step)
-        plan = self._body.plan(batch, self._drawn_before(batch))
         slabs, step.placed = self._planner.plan(batch)
+        drawn_ids = self._drawn_before(batch)
+        plan = self._body.plan(batch, drawn_ids, whole_head_rows(slabs))
         keep = kept_draws(batch)
         arrays: dict[str, Array] = {}
         if keep.shape[0]:
@@ -396,18 +413,21 @@ class TorchRunner:
             arrays["keep_rows"] = batch.draw_rows[keep]
             arrays["keep_places"] = batch.draw_keep[keep]
             self._make_room_to_keep(int(arrays["keep_places"].max()) + 1)
-        arrays |= slab_arrays(batch, slabs, keep_ids=True) | self._slices.arrays(step.placed)
+        arrays |= self._slices.arrays(step.placed)
+        if not plan.has_head or not slabs[0].is_argmax or batch.num_likely:
+            arrays |= slab_arrays(batch, slabs, keep_ids=True)
         if plan.graph_key is None:
             tensors = self._upload(plan.arrays | arrays)
         else:
-            tensors = self._body.upload(plan.arrays) | self._upload(arrays)
+            tensors = self._body.upload(plan.arrays)
+            tensors |= self._upload(arrays) if arrays else {}
         self._slices.write(step.placed, tensors)
 
-        hidden = self._body.run(batch, tensors, plan)
+        computed = self._body.run(batch, tensors, plan)
         if keep.shape[0]:
-            rows = hidden.index_select(0, tensors["keep_rows"])
+            rows = computed.hidden.index_select(0, tensors["keep_rows"])
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
-        self._head_run.run(step, slabs, hidden, tensors, self._head, self._sampler)
+        self._head_run.run(step, slabs, computed, tensors, self._head, self._sampler)
         self._num_previous = batch.num_draws
         self._mark_end(step)
 
@@ -419,14 +439,11 @@ class TorchRunner:
     def _mark_end(self, step: Step) -> None:
         """Queue the way back of the results, and the event behind it."""
         if step.segments:
-            flat = torch.cat(
-                [t.reshape(-1).view(torch.int32) for s in step.segments for t in s.tensors]
-            )
-            if flat.is_cuda:
-                step.results = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
-                step.results.copy_(flat, non_blocking=True)
-            else:
-                step.results = flat
+            parts = [t.reshape(-1).view(torch.int32) for s in step.segments for t in s.tensors]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+            # A copy without CUDA too: the next step overwrites what its graph gives.
+            step.results = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
+            step.results.copy_(flat, non_blocking=True)
         if self._on_gpu:
             step.done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             step.done.record()

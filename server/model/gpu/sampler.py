@@ -223,11 +223,11 @@ class Sampler:
         None where a column is a vocabulary id, else the columns' ids, int32 [rows, V].
         """
         if plan.plain_is_all:
-            return _answer(*logits[: plan.num_draws].max(dim=1))
+            return argmax_ids(logits[: plan.num_draws])
         drawn = torch.empty(plan.num_draws, dtype=torch.int32, device=logits.device)
         num_plain = plan.arrays["plain_rows"].shape[0]
         if num_plain:
-            answer = _answer(*logits.index_select(0, arrays["plain_rows"]).max(dim=1))
+            answer = argmax_ids(logits.index_select(0, arrays["plain_rows"]))
             drawn.index_copy_(0, arrays["plain_at"].long(), answer)
         if plan.num_draws > num_plain:
             raw = logits.index_select(0, arrays["rows"])
@@ -242,6 +242,11 @@ class Sampler:
             value = torch.where(raw.isnan().any(dim=1), float("nan"), value)
             drawn.index_copy_(0, arrays["at"].long(), _answer(value, which))
         return drawn
+
+
+def argmax_ids(logits: torch.Tensor) -> torch.Tensor:
+    """int32 [n]: the likeliest id of each row of float32 [n, V], or why there is none."""
+    return _answer(*logits.max(dim=1))
 
 
 def _answer(value: torch.Tensor, which: torch.Tensor) -> torch.Tensor:

@@ -33,13 +33,16 @@ def warm_up_shapes(
     return shapes
 
 
-def warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Batch:
-    """`rows` last positions of num_seqs sequences of `length` that all read block 0, greedy."""
+def warm_up_batch(
+    num_seqs: int, rows: int, length: int, max_blocks: int, *, draws: bool = True
+) -> Batch:
+    """`rows` last positions of num_seqs sequences of `length` that all read block 0; the last of
+    each draws greedily, if any draws."""
     total = num_seqs * rows
     nth = np.tile(np.arange(rows, dtype=np.int32), num_seqs)
     positions = (length - rows + nth).astype(np.int32)
     zeros, none = np.zeros(total, np.int32), np.empty(0, np.int32)
-    last = np.arange(rows - 1, total, rows, dtype=np.int32)
+    last = np.arange(rows - 1, total, rows, dtype=np.int32) if draws else none
     params = DrawParams(SamplingParams(temperature=0.0), 0, none, none, none, none, 0)
     return Batch(
         token_ids=zeros,
@@ -52,9 +55,9 @@ def warm_up_batch(num_seqs: int, rows: int, length: int, max_blocks: int) -> Bat
         path_len=zeros,
         block_tables=np.zeros((num_seqs, max_blocks), np.int32),
         draw_rows=last,
-        draw_params=np.zeros(num_seqs, np.int32),
-        draw_parent=np.full(num_seqs, -1, np.int32),
+        draw_params=np.zeros_like(last),
+        draw_parent=np.full_like(last, -1),
         draw_positions=positions[last] + 1,
-        draw_mask=np.full(num_seqs, -1, np.int32),
+        draw_mask=np.full_like(last, -1),
         params=(params,),
     )

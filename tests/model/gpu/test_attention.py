@@ -12,8 +12,10 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +24,16 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import sampler
+from server.model.gpu.graph_head import GraphHead
+from server.model.gpu.graphs import WARM_UP_RUNS, Forward, GraphKey, Outputs
+from server.model.gpu.lm_head import LmHead
+from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
+from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.gpu.launches import Launched
 from tests.model.torch_runners import runner_over
 
 CPU = torch.device("cpu")
@@ -115,17 +123,22 @@ def test_triton_gumbel_max_is_the_torch_one() -> None:
 
 
 class FirstCalls:
-    """BodyGraphs without a GPU: a replay is the call that was captured, on the addresses that it
-    read then, whatever the step of now has made."""
+    """StepGraphs without a GPU: a replay is the call that was captured, on the addresses that it
+    read then, whatever the step of now has made. watch: entered around each."""
 
     def __init__(self, largest: int) -> None:
         self.largest = largest
-        self.keys: list[tuple[int, int]] = []
-        self._captured: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}
+        self.keys: list[GraphKey] = []
+        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._captured: dict[GraphKey, Forward] = {}
 
-    def run(self, key: tuple[int, int], forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run(self, key: GraphKey, forward: Forward) -> Outputs:
         self.keys.append(key)
-        return self._captured.setdefault(key, forward)()
+        with self.watch():
+            if key not in self._captured:
+                for _ in range(WARM_UP_RUNS):
+                    forward(False)
+            return self._captured.setdefault(key, forward)(True)
 
     def forget(self) -> None:
         raise AssertionError("the inputs moved")
@@ -161,6 +174,25 @@ def tree_steps(pages: Pages) -> list[Batch]:
     return batches
 
 
+def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
+    """What the runner would have made on a GPU."""
+    body = runner._body
+    body.graphs = graphs  # type: ignore[assignment]
+    body.inputs = Upload(CPU, 1 << 16)
+    assert isinstance(runner._head, LmHead)
+    body.head = GraphHead(runner._head, graphs.largest)
+
+
+def decode_ahead(tables: list[Pages.Table], position: int, sampled: int | None) -> Batch:
+    """One row of each sequence, with the id that the step before draws for it."""
+    builder = BatchBuilder()
+    for i, table in enumerate(tables):
+        row = builder.add_rows(table, [0], position, token_from=[i])[0]
+        noisy = SamplingParams(temperature=0.9, seed=7)
+        builder.draw(row, builder.add_params(draw_params(noisy) if i == sampled else draw_params()))
+    return builder.build()
+
+
 # A bucket's padded rows hold what the memory held, and nobody reads them.
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -175,8 +207,7 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
         body = runner._body
         body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:
-            body.graphs = graphs
-            body.inputs = Upload(CPU, 1 << 16)
+            use_graphs(runner, graphs)
         batches = tree_steps(Pages(64, seed=3))
         runner.launch(batches[0])
         drawn = []
@@ -195,7 +226,75 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
         runner.close()
     np.testing.assert_array_equal(results[1][0], results[0][0])
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
-    assert graphs.keys == ([(4, 4), (16, 4), (16, 4)] if bucketed else [])
+    assert graphs.keys == ([(4, 4, True), (16, 4, True), (16, 4, True)] if bucketed else [])
+
+
+MOST_OUTSIDE = 1  # the copy of the drawn ids to the host
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+def test_triton_a_greedy_step_is_one_upload_and_one_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode steps one ahead, and a tree: body, head, draws and the ids that the next step takes
+    are in the graph. Beside greedy rows a sampled one takes the graph's logits."""
+    launched, found = Launched(), []
+    uploads: list[Upload] = []
+    upload = Upload.__call__
+
+    def counted(self: Upload, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+        uploads.append(self)
+        return upload(self, arrays)
+
+    monkeypatch.setattr(Upload, "__call__", counted)
+
+    @contextmanager
+    def unseen() -> Iterator[None]:
+        num = launched.num
+        yield
+        launched.num = num
+
+    for attention in ("torch", "triton"):
+        runner = runner_over(families.build("llama"), attention=attention)
+        graphs = FirstCalls(16)
+        if attention == "triton":
+            use_graphs(runner, graphs)
+            graphs.watch = unseen
+        inputs = runner._body.inputs
+        pages = Pages(64, seed=5)
+        tables = [pages.sequence(60) for _ in range(3)]
+        prompt = BatchBuilder()
+        for i, table in enumerate(tables):
+            row = prompt.add_rows(table, [4 + i, 9, 30 - i] * 8, 0)[-1]
+            prompt.draw(row, prompt.add_params(draw_params()))
+        runner.launch(prompt.build())
+        uploads.clear()
+        ids = []
+        for step in range(5):
+            batch = decode_ahead(tables, 24 + step, sampled=1 if step == 3 else None)
+            before = launched.num
+            with launched:
+                runner.launch(batch)
+            if attention == "triton":
+                assert len(graphs.keys) == step + 1
+                if step != 3:
+                    assert uploads == [inputs] and launched.num - before <= MOST_OUTSIDE
+            uploads.clear()
+            ids.append(runner.wait().token_ids.tolist())
+        ids.append(runner.wait().token_ids.tolist())
+        tree = BatchBuilder()
+        rows = tree.add_rows(tables[0], [ids[-1][0]], 29)
+        rows += tree.add_tree(tables[0], 29, [5, 6, 7], [-1, 0, -1])
+        for row in rows:
+            tree.draw(row, tree.add_params(draw_params()))
+        uploads.clear()
+        runner.launch(tree.build())
+        ids.append(runner.wait().token_ids.tolist())
+        assert attention == "torch" or (uploads == [inputs] and graphs.keys[-1] == (4, 1, True))
+        found.append(ids)
+        runner.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the process this one is")
@@ -210,7 +309,7 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 6 + DECODER_CASES + LORA_CASES} passed" in done.stdout, (
+    assert f"{len(TRITON_CASES) + 7 + DECODER_CASES + LORA_CASES} passed" in done.stdout, (
         done.stdout[-400:]
     )
 

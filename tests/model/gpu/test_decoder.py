@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.errors import UnsupportedModelError
 from server.model.gpu.body import ModuleBody
@@ -30,6 +29,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.shape import shape_of
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.gpu.launches import Launched
 from tests.model.torch_runners import runner_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -121,21 +121,6 @@ def runner_of(family: str, **options: Any) -> TorchRunner:
     return runner_over(
         families.build(family), num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, **options
     )
-
-
-class Launched(TorchDispatchMode):
-    """Counts torch operations that compute or copy; views and empty memory launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
-            self.num += 1
-        return func(*args, **(kwargs or {}))
 
 
 LAUNCHES_A_LAYER = 9

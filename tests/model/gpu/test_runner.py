@@ -14,7 +14,7 @@ from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError
 from server.model.gpu import attention, graphs
 from server.model.gpu.device import DeviceMeter
-from server.model.gpu.graphs import pad_to_bucket
+from server.model.gpu.graphs import GraphKey, pad_to_bucket
 from server.model.gpu.kv_cache import KvCache, bytes_per_block
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.runner import TorchRunner
@@ -497,7 +497,7 @@ def test_a_bucket_s_shapes_depend_on_the_bucket_alone() -> None:
         arrays = {name: getattr(batch, name) for name in names}
         arrays["ancestors"] = attention.ancestor_bits(batch)
         plan = attention.plan_tiles(batch, tile_shape())
-        return arrays, pad_to_bucket(arrays, plan, (8, 4), 4800, (4, 64))
+        return arrays, pad_to_bucket(arrays, plan, GraphKey(8, 4), 4800, (4, 64))
 
     two, plan_of_two = padded(2, 3)
     four, plan_of_four = padded(4, 0)
