@@ -6,9 +6,12 @@ The engine owns its sequences, blocks and queues, runs on one thread, and knows 
 HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit` and `abort`, and
 `step` returns Deltas. A request that fails fails alone; the others of its step are computed again.
 
-Its parts hand data back and never call it: admission.py (who may be served), planner.py (who
-drafts), emission.py (from drawn ids to tokens), exact.py (verification), deltas.py (what is
-handed out), recovery.py (after a failed step), control.py (what is kept of tasks).
+While everybody decodes without drafts, the next step is launched before this one is waited for.
+
+Its parts hand data back and never call it: admission.py (who may be served), step_drafts.py and
+planner.py (who drafts), flights.py (what was launched), emission.py (from drawn ids to tokens),
+exact.py (verification), deltas.py (what is handed out), recovery.py (after a failed step),
+control.py (what is kept of tasks).
 """
 
 from __future__ import annotations

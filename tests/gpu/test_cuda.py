@@ -261,6 +261,18 @@ def test_exact_is_full_on_the_device(place: str) -> None:
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_steps_ahead_change_no_text_on_the_device(cuda_graphs: bool) -> None:
+    """The next step's rows take their ids from the graph, or from where the sampler left them."""
+    runner = make_slicing(families.build("gemma3"), "device", CUDA, cuda_graphs=cuda_graphs)
+    requests = [r for r in _requests(0) if not r.sampling.has_penalties]
+    want, _ = _serve(runner, requests)
+    got, engine = _serve(runner, requests, steps_ahead=1)
+    assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
+    assert engine.flights.num_ahead > 10
+    runner.close()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_launch_with_slices_does_not_sync(no_syncs: None, cuda_graphs: bool) -> None:
     """Embeddings gathered in CPU memory, a streamed head, slices that are placed and kept, and rows
     that are loaded between steps; graphs draw what the plain path draws."""
