@@ -138,6 +138,11 @@ class AdapterShelf:
         sums = {field: getattr(old, field) + num for field, num in more.items()}
         self._figures[name] = replace(old, **sums)
 
+    @property
+    def num_known(self) -> int:
+        """Adapters that were registered and are not gone yet."""
+        return len(self._known)
+
     # -- what is known ----------------------------------------------------------------------
 
     def register(self, order: AdapterOrder, *, load: bool = True) -> None:

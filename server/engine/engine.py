@@ -320,6 +320,7 @@ class Engine:
     def _go_ahead(self, flight: Flight) -> None:
         """Launch the step behind this one as well, if it is known whatever this one draws."""
         is_due = self._admission.num_preparing or self.scheduler.can_seat
+        is_due = is_due or self.adapters.num_known  # they come and go between any two messages
         if is_due or self.recovery.suspect is not None or not self.flights.can_follow(flight):
             return
         self._tend_queue()

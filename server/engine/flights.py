@@ -14,7 +14,9 @@ What the host learns one step late costs a row, never a token:
   what it wrote itself. No published block is touched: the position is behind all verified ones.
 
 Nobody is admitted, preempted, forked or given rows of the LM head while two steps are in flight:
-where one of that is due, no step is launched ahead, and the next one is planned as usual.
+where one of that is due, no step is launched ahead, and the next one is planned as usual. Nor does
+one go ahead in an engine that knows adapters, because they are put into memory, and dropped, at any
+message.
 """
 
 from __future__ import annotations

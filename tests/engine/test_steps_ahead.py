@@ -13,7 +13,7 @@ from drafters.tree import DraftTree
 from server.engine.batch import Batch
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import (
     Collector,
     Result,
@@ -257,6 +257,15 @@ def test_a_launch_that_raises_fails_its_own_step() -> None:
         engine.submit(request)
     assert _texts(engine) == want
     assert engine.num_failed_steps == 1
+
+
+def test_no_step_goes_ahead_where_adapters_come_and_go() -> None:
+    engine, _ = _engine()
+    engine.adapters.register(AdapterOrder("a@", "a", 16), load=False)
+    engine.submit(_request("a"))
+    assert _texts(engine) == _alone(_request("a"))
+    assert engine.flights.num_ahead == 0
+    engine.close()
 
 
 def test_who_rests_from_drafting_goes_ahead_and_is_asked_as_often() -> None:
