@@ -26,6 +26,7 @@ import numpy.typing as npt
 from numba import njit
 from numba.extending import overload
 
+from server.model.cpu.integers.forms import PANEL as INTEGER_PANEL
 from server.model.cpu.kernels import (
     HALVES,
     MAX_ROWS,
@@ -67,7 +68,8 @@ def float_linear(panels: npt.NDArray[Any]) -> FloatLinear:
 
 def new_work(threads: int, team: Team | None = None) -> Work:
     """What products with so many threads share; team: of that size, made here when None."""
-    pairs = np.zeros((threads, 2 * ROW_SPAN * PANEL), np.float32)
+    # Of the widest panels of any weight kind: floats' are narrower than integers' without AVX-512.
+    pairs = np.zeros((threads, 2 * ROW_SPAN * max(PANEL, INTEGER_PANEL)), np.float32)
     return Work((team or Team(threads)).sync, pairs, threads, 0)
 
 

@@ -11,8 +11,10 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from server.model.cpu.integers.forms import FORMS
+from server.model.cpu.integers.forms import FORMS, PANEL
 from server.model.cpu.integers.instructions import KERNEL, choose
+from server.model.cpu.integers.product import ROW_SPAN
+from server.model.cpu.linear import new_work
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
 
@@ -93,6 +95,8 @@ def test_the_widest_kernel_that_a_cpu_has_is_chosen() -> None:
 def check_all(kernel: str) -> None:
     """In a process of its own: the kernel of that name, every form, against the reference."""
     assert kernel == KERNEL, f"{KERNEL} was chosen"
+    room = new_work(1).pairs.shape[1]  # a span of rows, gate and up: floats' panels differ by CPU
+    assert room >= 2 * PANEL * ROW_SPAN, (room, PANEL, ROW_SPAN)
     for seed, name in enumerate(NAMES):
         weights = stored(name, 70, 256, seed)
         x = inputs(19, 256, seed)
