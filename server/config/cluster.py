@@ -75,7 +75,7 @@ class ScalingConfig(Section):
         600.0, ge=0, le=86400, description="with min: 0, idle seconds before the last one goes"
     )
     look_back_s: float = Field(
-        15.0, gt=0, le=3600, description="seconds over which what waits is averaged"
+        15.0, gt=10, le=3600, description="seconds over which what waits is averaged"
     )
 
 

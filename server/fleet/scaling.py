@@ -160,9 +160,9 @@ class WorkPolicy:
         told = context.aggregated_metrics or {}
         outside = float(context.total_queued_requests or 0.0)
         work = work_of(told, outside)
-        if context.current_num_replicas == 0:
-            waiting = outside > 0.0 or float(context.total_num_requests) > 0.0
-            return (max(1, context.target_num_replicas) if waiting else self._numbers.least), {}
+        if context.current_num_replicas == 0:  # it sleeps, or those that were asked for start
+            waits = outside > 0.0 or float(context.total_num_requests) > 0.0
+            return max(int(waits), context.target_num_replicas), {}
         if not told.get("seats"):  # a replica is there and has told nothing yet
             return context.target_num_replicas, {}
         return replicas_for(work, context.target_num_replicas, self._numbers), {}

@@ -124,7 +124,7 @@ def fake_cluster(
     """A cluster.yaml of small replicas. least: of `replicas`, by what waits, in a hurry."""
     engines: dict[str, object] = {"min": replicas}
     if least is not None:
-        hurry = {"up_after_s": 0.5, "down_after_s": 1.0, "sleep_after_s": 1.0, "look_back_s": 2.0}
+        hurry = {"up_after_s": 0.5, "down_after_s": 1.0, "sleep_after_s": 1.0, "look_back_s": 11.0}
         scaling = {"first_token_s": 0.2, **hurry}
         engines = {"min": least, "max": replicas, "scaling": scaling}
     return ClusterConfig.model_validate(

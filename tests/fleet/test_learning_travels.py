@@ -360,12 +360,14 @@ def test_forgetting_reaches_the_storage_and_every_replica(fleet: Fleet) -> None:
     fleet.build()
     for replica in (first, second):
         replica.tend()
+    assert len(list(fleet.folder.glob("engine-*/shared-*"))) == 2
     first.engine.controls["task_forget"]({"task": "task"})  # the second one is not reached
     forget(fleet.storage, "task")
     assert [f.rpartition("/")[2] for f in fleet.storage.files()] == ["began"]
     second.ask([20, 21])
     second.tend()
     second.tend()
+    assert not list(fleet.folder.glob("engine-*/shared-*"))
     assert second.memory.report("task", None)["num_learned_tokens"] == 0
     second.ask([20, 21])
     second.tend()

@@ -118,5 +118,7 @@ def test_serve_asks_it() -> None:
     assert policy(asleep)[0] == 0
     asleep.total_queued_requests = 3.0
     assert policy(asleep)[0] == 1
+    waking = _context({}, current_num_replicas=0, target_num_replicas=1)
+    assert policy(waking)[0] == 1  # it is not given up before it was there
     starting = _context({}, current_num_replicas=1, target_num_replicas=2)
     assert policy(starting)[0] == 2

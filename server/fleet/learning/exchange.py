@@ -178,6 +178,7 @@ class SegmentExchange:
         with self._lock:
             for key in [key for key in self._scopes if key[0] == task]:
                 del self._scopes[key]
+                self._drop_layers(key)
             self._tell_figures()
 
     def figures(self) -> tuple[SharedFigures, ...]:
@@ -241,6 +242,7 @@ class SegmentExchange:
                 scope.drop()
                 scope.adopted = None
         if is_forgotten:
+            self._drop_layers(scope.wanted.key)
             self._arrive(scope, None, (), {}, None)
         elif writes:
             self._write(scope, epoch)
@@ -343,13 +345,16 @@ class SegmentExchange:
             return None
         data = read_hashed(self._storage, f"{folder}/{manifest.layer}")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        stem = f"shared-{digest(*wanted.key)}-"
-        path = self._folder / f"{stem}{manifest.version}-{hash_of(data)}.corpus"
-        path.write_bytes(data)
-        for old in self._folder.glob(f"{stem}*.corpus"):  # those who have it open keep it
-            if old != path:
+        name = f"shared-{digest(*wanted.key)}-{manifest.version}-{hash_of(data)}.corpus"
+        (self._folder / name).write_bytes(data)
+        self._drop_layers(wanted.key, but=name)
+        return self._folder / name
+
+    def _drop_layers(self, key: Key, but: str = "") -> None:
+        """Delete the copies of a key's layers; those who have one open keep it."""
+        for old in self._folder.glob(f"shared-{digest(*key)}-*.corpus"):
+            if old.name != but:
                 old.unlink(missing_ok=True)
-        return path
 
     def _tell_figures(self) -> None:
         """With the lock. By task, over its scopes."""

@@ -1,0 +1,90 @@
+"""On Ray Serve itself: what a replica learned outlives it, and an update loses no request."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleet.fleet_process import FleetProcess
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetProcess]:
+    folder = tmp_path_factory.mktemp("learned")
+    options = ["--replicas", "2", "--ingresses", "2", "--step-s", "0.005"]
+    with FleetProcess(*options, "--shared", str(Path(folder) / "shared")) as running:
+        yield running
+
+
+def _ask(fleet: FleetProcess, task: str = "task-1", prompt: str = "the quick") -> dict[str, Any]:
+    body = {
+        "model": task, "prompt": prompt, "max_tokens": 40, "temperature": 0.0,
+        "ignore_eos": True, "include_speculation": True,
+    }  # fmt: skip
+    response = httpx.post(fleet.url + "/v1/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _told(fleet: FleetProcess, series: str) -> dict[str, float]:
+    """The series of every engine."""
+    text = httpx.get(fleet.url + "/metrics", timeout=30).text
+    found = re.findall(rf'^{series}{{engine="([^"]+)"[^}}]*}} (\S+)$', text, re.MULTILINE)
+    return {engine: float(value) for engine, value in found}
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "the condition did not come true in time"
+        time.sleep(0.2)
+
+
+def test_what_a_replica_learned_is_drafted_where_it_is_replaced(fleet: FleetProcess) -> None:
+    first = _ask(fleet)
+    _wait(lambda: max(_told(fleet, "tailor_learned_version").values(), default=0) >= 1)
+    written = _told(fleet, "tailor_learned_segments_total")
+    home = max(written, key=lambda name: written[name])
+    fleet.ask(f"kill {home}", "KILLED")
+
+    def has_arrived() -> bool:
+        assert _ask(fleet)["choices"][0]["text"] == first["choices"][0]["text"]
+        told = json.loads(fleet.ask("learned task-1", "LEARNED"))
+        return any(held > 40 * own for held, own in told.values())
+
+    _wait(has_arrived)
+
+
+def test_an_update_loses_no_request(fleet: FleetProcess) -> None:
+    wanted = {i: _ask(fleet, f"task-{i}", f"it {i}")["choices"] for i in range(6)}
+    stop = threading.Event()
+    num_asked: list[int] = []
+
+    def go_on(i: int) -> None:
+        while not stop.is_set():
+            assert _ask(fleet, f"task-{i}", f"it {i}")["choices"] == wanted[i]
+            num_asked.append(i)
+
+    with ThreadPoolExecutor(6) as threads:
+        running = [threads.submit(go_on, i) for i in range(6)]
+        _wait(lambda: len(num_asked) > 12)
+        fleet.ask("update", "UPDATED", timeout_s=120)
+        before = len(num_asked)
+        _wait(lambda: len(num_asked) > before + 12)
+        stop.set()
+        for thread in running:
+            thread.result(60)
+    status = fleet.ask("status", "STATUS")
+    assert status.count("HEALTHY") == 4 and "UNHEALTHY" not in status  # a builder among them
