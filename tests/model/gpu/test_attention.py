@@ -44,7 +44,7 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_decoder.py"),
     Path(__file__).with_name("test_lora.py"),
 )
-DECODER_CASES, LORA_CASES = 15, 2
+DECODER_CASES, LORA_CASES = 12, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
