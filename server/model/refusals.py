@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from server.model.families import FAMILIES
+
 _EXPERTS = "a mixture of experts", "a dense model of its size, such as Qwen3 0.6B to 8B"
 _RECURRENT = (
     "a recurrent state instead of keys and values",
@@ -69,6 +71,8 @@ _BY_TYPE: dict[str, tuple[str, str]] = {
         ("gpt_neo", "gptj", "stablelm", "falcon", "codegen"),
         _OWN_ATTENTION,
     ),
+    "chatglm": ("code of its own", "GLM-4-0414 9B, which transformers has a class for"),
+    "phi3_v": ("pictures or sound", "its text-only sister: Phi-3.5-mini, Phi-4-mini"),
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), _PER_LAYER),
 }  # fmt: skip
 
@@ -81,7 +85,11 @@ _BY_REASON = (
     ("ALiBi", _ALIBI[1]),
     ("encoder-decoder", _ENCODER_DECODER[1]),
     ("multimodal", _PICTURES[1]),
-    ("its own code", "a release of it that transformers has a class for"),
+    (
+        "its own code",
+        "a release of it that transformers has a class for, or a model of Llama's build: Qwen3, "
+        "SmolLM2, Llama 3.2",
+    ),
     ("rope type", "the checkpoint without its long-context scaling (rope_parameters)"),
     ("activation", "a model of Llama's build: Qwen3, SmolLM2, Llama 3.2"),
     ("linear_attention", _HYBRID[1]),
@@ -109,6 +117,9 @@ def nearest_to(model_type: str, reasons: Sequence[str]) -> str:
     text = "; ".join(reasons)
     if "head of" in text:
         return f"Nearest that works: {_ENCODER[1]}"
+    # A kind that is refused in any form comes first: unquantised, it would be refused as well.
+    if model_type in _BY_TYPE and model_type not in FAMILIES:
+        return f"Nearest that works: {_BY_TYPE[model_type][1]}"
     for words, thing in _BY_REASON[:2]:
         if words in text:
             return f"Nearest that works: {thing}"

@@ -81,9 +81,8 @@ def _reasons(config: Any) -> Iterator[str]:
     is_generic = generic.is_generic(config)
     computed = generic.ALLOWED_KEYS if family is None and is_generic else frozenset()
     computed = computed if family is None else family.keys
-    for key in _REFUSED_KEYS:
-        if key not in computed and getattr(config, key, None):
-            yield _key_reason(key, getattr(config, key))
+    values = {key: getattr(config, key, None) for key in _REFUSED_KEYS if key not in computed}
+    yield from _key_reasons(values)
     if family is None:
         if is_generic:
             yield from generic.layer_reasons(config)
@@ -109,6 +108,15 @@ def _reasons(config: Any) -> Iterator[str]:
         yield f"head_dim {head_dim} is odd (head_dim)"
 
 
+def _key_reasons(values: Mapping[str, Any]) -> list[str]:
+    """What keys that are set say against a model, each reason once with its keys."""
+    keys: dict[str, list[str]] = {}
+    for key in _REFUSED_KEYS:
+        if values.get(key):
+            keys.setdefault(_key_reason(key, values[key]), []).append(key)
+    return [f"{reason} ({', '.join(named)})" for reason, named in keys.items()]
+
+
 def _key_reason(key: str, value: Any) -> str:
     reason = _REFUSED_KEYS[key]
     if key == "quantization_config":
@@ -117,7 +125,7 @@ def _key_reason(key: str, value: Any) -> str:
             method = getattr(value, "quant_method", None)
         if method is not None:
             reason += f" with {str(getattr(method, 'value', method))[:40]}"
-    return f"{reason} ({key})"
+    return reason
 
 
 def _unknown(architecture: str, model_type: str) -> str:
@@ -168,11 +176,7 @@ def _rope_reasons(config: Any, keys: frozenset[str], rope_types: frozenset[str])
 
 def _check_wrapper(name: str, raw: Mapping[str, Any], family: Family) -> None:
     """Check a multimodal config.json's keys beside text_config, which check_supported reads."""
-    reasons = [
-        _key_reason(key, raw[key])
-        for key in _REFUSED_KEYS
-        if key not in _OF_WRAPPERS and raw.get(key)
-    ]
+    reasons = _key_reasons({key: raw[key] for key in raw if key not in _OF_WRAPPERS})
     text = raw.get("text_config")
     kind = family.model_type
     if isinstance(text, Mapping):
@@ -201,9 +205,7 @@ def check_raw(raw: Mapping[str, Any]) -> None:
     is_generic = generic.is_generic(raw) and not reason_for(model_type, str(name))
     computed = generic.ALLOWED_KEYS if is_generic else frozenset()
     computed |= _OF_WRAPPERS if name in generic.WRAPPERS else frozenset()
-    reasons = [
-        _key_reason(key, raw[key]) for key in _REFUSED_KEYS if key not in computed and raw.get(key)
-    ]
+    reasons = _key_reasons({key: raw[key] for key in raw if key not in computed})
     if is_generic and not reasons:
         return
     if not isinstance(architectures, list) or len(architectures) != 1:

@@ -12,8 +12,10 @@ from server.model.families import FAMILIES
 from server.model.gguf_config import ARCHITECTURES
 from tests.model import families, test_families, test_gguf_families, test_greedy, test_hf_equality
 from tests.model.cpu import test_family_engines
+from tests.model.cpu import test_generic as cpu_generic
 from tests.model.generic_models import GENERIC
 from tests.model.gguf_models import MODELS
+from tests.model.gpu import test_generic as gpu_generic
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
@@ -55,11 +57,32 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _names(test: Any) -> set[str]:
+    """The generic models that a test is parametrized over."""
+    (mark,) = [mark for mark in test.pytestmark if mark.args[0] == "name"]
+    return set(mark.args[1])
+
+
+OTHER_COLUMNS: dict[str, Callable[[], set[str]]] = {
+    "CPU": lambda: set(GENERIC),
+    "CUDA": lambda: _names(gpu_generic.test_logits_are_those_of_transformers_in_chunks_and_trees),
+    **dict.fromkeys(
+        ("drafts", "slices", "exact"),
+        lambda: _names(cpu_generic.test_drafts_slices_and_exact_change_no_bit),
+    ),
+    "adapters": lambda: _names(
+        cpu_generic.test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model
+    ),
+}
+
+
 def others() -> str:
-    """The models of the generic path that the tests run, as Markdown."""
-    lines = ["| Models | class |", "|---|---|"]
-    for known, make in GENERIC.values():
-        lines.append(f"| {known} | `{type(make()).__name__}` |")
+    """The models of the generic path that the tests run, by what they run, as Markdown."""
+    sets = {column: names() for column, names in OTHER_COLUMNS.items()}
+    lines = [f"| Models | class | {' | '.join(sets)} |", "|---|---|" + "---|" * len(sets)]
+    for name, (known, make) in GENERIC.items():
+        marks = " | ".join("✓" if name in column else "-" for column in sets.values())
+        lines.append(f"| {known} | `{type(make()).__name__}` | {marks} |")
     return "\n".join(lines) + "\n"
 
 

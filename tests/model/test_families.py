@@ -297,8 +297,15 @@ _REFUSED = [
      "quantised with awq", "quantization_config", "unquantised"),
     ("PhiMoEForCausalLM", "phimoe", {"auto_map": {"AutoModel": "x.Y"}}, "its own code", "auto_map",
      "dense"),
+    # The unquantised one would be refused, too.
     ("MixtralForCausalLM", "mixtral", {"quantization_config": {"quant_method": "awq"}},
-     "quantised with awq", "quantization_config", "unquantised"),
+     "quantised with awq", "quantization_config", "dense"),
+    ("MiniCPMForCausalLM", "minicpm", {"auto_map": {"AutoModel": "x.Y"}}, "its own code",
+     "auto_map", "Llama's build"),
+    ("ChatGLMModel", "chatglm", {"auto_map": {"AutoModel": "x.Y"}}, "its own code", "auto_map",
+     "GLM-4-0414"),
+    ("Llama4ForConditionalGeneration", "llama4", {"vision_config": {"a": 1}, "text_config": [1]},
+     "multimodal", "(vision_config, text_config)", "dense"),
     ("NoSuchForCausalLM", "no_such", {}, "none of the families", "tailor models list", "Qwen3"),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ def test_drafts_slices_and_exact_change_no_bit(name: str, tmp_path: Path) -> Non
         made.close()
 
 
-def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(tmp_path: Path) -> None:
-    module = build("starcoder2")
+@pytest.mark.parametrize("name", ["starcoder2"])
+def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(name: str, tmp_path: Path) -> None:
+    module = build(name)
     _save(module, tmp_path)
     _adapter(module, tmp_path / "adapter")
     ids = test_bits.tokens(30, 8)
@@ -117,6 +119,27 @@ def test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model(tmp_path: Path) 
         got = all_logprobs(made.wait(), VOCAB_SIZE)
         made.close()
         np.testing.assert_allclose(got, merged, rtol=0.0, atol=atol)
+
+
+def test_torchs_threads_are_left_as_they_were(tmp_path: Path) -> None:
+    def seen() -> int:
+        """What a new thread of this process finds."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        _save(build("phi"), tmp_path)
+        made = _built(tmp_path)
+        builder = BatchBuilder()
+        test_bits.step(
+            made, builder, builder.add_rows(Pages(8).sequence(9), test_bits.tokens(9, 1), 0)
+        )
+        assert (seen(), torch.get_num_threads()) == (3, 3)
+        made.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_log_says_that_it_is_slower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,8 @@ on one thread.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -197,9 +199,7 @@ class GenericRunner(CpuRunner):
             -1 if absent else i - sum(recurrent[:i]) for i, absent in enumerate(recurrent)
         )
         self._store = _state_store(model.nets, info.max_num_seqs)
-        # On the worker thread, where all of torch runs: the number of rows must not decide where
-        # an array is cut (operations.py).
-        self._worker.submit(torch.set_num_threads, 1).result()
+        self._torch_threads = torch.get_num_threads()
 
     def pack_adapter(self, folder: str) -> CpuAdapter:
         """Refused: our sums of adapters are those of families."""
@@ -225,11 +225,21 @@ class GenericRunner(CpuRunner):
         """float32 [R, H]: the final states of rows, times what their logits are scaled by."""
         return self._worker.submit(self._states, ids, rows).result()
 
+    @contextlib.contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """torch on one thread: the number of rows must not decide where an array is cut
+        (operations.py). The number is partly the process's, so it is put back after each step."""
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._torch_threads)
+
     def _states(self, ids: Int64, rows: Rows) -> Float32:
         memory = Memory(self._cache, self._scratch, self._kv_ids, self._store)
         step = PagedStep(rows, memory, self._record_shape, self._work)
         positions = torch.from_numpy(rows.positions.astype(np.int64))[None]
-        with torch.no_grad():
+        with torch.no_grad(), self._one_thread():
             tokens = torch.from_numpy(ids)[None]
             hidden = forward(self._model.module, self._model.holder, tokens, positions, step)
             hidden = hidden * self._model.found.factor
