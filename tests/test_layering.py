@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.fleet.costs": {"server.types"},
     "server.fleet.routing": {"server.fleet.costs"},
     "server.fleet.scaling": {"server.fleet.costs"},
+    "server.fleet.pace": {"server.fleet.costs"},
     "server.fleet.continuation": {"server.types"},
     "server.fleet.desk": {"server.types"},
     "server.fleet.simulation": {"server.fleet.costs", "server.fleet.routing"},
@@ -91,6 +92,7 @@ ALLOWED: dict[str, set[str] | None] = {
         "server.api.tasks",
         "server.config",
         "server.errors",
+        "server.types",
     },
     "server.fleet.replica": {
         *EVERYONE,

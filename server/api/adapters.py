@@ -4,7 +4,8 @@
     POST /v1/unload_lora_adapter   stop serving it; requests that are open end with it
 
 The gate lets only admin keys in. An adapter is served once every engine of its base has read and
-checked it. Engines that start later are told of it; a server that starts again is not.
+checked it. Engines that start later are told of it; a server that starts again is not. Where
+several servers serve the same engines (server.fleet), a change at one is followed by the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -40,6 +43,7 @@ from server.errors import (
     UnsupportedFieldError,
     echoed,
 )
+from server.types import AdapterOrder
 
 log = logging.getLogger("tailor.adapters")
 
@@ -65,22 +69,53 @@ class AdapterAdmin(Protocol):
     def remove(self, name: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterChange:
+    """An adapter that is served from now on. model: its base. order: what its engines know."""
+
+    config: AdapterConfig
+    model: str
+    order: AdapterOrder
+
+
+Publish = Callable[[str, AdapterChange | None], Awaitable[None]]
+"""(name, None where it is served no more): tells whoever else serves it."""
+AdapterTurn = Callable[[], AbstractAsyncContextManager[Publish]]
+"""What a change is made in: nobody else makes one meanwhile."""
+
+
+@contextlib.asynccontextmanager
+async def _alone() -> AsyncIterator[Publish]:
+    """A server that nobody else serves with."""
+
+    async def publish(name: str, change: AdapterChange | None) -> None:
+        del name, change
+
+    yield publish
+
+
 class AdapterRoutes:
-    """`add_to` puts the routes into an app. admin: None where nothing can be changed."""
+    """`add_to` puts the routes into an app. admin: None where nothing can be changed. turn: of the
+    servers that serve the same engines together; None is this one alone."""
 
     def __init__(
-        self, context: RouteContext, client: EngineClient, admin: AdapterAdmin | None
+        self,
+        context: RouteContext,
+        client: EngineClient,
+        admin: AdapterAdmin | None,
+        turn: AdapterTurn | None = None,
     ) -> None:
         self._context = context
         self._client = client
         self._admin = admin
+        self._turn = turn or _alone
         self._lock = asyncio.Lock()
 
     async def load(self, body: LoadAdapterBody) -> str:
         """The answer of POST /v1/load_lora_adapter."""
         admin, intake = self._need_admin(), self._context.intake
         name = body.lora_name
-        async with self._lock:
+        async with self._lock, self._turn() as publish:
             if name in intake.models or name in intake.tasks:
                 raise InvalidRequestError(
                     f"lora_name: {echoed(name)} is the name of a model or task.", param="lora_name"
@@ -104,6 +139,8 @@ class AdapterRoutes:
             await self._tell_engines(served)
             old = admin.add(served)
             intake.adapters[name] = served
+            assert served.adapter is not None
+            await publish(name, AdapterChange(config, served.name, served.adapter))
             if old is not None and old.adapter_id != served.adapter_id:
                 await self._forget(old)
         log.info("adapter %s was loaded", served.adapter_id)
@@ -113,7 +150,7 @@ class AdapterRoutes:
         """The answer of POST /v1/unload_lora_adapter."""
         admin, intake = self._need_admin(), self._context.intake
         name = body.lora_name
-        async with self._lock:
+        async with self._lock, self._turn() as publish:
             served = intake.adapters.get(name)
             if served is None:
                 raise ModelNotFoundError(
@@ -128,9 +165,24 @@ class AdapterRoutes:
             self._engines(served.name)
             del intake.adapters[name]
             admin.remove(name)
+            await publish(name, None)
             await self._forget(served)
         log.info("adapter %s was unloaded", served.adapter_id)
         return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def follow(self, name: str, change: AdapterChange | None) -> None:
+        """Another server that serves the same engines has made this change, and told them.
+
+        Raises ConfigError and ModelError for files that cannot be read here.
+        """
+        admin, intake = self._need_admin(), self._context.intake
+        if change is None:
+            intake.adapters.pop(name, None)
+            admin.remove(name)
+            return
+        served = await asyncio.to_thread(admin.read, change.config, change.model)
+        admin.add(served)
+        intake.adapters[name] = served
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""

@@ -116,7 +116,10 @@ def create_app(
         intake=intake, client=client, metrics=metrics, limits=config.limits, admin=task_admin
     )
     task_routes.add_to(app)
-    AdapterRoutes(context, client, adapters).add_to(app)
+    turn = None if task_admin is None else task_admin.adapter_turn
+    adapter_routes = AdapterRoutes(context, client, adapters, turn)
+    adapter_routes.add_to(app)
+    app.state.follow_adapter = adapter_routes.follow
     app.state.reload_tasks = task_routes.reload
     app.state.follow_tasks = task_routes.follow
     if config.dashboard.enabled:

@@ -26,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api import protocol
-from server.api.adapters import AdapterAdmin
+from server.api.adapters import AdapterAdmin, AdapterTurn
 from server.api.body import parse_object, read_body
 from server.api.engines.client import EngineClient
 from server.api.intake import Intake
@@ -90,6 +90,9 @@ class TaskAdmin(Protocol):
 
     @property
     def adapters(self) -> AdapterAdmin | None: ...
+
+    @property
+    def adapter_turn(self) -> AdapterTurn | None: ...
 
     def corpus_size(self, task: str) -> CorpusFigures | None: ...
 

@@ -1,7 +1,7 @@
 """Flights: steps that the runner has and the engine has not accepted yet, oldest first.
 
 A step is usually accepted before the next one is planned. With `steps_ahead` the next one is
-launched while this one is still computed, if it is known whatever this one draws: every running
+launched while it is still computed, where that one follows whatever is drawn: every running
 sequence draws one token without drafts, and the row of that token takes its id on the device
 (Batch.token_from). So the device has its next step when one ends, and what the host does for it
 (stops, Deltas, text, the next Batch) costs no time.

@@ -19,8 +19,8 @@ from server.engine.sessions import DraftSessions
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The trees of a step: one or None per item of its plan. seconds: that proposing took. ceiling:
-    the most nodes that could have paid."""
+    """trees: one or None per item of the step's plan. seconds: that proposing took. ceiling: the
+    most nodes that could have paid."""
 
     trees: SequenceOf[CheckedTree | None]
     seconds: float = 0.0
@@ -43,8 +43,7 @@ class StepDrafts:
         self._max_draft_rows = max_draft_rows
 
     def propose(self, plan: Plan, *, is_plain: bool) -> Proposed:
-        """The trees of a step; the nodes chosen have their blocks. is_plain: no sequence may
-        draft."""
+        """Trees for a step; what is chosen has its blocks. is_plain: nobody may draft."""
         trees: list[CheckedTree | None] = [None] * len(plan.items)
         drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
         for _, item in drawing:
@@ -89,7 +88,7 @@ class StepDrafts:
         return min(self._max_draft_rows, self._scheduler.max_num_batched_tokens - num_rows)
 
     def _fit(self, sequence: Sequence, tree: CheckedTree) -> CheckedTree | None:
-        """As much of a tree as finds free blocks; drafts never preempt a sequence."""
+        """As much of a tree as gets blocks; drafts never preempt anybody for theirs."""
         num = self._scheduler.reserve_drafts(sequence, len(tree.token_ids))
         if num:
             return tree.prune(num)

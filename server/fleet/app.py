@@ -37,6 +37,7 @@ from server.fleet.replica import EngineReplica
 from server.fleet.routing import Job
 from server.fleet.serve_replicas import ServeDesk, ServeReplicas
 from server.fleet.versions import version_of
+from server.types import AdapterOrder
 
 log = logging.getLogger("tailor.fleet")
 
@@ -44,6 +45,23 @@ _TELL_S = 1.0
 _READY_S = 30.0
 _SCALING = "server.fleet.scaling:WorkPolicy"
 _ROUTER = "server.fleet.task_router:TaskRouter"
+
+
+def _keep_to_this_machine() -> None:
+    """Serve's replicas are called on 127.0.0.1 alone, where Ray is (local.py).
+
+    Ray has no setting for that port, which is on all addresses; who reaches it can run code.
+    """
+    from ray.serve._private import replica
+
+    add = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda grpc_server, address: add(
+        grpc_server, address.replace("[::]", "127.0.0.1")
+    )
+
+
+if os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0":
+    _keep_to_this_machine()  # in each replica, before it listens
 
 
 class DeskDeployment:
@@ -65,9 +83,10 @@ class DeskDeployment:
         """As told last; "" for nobody."""
         return self._owner
 
-    async def tell(self, standing: Standing) -> None:
-        """A replica reports how it is."""
+    async def tell(self, standing: Standing) -> tuple[AdapterOrder, ...]:
+        """A replica reports how it is. Returns the adapters that its engine must know."""
         self._desk.tell(standing)
+        return self._changes.orders(standing.model)
 
     async def leave(self, replica_id: str) -> None:
         """A replica ends."""
@@ -175,6 +194,7 @@ class EngineDeployment:
         costs = replica.costs.costs(replica.info.max_num_seqs)
         return {
             "costs": None if costs is None else costs.told(),
+            "recent": replica.costs.recent,
             "habits": replica.costs.habits(),
             "is_stuck": not replica.serves,
         }
@@ -194,11 +214,11 @@ class EngineDeployment:
             try:
                 await self._tell_once()
             except Exception as error:
-                log.warning("the desk does not answer: %s", type(error).__name__)
+                log.warning("the desk was not told: %s", type(error).__name__)
 
     async def _tell_once(self) -> None:
         replica = self._replica
-        await self._desk.tell.remote(
+        orders = await self._desk.tell.remote(
             Standing(
                 replica.spec.name,
                 replica.spec.model,
@@ -209,6 +229,7 @@ class EngineDeployment:
                 replica.costs.habits(),
             )
         )
+        await replica.know(orders)
 
     async def __del__(self) -> None:
         if hasattr(self, "_telling"):

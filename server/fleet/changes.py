@@ -3,6 +3,8 @@
 Task files and uploaded corpora lie where every ingress can read them. So a change is made once, on
 those files, by the ingress that was asked; the others are told which files to look at again, by a
 number that only grows. The admin route answers when every ingress has followed.
+An adapter that is loaded or unloaded is followed likewise: the ingress that was asked tells all
+replicas, and those that start later are told by the desk.
 
 One ingress changes something at a time. The desk keeps no more than that turn and the latest
 Changes, which every ingress has too: a new desk takes the latest that it is told. This module does
@@ -15,16 +17,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from server.api.adapters import AdapterAdmin
+from server.api.adapters import AdapterAdmin, AdapterChange, AdapterTurn, Publish
 from server.api.tasks import CorpusFigures, TaskAdmin
 from server.config import TaskConfig
-from server.errors import ConfigError, TailorError, UnavailableError
+from server.errors import ConfigError, ModelError, TailorError, UnavailableError
+from server.types import AdapterOrder
 
 log = logging.getLogger("tailor.fleet")
+
+OnAdapter = Callable[[str, AdapterChange | None], Awaitable[None]]
 
 FOLLOW_S = 1.0
 """How long the desk lets an ingress wait for a change before it answers that there was none."""
@@ -39,12 +44,13 @@ class Changes:
     """How often something was changed since the files were first read.
 
     number: ascending, of all changes. reloads: of all task files. corpora: uploads and deletions,
-    by task.
+    by task. adapters: by name, of those that were changed: when (number), and what is served now.
     """
 
     number: int = 0
     reloads: int = 0
     corpora: Mapping[str, int] = field(default_factory=dict)
+    adapters: Mapping[str, tuple[int, AdapterChange | None]] = field(default_factory=dict)
 
     def reloaded(self) -> Changes:
         """After one more reload."""
@@ -54,6 +60,16 @@ class Changes:
         """After one more change of a task's corpus."""
         corpora = {**self.corpora, task: self.corpora.get(task, 0) + 1}
         return replace(self, number=self.number + 1, corpora=corpora)
+
+    def with_adapter(self, name: str, change: AdapterChange | None) -> Changes:
+        """After an adapter was loaded, or unloaded (None)."""
+        number = self.number + 1
+        return replace(self, number=number, adapters={**self.adapters, name: (number, change)})
+
+    def orders(self, model: str) -> tuple[AdapterOrder, ...]:
+        """What the model's engines must know of those that were loaded."""
+        changes = [change for _, change in self.adapters.values()]
+        return tuple(c.order for c in changes if c is not None and c.model == model)
 
 
 class ChangeLog:
@@ -65,6 +81,10 @@ class ChangeLog:
         self._told: dict[str, tuple[int, float]] = {}  # number that an ingress has, when it asked
         self._turn: str | None = None
         self._news = asyncio.Event()
+
+    def orders(self, model: str) -> tuple[AdapterOrder, ...]:
+        """Changes.orders of the latest."""
+        return self._latest.orders(model)
 
     async def follow(self, ingress_id: str, changes: Changes) -> Changes:
         """The latest Changes, as soon as they are newer than the ingress's own, or after FOLLOW_S.
@@ -150,6 +170,7 @@ class SharedTasks:
         self._mine = asyncio.Lock()
         self._following = asyncio.Lock()
         self._on_tasks: Callable[[Mapping[str, TaskConfig]], None] | None = None
+        self._on_adapter: OnAdapter | None = None
 
     # -- TaskAdmin ---------------------------------------------------------------------------
 
@@ -160,6 +181,10 @@ class SharedTasks:
     @property
     def adapters(self) -> AdapterAdmin | None:
         return self._own.adapters
+
+    @property
+    def adapter_turn(self) -> AdapterTurn:
+        return self._adapter_turn
 
     def corpus_size(self, task: str) -> CorpusFigures | None:
         return self._own.corpus_size(task)
@@ -191,9 +216,14 @@ class SharedTasks:
 
     # -- the fleet ---------------------------------------------------------------------------
 
-    async def run(self, on_tasks: Callable[[Mapping[str, TaskConfig]], None]) -> None:
-        """Follow what others change. on_tasks: told the tasks then."""
-        self._on_tasks = on_tasks
+    async def run(
+        self,
+        on_tasks: Callable[[Mapping[str, TaskConfig]], None],
+        on_adapter: OnAdapter | None = None,
+    ) -> None:
+        """Follow what others change. on_tasks: told the tasks then. on_adapter: AdapterRoutes'
+        follow."""
+        self._on_tasks, self._on_adapter = on_tasks, on_adapter
         while True:
             try:
                 latest = await self._desk.follow(self._id, self._changes)
@@ -201,6 +231,14 @@ class SharedTasks:
             except Exception as error:
                 log.warning("changes of tasks cannot be followed: %s", type(error).__name__)
                 await asyncio.sleep(FOLLOW_S)
+
+    @contextlib.asynccontextmanager
+    async def _adapter_turn(self) -> AsyncIterator[Publish]:
+        async def publish(name: str, change: AdapterChange | None) -> None:
+            await self._publish(self._changes.with_adapter(name, change))
+
+        async with self._turn():
+            yield publish
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -240,6 +278,12 @@ class SharedTasks:
                         await self._own.refresh(task)
             except ConfigError as error:
                 log.error("the tasks cannot be read as another ingress did: %s", error.message)
+            for name, (number, change) in latest.adapters.items():
+                if number > before.number and self._on_adapter is not None:
+                    try:
+                        await self._on_adapter(name, change)
+                    except (ConfigError, ModelError) as error:
+                        log.error("an adapter cannot be read here: %s", error.message)
             self._changes = latest
             if self._on_tasks is not None:
                 self._on_tasks(self._own.tasks)

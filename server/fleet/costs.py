@@ -14,6 +14,7 @@ from server.types import Delta, EngineStats
 
 _KEPT = 0.98  # of the old sums, at each new measurement
 _KEPT_OF_TASK = 0.95  # at each finished choice
+_KEPT_OF_RECENT = 0.6
 _MAX_TASKS = 256
 
 
@@ -70,6 +71,8 @@ class CostMeter:
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # weight, rows, seconds, rows squared, rows x seconds
+        self.recent: tuple[float, float] | None = None
+        """Rows and seconds of the last few steps."""
         self._last: EngineStats | None = None
         self._tasks: dict[str, list[float]] = {}  # finished, tokens, steps
 
@@ -80,6 +83,8 @@ class CostMeter:
         self._last = stats
         rows, step_s = float(stats.num_rows), stats.step_s
         new = (1.0, rows, step_s, rows * rows, rows * step_s)
+        before = self.recent or (rows, step_s)
+        self.recent = (_mean(before[0], rows), _mean(before[1], step_s))
         self._sums = [old * _KEPT + more for old, more in zip(self._sums, new, strict=True)]
 
     def costs(self, seats: int) -> StepCosts | None:
@@ -126,3 +131,7 @@ def habits_of(told: Mapping[str, Any]) -> dict[str, TaskHabit]:
         if isinstance(pair, list | tuple) and len(pair) == 2 and min(pair) > 0.0:
             habits[task] = TaskHabit(float(pair[0]), float(pair[1]))
     return habits
+
+
+def _mean(before: float, new: float) -> float:
+    return before * _KEPT_OF_RECENT + new * (1.0 - _KEPT_OF_RECENT)

@@ -336,11 +336,15 @@ def _adapters(stats: Sequence[EngineStats]) -> tuple[AdapterFigures, ...]:
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One answer of all replicas to a control: a failure of one fails it; of tables, numbers are
-    summed and lists put together, as the task routes do over the engines of one server."""
+    summed and lists put together, as the task routes do over the engines of one server; of lists of
+    what has an `id`, each once, with the first `problem` and as `pending` as any."""
     failed = next((answer for answer in answers if not answer.get("ok")), None)
     if failed is not None:
         return failed
     values = [answer.get("value") for answer in answers]
+    lists = [value for value in values if isinstance(value, list)]
+    if lists and len(lists) == len(values):
+        return {"ok": True, "value": _merged_states([one for told in lists for one in told])}
     tables = [value for value in values if isinstance(value, dict)]
     if not tables or len(tables) < len(values):
         return {"ok": True, "value": values[0] if values else None}
@@ -353,3 +357,16 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             else:
                 whole[key] = part if old is None else old + part
     return {"ok": True, "value": whole}
+
+
+def _merged_states(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What replicas told of the same things (engine.adapters' states)."""
+    found: dict[str, dict[str, Any]] = {}
+    for state in states:
+        before = found.setdefault(state["id"], state)
+        found[state["id"]] = {
+            **before,
+            "pending": before["pending"] or state["pending"],
+            "problem": before["problem"] or state["problem"],
+        }
+    return list(found.values())

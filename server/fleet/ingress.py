@@ -137,7 +137,9 @@ class IngressApp:
         if self._uses is not None:
             tasks.append(asyncio.create_task(self._uses.run()))
         if self._shared is not None:
-            tasks.append(asyncio.create_task(self._shared.run(self._app.state.follow_tasks)))
+            state = self._app.state
+            follow = self._shared.run(state.follow_tasks, state.follow_adapter)
+            tasks.append(asyncio.create_task(follow))
         try:
             yield
         finally:

@@ -25,6 +25,11 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+_ALONE = {
+    # As on a laptop with Windows or OSX, Ray takes 127.0.0.1 for its node's address, and then its
+    # own processes listen there. Without it `_node_ip_address` is looked up as the machine's.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 
 
 class Fleet:
@@ -91,10 +96,11 @@ class Fleet:
         return {name: str(state.status.value) for name, state in deployments.items()}
 
     def _connect(self) -> None:
-        for name, value in _QUIET.items():
+        cluster = self._cluster
+        alone = {} if cluster.address is not None else _ALONE
+        for name, value in {**_QUIET, **alone}.items():
             os.environ.setdefault(name, value)
         ray = _ray()
-        cluster = self._cluster
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
         try:
             if cluster.address is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from server import channel
@@ -28,12 +28,13 @@ from server.errors import (
 from server.fleet.costs import CostMeter, habits_of
 from server.fleet.scaling import ReplicaWork
 from server.metrics.series import Metrics
-from server.types import Delta, EngineStats, ModelInfo, Request
+from server.types import AdapterOrder, Delta, EngineStats, ModelInfo, Request
 
 LOST = "lost"
 """("lost", replica_id, taken): the last message of a stream that broke off; the request may be run
 again elsewhere. taken: whether this replica's engine had begun to work for it."""
 
+_CONTROL_S = 8.0
 _ELSEWHERE = (EngineDiedError, NoEngineError, DrainingError)
 """Errors after which another replica may serve the request: this one's engine is gone, starts
 again, or is about to end."""
@@ -70,6 +71,7 @@ class EngineReplica:
         )
         self.costs = CostMeter()
         self._pause_s = 1.0 / max_messages_per_s
+        self._known: dict[str, int] = {}  # adapters that `know` told: in which life of the engine
 
     async def start(self) -> ModelInfo:
         """Start the engine and return when it is ready. Raises NoEngineError when it never is."""
@@ -154,6 +156,22 @@ class EngineReplica:
     async def control(self, name: str, payload: Any, timeout_s: float) -> Any:
         """What the engine answers to ("control", name, payload); see EngineHost."""
         return await self.client.control(self.spec.name, name, payload, timeout_s)
+
+    async def know(self, orders: Sequence[AdapterOrder]) -> None:
+        """The engine knows these adapters, and none of which this said so before and now does not.
+
+        An ingress tells those that run when an adapter is loaded; this is for an engine that starts
+        afterwards. Raises NoEngineError while there is none.
+        """
+        life = self.client.slots[0].generation
+        wanted = {order.adapter_id for order in orders}
+        for gone in self._known.keys() - wanted:
+            if self._known.pop(gone) == life:
+                await self.control("adapter_forget", gone, _CONTROL_S)
+        for order in orders:
+            if self._known.get(order.adapter_id) != life:
+                await self.control("adapter_register", asdict(order), _CONTROL_S)
+                self._known[order.adapter_id] = life
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let open requests end for so many seconds, then stop the engine."""

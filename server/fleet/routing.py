@@ -74,7 +74,7 @@ class ReplicaView:
     """A replica as the router sees it now.
 
     num_open: requests there, running and waiting. costs: None before it has measured a step.
-    is_stuck: whether its engine makes no progress: it gets nothing while another does.
+    is_stuck: whether its engine makes no progress, or is slow: it gets nothing while another does.
     """
 
     num_open: int = 0

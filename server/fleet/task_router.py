@@ -14,6 +14,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.fleet.costs import StepCosts, TaskHabit, habits_of
+from server.fleet.pace import Pace
 from server.fleet.routing import Job, ReplicaView, TaskRouting
 
 _STALE_S = 0.5  # how old the views may be before they are read again
@@ -48,6 +49,7 @@ class TaskRouter(RequestRouter):
         self._views = _Views(self)
         self._costs: dict[str, StepCosts] = {}
         self._stuck: set[str] = set()
+        self._pace = Pace()
         self._read_s = 0.0
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -62,7 +64,8 @@ class TaskRouter(RequestRouter):
     def view(self, name: str) -> ReplicaView:
         """A replica that is there, as it is now. Raises KeyError."""
         queued = self._replica_queue_len_cache.get(self.by_id[name].replica_id)
-        return ReplicaView(queued or 0, self._costs.get(name), name in self._stuck)
+        is_out = name in self._stuck or self._pace.is_out(name)
+        return ReplicaView(queued or 0, self._costs.get(name), is_out)
 
     async def choose_replicas(
         self,
@@ -90,6 +93,7 @@ class TaskRouter(RequestRouter):
         if job is not None:
             name = replica_id.unique_id
             self._routing.routed(job, name, self._costs.get(name))
+            self._pace.routed(name)
 
     def _read(self, replicas: list[RunningReplica]) -> None:
         """Read the replicas' last reports, not for every request but once in a while."""
@@ -98,6 +102,7 @@ class TaskRouter(RequestRouter):
             return
         self._read_s = now_s
         habits: dict[str, TaskHabit] = {}
+        recent: dict[str, tuple[float, float]] = {}
         for replica in replicas:
             name, told = replica.replica_id.unique_id, replica.routing_stats or {}
             costs = StepCosts.of(told.get("costs"))
@@ -105,7 +110,10 @@ class TaskRouter(RequestRouter):
                 self._costs[name] = costs
             (self._stuck.add if told.get("is_stuck") else self._stuck.discard)(name)
             habits.update(habits_of(told.get("habits") or {}))
+            if told.get("recent"):
+                recent[name] = told["recent"]
         self._routing.habits = habits
+        self._pace.read(recent, self._costs)
 
 
 def _job_of(request: PendingRequest) -> Job | None:

@@ -119,6 +119,11 @@ class TaskSet:
         """The tasks to serve: as in their files, but for corpora that were uploaded."""
         return self._tasks
 
+    @property
+    def adapter_turn(self) -> None:
+        """Nobody else serves what this server serves."""
+        return None
+
     def corpus_size(self, task: str) -> CorpusSize | None:
         """Of a task's corpus, None when it has none."""
         return self._sizes.get(task)

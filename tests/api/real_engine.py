@@ -33,6 +33,7 @@ CONTEXT = 256
 def make_engine(
     *,
     step_s: float = 0.0,
+    row_s: float = 0.0,
     max_waiting_requests: int = 1024,
     drafts: bool = True,
     max_num_seqs: int = 16,
@@ -55,7 +56,7 @@ def make_engine(
         eos_token_ids=(0,),
     )
     model = FakeModel(TABLE.vocab_size, context=1, boost=9.0)
-    runner = FakeRunner(model, info, step_s=step_s, fail=fail)
+    runner = FakeRunner(model, info, step_s=step_s, row_s=row_s, fail=fail)
     return Engine(
         runner,
         drafters or ({"suffix": make_drafter("suffix")} if drafts else {}),

@@ -9,21 +9,29 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from drafters import make_drafter
 from server.api.engines.slot import EngineSpec
 from server.config import DEFAULT_TASK, ListenConfig, ServerConfig, TaskConfig
 from server.config.cluster import ClusterConfig
 from server.config.task import SpeculationConfig
+from server.engine.engine import Engine
 from server.engine.host import start_thread
+from server.engine.settings import EngineSettings
+from server.engine.task_store import TaskStore
 from server.fleet.learning.builder import BuilderNumbers
 from server.fleet.learning.exchange import ExchangeNumbers
 from server.fleet.learning.sharing import Sharing
 from server.fleet.parts import Front
 from server.fleet.versions import version_of
+from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import TaskSet
 from tests.api.live import PLAIN_TASK, TABLE, served
 from tests.api.real_engine import CONTEXT, make_engine, make_learning_engine
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 TASKS = tuple(f"task-{i}" for i in range(24))
+SEATS, ROWS = 16, 128  # of an engine
+DECIDING = 6  # last tokens of a text, which decide how it goes on in an engine that learns
 
 
 def free_port() -> int:
@@ -34,13 +42,42 @@ def free_port() -> int:
         return port
 
 
+def learning_engine(*, step_s: float = 0.0, row_s: float = 0.0, learns: bool = True) -> Engine:
+    """An Engine that drafts from what it has answered. Its texts go on by their last DECIDING
+    tokens, so they repeat what was answered after the same end of a prompt, and not themselves."""
+    info = fake_info(
+        vocab_size=TABLE.vocab_size,
+        num_blocks=256,
+        block_size=8,
+        max_model_len=CONTEXT,
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=ROWS,
+        eos_token_ids=(0,),
+    )
+    memory = TaskStore(None, fingerprint="f", build_share=1e9) if learns else None
+    make_drafter("auto").warm_up()
+    return Engine(
+        FakeRunner(
+            FakeModel(TABLE.vocab_size, context=DECIDING, boost=12.0),
+            info,
+            step_s=step_s,
+            row_s=row_s,
+        ),
+        {"auto": partial(make_task_drafter, "auto", "f", (0,), memory=memory)},
+        EngineSettings(max_num_seqs=SEATS, max_num_batched_tokens=ROWS),
+        memory=memory,
+    )
+
+
 @dataclass(frozen=True)
 class FakeParts:
-    """parts.FleetParts over FakeRunners whose steps take step_s seconds.
+    """parts.FleetParts over FakeRunners whose steps take step_s seconds and row_s a row.
 
     more_tasks: a file of further tasks' names, a line each, which a reload reads again. weights: of
     the engines; other weights are another version, which writes the same here. shared: a folder by
     which the engines learn from each other; then all tasks draft by `auto` and say learn: persist.
+    drafts: the engines draft and learn, each alone (learning_engine). slow: (rank, seconds) of a
+    replica whose steps take longer.
     """
 
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -49,6 +86,8 @@ class FakeParts:
     more_tasks: Path | None = None
     weights: int = 0
     shared: str | None = None
+    row_s: float = 0.0
+    slow: tuple[int, float] | None = None
 
     @property
     def sharing(self) -> Sharing | None:
@@ -61,13 +100,11 @@ class FakeParts:
         return version_of(self.server.model_dump_json())
 
     def engine_version(self, model: str) -> str:
-        return version_of(self.step_s, self.drafts, self.weights)
+        return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights)
 
     def front(self) -> Front:
         tasks = self.tasks()
-        drafters = ("off", "suffix") if self.drafts else ("off",)
-        if self.shared is not None:
-            drafters = ("off", "auto")
+        drafters = ("off",) if self.shared is None and not self.drafts else ("off", "auto")
         model = served("tiny", CONTEXT)
         admin = TaskSet(
             tasks,
@@ -80,9 +117,9 @@ class FakeParts:
     def tasks(self) -> Mapping[str, TaskConfig]:
         """As they are in the files now."""
         task = PLAIN_TASK
-        if not self.drafts:
-            off = task.speculation.model_copy(update={"drafter": "off"})
-            task = task.model_copy(update={"speculation": off})
+        drafter = "auto" if self.drafts else "off"
+        chosen = task.speculation.model_copy(update={"drafter": drafter})
+        task = task.model_copy(update={"speculation": chosen})
         if self.shared is not None:
             learns = SpeculationConfig(drafter="auto", learn="persist")
             task = task.model_copy(update={"speculation": learns})
@@ -92,12 +129,19 @@ class FakeParts:
 
     def engine(self, model: str, rank: int, num_cpus: float, num_gpus: float) -> EngineSpec:
         name = f"{model}/{rank}"
-        factory = partial(make_engine, step_s=self.step_s, drafts=self.drafts)
+        step_s = self.slow[1] if self.slow is not None and self.slow[0] == rank else self.step_s
+        factory = partial(self.make, step_s)
         if self.sharing is not None:
             own = Path(f"{self.shared}-{rank}-{os.getpid()}")
             factory = partial(make_learning_engine, self.sharing, own, step_s=self.step_s)
         start = partial(start_thread, factory, name=name, device="cpu")
         return EngineSpec(name, model, "cpu", start)
+
+    def make(self, step_s: float) -> Engine:
+        """One engine."""
+        if self.drafts:
+            return learning_engine(step_s=step_s, row_s=self.row_s)
+        return make_engine(step_s=step_s, row_s=self.row_s, drafts=False)
 
 
 def fake_server(**sections: object) -> ServerConfig:
@@ -132,7 +176,7 @@ def fake_cluster(
             "server": "server.yaml",
             "ingress": {
                 "replicas": ingresses,
-                "num_cpus": 0.1,
+                "num_cpus": 2,  # see run_fleet: it fits on the first node alone
                 "http": http,
                 "own_ports": own_ports,
             },

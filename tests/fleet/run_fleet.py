@@ -1,50 +1,73 @@
 """A fleet of fake engines in a process of its own: python -m tests.fleet.run_fleet PORT [OPTIONS].
 
-It says READY and then does what it is told, a line each: `kill` ends an engine replica's process as
-kill -9 does, `kill NAME` that of this engine, `update` deploys other weights, `learned
-TASK` says what each engine has learned of a task, `status` the state of each deployment; anything
-else, or the end, ends it.
+It says READY and then does what it is told, a line each:
+
+    deploy OPTIONS   runs another fleet on the same Ray, on the same port; READY
+    kill [NAME]      ends an engine replica's process as kill -9 does; KILLED and its id
+    update           deploys other weights; UPDATED and how often that was
+    learned TASK     LEARNED and JSON: what each engine has learned of a task
+    lose             ends all processes of a node that has engine replicas, not the first; LOST
+    headless         ends Ray's head process as kill -9 does; HEADLESS, and then no more commands
+    steps            STEPS and JSON: rows and seconds of each engine's last step
+    status           STATUS and the state of each deployment
+
+Anything else, or the end, ends it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from server.config import ListenConfig, ServerConfig
+from server.config.cluster import ClusterConfig
 from server.fleet.local import APPLICATION, Fleet
 from tests.api.live import LiveServer
-from tests.api.real_engine import CONTEXT, spec
+from tests.api.real_engine import CONTEXT
 from tests.fleet.ray_parts import FakeParts, fake_cluster, fake_server
 
 KEYS = (
     {"id": "all", "key": "sk-all", "admin": True},
     {"id": "few", "key": "sk-few", "requests_per_minute": 20},
 )
+LIMITS = {"max_queued_requests": 4096}
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--least", type=int, help="fewest of --replicas, by what waits")
     parser.add_argument("--ingresses", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=0, help="Ray nodes; 0: Ray embedded")
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--row-s", type=float, default=0.0)
+    parser.add_argument("--slow", help="RANK:SECONDS of a step of one replica")
     parser.add_argument("--http", default="direct")
     parser.add_argument("--policy", default="tasks")
-    parser.add_argument("--drafts", action="store_true", help="the engines draft")
+    parser.add_argument("--drafts", action="store_true", help="the engines draft and learn")
     parser.add_argument("--single", action="store_true", help="one server, no fleet, for a measure")
     parser.add_argument("--own-ports", type=int)
     parser.add_argument("--more-tasks", type=Path)
     parser.add_argument("--shared", help="folder by which the engines learn from each other")
     parser.add_argument("--keys", action="store_true", help="those of KEYS are needed")
-    options = parser.parse_args()
-    server: ServerConfig = fake_server(keys=KEYS if options.keys else ()).model_copy(
+    return parser
+
+
+def _fleet_of(
+    options: argparse.Namespace, address: str | None = None
+) -> tuple[ClusterConfig, FakeParts]:
+    keys = KEYS if options.keys else ()
+    server: ServerConfig = fake_server(keys=keys, limits=LIMITS).model_copy(
         update={"listen": ListenConfig(port=options.port)}
     )
     cluster = fake_cluster(
@@ -55,36 +78,102 @@ def main() -> None:
         own_ports=options.own_ports,
         learns=options.shared is not None,
         least=options.least,
-    )
+    ).model_copy(update={"address": address})
+    rank, _, slow_s = (options.slow or "").partition(":")
     parts = FakeParts(server, options.step_s, options.drafts, options.more_tasks)
-    parts = replace(parts, shared=options.shared)
+    slow = (int(rank), float(slow_s)) if slow_s else None
+    parts = replace(parts, shared=options.shared, row_s=options.row_s, slow=slow)
+    return cluster, parts
+
+
+def main() -> None:
+    options = _parser().parse_args()
     if options.single:
-        _single(parts)
+        _single(_fleet_of(options)[1])
         return
-    with Fleet(cluster, parts) as fleet:
-        _say("READY")
-        for line in sys.stdin:
-            if line.startswith("kill"):
-                _say(f"KILLED {_kill_one(line[4:].strip())}")
-            elif line.strip() == "update":
-                parts = replace(parts, weights=parts.weights + 1)
-                fleet.update(cluster, parts)
-                _say(f"UPDATED {parts.weights}")
-            elif line.startswith("learned"):
-                _say(f"LEARNED {json.dumps(_learned(line[7:].strip()))}")
-            elif line.strip() == "status":
-                _say(f"STATUS {fleet.status()}")
-            else:
-                break
+    with _nodes(options.nodes) as nodes:
+        address = None if nodes is None else nodes.address
+        cluster, parts = _fleet_of(options, address)
+        with Fleet(cluster, parts) as fleet:
+            _say("READY")
+            for line in sys.stdin:
+                command, _, rest = line.strip().partition(" ")
+                if command == "deploy":
+                    asked = _parser().parse_args([str(options.port), *shlex.split(rest)])
+                    cluster, parts = _fleet_of(asked, address)
+                    _take_away()
+                    fleet.update(cluster, parts)
+                    _say("READY")
+                elif command == "update":
+                    parts = replace(parts, weights=parts.weights + 1)
+                    fleet.update(cluster, parts)
+                    _say(f"UPDATED {parts.weights}")
+                elif not _obey(command, rest, fleet, nodes):
+                    break
     _say("ENDED")
+
+
+def _take_away() -> None:
+    """End the fleet that runs, before another one takes its port."""
+    from ray import serve
+
+    serve.delete(APPLICATION)
+
+
+@contextlib.contextmanager
+def _nodes(num: int) -> Iterator[Any]:
+    """A Ray cluster of so many nodes on this machine; None of 0. An ingress fits on the first."""
+    if not num:
+        yield None
+        return
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+        "0"  # the name, for Ray: nodes are at 127.0.0.1
+    )
+    from ray.cluster_utils import Cluster
+
+    common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, **common})
+    try:
+        for _ in range(num - 1):
+            cluster.add_node(num_cpus=1, **common)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
+    """Do what a line says. False where it says that this is the end."""
+    if command == "kill":
+        _say(f"KILLED {_kill_one(rest)}")
+    elif command == "lose":
+        _say(f"LOST {_lose_one(nodes)}")
+    elif command == "headless":
+        nodes.head_node.kill_gcs_server(check_alive=False)
+        _say("HEADLESS")
+        sys.stdin.readline()
+        os._exit(0)  # without its head, Ray has nothing that it could end by
+    elif command == "learned":
+        _say(f"LEARNED {json.dumps(_learned(rest))}")
+    elif command == "steps":
+        steps = [(s.stats.num_rows, s.stats.step_s) for s in _standings()]
+        _say(f"STEPS {json.dumps(steps)}")
+    elif command == "status":
+        _say(f"STATUS {fleet.status()}")
+    else:
+        return False
+    return True
 
 
 def _single(parts: FakeParts) -> None:
     """One server with the fleet's engine, on a port that READY tells, until its input ends."""
     front = parts.front()
-    engine = spec(step_s=parts.step_s, drafts=parts.drafts)
+    engine = parts.engine("tiny", 0, 1.0, 0.0)
     with LiveServer(
-        [engine], max_model_len=CONTEXT, tasks=front.tasks, drafters=front.drafters
+        [engine],
+        config=ServerConfig.model_validate({"limits": LIMITS}),
+        max_model_len=CONTEXT,
+        tasks=front.tasks,
+        drafters=front.drafters,
     ) as live:
         _say(f"READY {live.port}")
         sys.stdin.read()
@@ -95,28 +184,41 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _kill_one(name: str) -> int:
-    """The process of the engine replica with this name, or of one that has a request, or of any."""
+def _standings() -> list[Any]:
     from ray import serve
 
     desk = serve.get_deployment_handle("desk", APPLICATION)
-    standings = desk.standings.remote("tiny").result()
-    busiest = max(standings, key=lambda s: (s.name == name, s.stats.num_running))
+    standings: list[Any] = desk.standings.remote("tiny").result()
+    return standings
+
+
+def _kill_one(name: str) -> int:
+    """The process of the engine replica with this name, or of the one with most requests."""
+    from ray import serve
+
+    busiest = max(_standings(), key=lambda s: (s.name == name, s.stats.num_running))
     engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
     pid: int = engines.pid.remote(replica=busiest.replica_id).result()
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
+def _lose_one(nodes: Any) -> str:
+    """The node, not the first, with the most engine replicas; how many those were."""
+    homes = [standing.node for standing in _standings()]
+    node = max(nodes.worker_nodes, key=lambda node: homes.count(node.node_id))
+    nodes.remove_node(node, allow_graceful=False)
+    return str(homes.count(node.node_id))
+
+
 def _learned(task: str) -> dict[str, tuple[int, int]]:
     """(tokens that it holds, outputs that it has learned itself), by engine."""
     from ray import serve
 
-    desk = serve.get_deployment_handle("desk", APPLICATION)
     engines = serve.get_deployment_handle("engine-tiny", APPLICATION)
     payload = {"task": task, "drafter": "auto", "options": [], "corpus": None}
     told = {}
-    for standing in desk.standings.remote("tiny").result():
+    for standing in _standings():
         call = engines.control.remote("task_report", payload, replica=standing.replica_id)
         try:
             value = call.result(timeout_s=5.0)["value"]

@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from server.config import TaskConfig
-from server.errors import ConfigError, UnavailableError
+from server.api.adapters import AdapterRoutes
+from server.api.engines.slot import EngineSpec
+from server.api.protocol import LoadAdapterBody, UnloadAdapterBody
+from server.api.served_model import ServedModel
+from server.config import AdapterConfig, TaskConfig
+from server.errors import ConfigError, InvalidRequestError, UnavailableError
 from server.fleet.changes import ChangeLog, Changes, SharedTasks
+from server.fleet.far_engine import merged
+from server.fleet.replica import EngineReplica
+from server.types import AdapterOrder
+from tests.api.live import as_bytes, served
+from tests.api.test_adapter_routes import Engines
+from tests.fakes.scripted_engine import ScriptedEngine, saying
 
 
 class Files:
@@ -24,13 +36,32 @@ class Files:
         self.is_broken = False
 
 
+class Adapters:
+    """An AdapterAdmin that has what it has read."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, ServedModel] = {}
+
+    def read(self, config: AdapterConfig, model: str | None = None) -> ServedModel:
+        order = AdapterOrder(f"{config.name}@1", config.path, 64)
+        return replace(served("tiny", 64), adapter=order)
+
+    def add(self, served: ServedModel) -> ServedModel | None:
+        self.served[served.key] = served
+        return None
+
+    def remove(self, name: str) -> None:
+        self.served.pop(name, None)
+
+
 class Admin:
     """A TaskAdmin over Files that has read them once."""
 
-    adapters = None
+    adapter_turn = None
 
     def __init__(self, files: Files) -> None:
         self._files = files
+        self.adapters = Adapters()
         self.names = list(files.names)
         self.corpora = dict(files.corpora)
 
@@ -100,7 +131,14 @@ class Ingress:
         self.admin = Admin(files)
         self.shared = SharedTasks(self.admin, desk, name)
         self.told: list[set[str]] = []
-        self.running = asyncio.create_task(self.shared.run(lambda t: self.told.append(set(t))))
+        self.engines = Engines()
+        self.intake = SimpleNamespace(models={}, tasks={}, adapters={})
+        context: Any = SimpleNamespace(intake=self.intake)
+        client: Any = self.engines
+        self.routes = AdapterRoutes(context, client, self.admin.adapters, self.shared.adapter_turn)
+        self.running = asyncio.create_task(
+            self.shared.run(lambda t: self.told.append(set(t)), self.routes.follow)
+        )
 
 
 @contextlib.asynccontextmanager
@@ -180,5 +218,83 @@ def test_an_ingress_that_is_gone_is_not_waited_for_and_loses_its_turn() -> None:
         assert log.begin("b") == Changes(number=1)
         await log.follow("b", Changes(number=2))
         assert log.is_followed(2) and not log.is_followed(3)
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_is_loaded_at_one_ingress_is_served_by_all_and_by_late_ones() -> None:
+    async def run() -> None:
+        async with _fleet() as (files, desk, ingresses):
+            load = LoadAdapterBody(lora_name="new", lora_path="folder")
+            await ingresses[1].routes.load(load)
+            assert all(set(i.intake.adapters) == {"new"} for i in ingresses)
+            assert all(set(i.admin.adapters.served) == {"new"} for i in ingresses)
+            asked = [i.engines.num_calls > 0 for i in ingresses]
+            assert asked == [False, True, False]  # the replicas are told once
+            assert desk.log is not None
+            assert [order.adapter_id for order in desk.log.orders("tiny")] == ["new@1"]
+            assert not desk.log.orders("another")
+            with pytest.raises(InvalidRequestError, match="already been loaded"):
+                await ingresses[0].routes.load(load)
+            late = Ingress("late", files, desk)
+            await asyncio.sleep(0.01)  # it follows
+            await late.routes.load(LoadAdapterBody(lora_name="more", lora_path="folder"))
+            assert set(late.intake.adapters) == {"new", "more"}
+            await ingresses[2].routes.unload(UnloadAdapterBody(lora_name="new"))
+            assert all(set(i.intake.adapters) == {"more"} for i in (*ingresses, late))
+            assert [order.adapter_id for order in desk.log.orders("tiny")] == ["more@1"]
+            late.running.cancel()
+            await asyncio.gather(late.running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_without_the_desk_no_adapter_is_loaded() -> None:
+    async def run() -> None:
+        async with _fleet() as (_, desk, ingresses):
+            desk.log = None
+            with pytest.raises(UnavailableError):
+                await ingresses[0].routes.load(LoadAdapterBody(lora_name="a", lora_path="folder"))
+            assert not ingresses[0].intake.adapters and not ingresses[0].engines.num_calls
+
+    asyncio.run(run())
+
+
+def test_states_of_adapters_are_merged_over_replicas() -> None:
+    def told(*states: tuple[str, bool, str]) -> dict[str, Any]:
+        return {
+            "ok": True,
+            "value": [{"id": i, "pending": pending, "problem": no} for i, pending, no in states],
+        }
+
+    answers = [told(("a", False, ""), ("b", False, "")), told(("b", True, "")), told(("a", 0, "x"))]
+    assert merged(answers)["value"] == [
+        {"id": "a", "pending": False, "problem": "x"},
+        {"id": "b", "pending": True, "problem": ""},
+    ]
+
+
+def test_an_engine_that_starts_late_or_again_is_told_of_adapters_once() -> None:
+    async def run() -> None:
+        engine = ScriptedEngine(saying(as_bytes("a")), name="engine-0")
+        replica = EngineReplica(EngineSpec("engine-0", "tiny", "cpu", engine.factory))
+        await replica.start()
+        told: list[tuple[str, Any]] = []
+
+        async def control(name: str, payload: Any, timeout_s: float) -> Any:
+            told.append((name, payload if isinstance(payload, str) else payload["adapter_id"]))
+            return {"ok": True, "value": None}
+
+        replica.control = control  # type: ignore[method-assign]
+        orders = [AdapterOrder(f"{name}@1", "folder", 64) for name in "ab"]
+        for _ in range(2):
+            await replica.know(orders)
+        assert told == [("adapter_register", "a@1"), ("adapter_register", "b@1")]
+        replica.client.slots[0].generation += 1  # another life: it knows nothing
+        await replica.know(orders[1:])
+        assert told[2:] == [("adapter_register", "b@1")]
+        await replica.know([])
+        assert told[3:] == [("adapter_forget", "b@1")]
+        await replica.stop()
 
     asyncio.run(run())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +13,12 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
+from loadtest.fleet_process import FleetProcess
 from tests.api.live import LiveServer, wait_until
 from tests.api.real_engine import CONTEXT, spec
-from tests.fleet.fleet_process import FleetProcess
 from tests.fleet.ray_parts import FakeParts, free_port
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: the extra `ray`")
@@ -124,6 +127,18 @@ def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:
     began_s = time.monotonic()
     wait_until(lambda: running() == 0.0, 30)
     assert time.monotonic() - began_s < 200 * STEP_S + 20
+
+
+def test_everything_of_it_listens_on_this_machine_alone(fleet: FleetProcess) -> None:
+    listening = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == fleet.pid:
+                found = process.net_connections("tcp")
+                listening |= {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
+    assert len(listening) > 5
+    elsewhere = [at for at in listening if not at.ip.endswith("127.0.0.1") and at.ip != "::1"]
+    assert not elsewhere
 
 
 def test_a_bad_request_is_refused_as_by_one_server(fleet: FleetProcess) -> None:

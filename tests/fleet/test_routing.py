@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.fleet.costs import CostMeter, StepCosts, TaskHabit, habits_of
+from server.fleet.pace import Pace
 from server.fleet.routing import CHUNK, Job, ReplicaView, TaskRouting, prefix_chain
 from server.types import Delta, EngineStats, StepCounts
 
@@ -218,3 +219,49 @@ def test_habits_are_learned_from_outputs() -> None:
     assert abs(habit.output_tokens - 10) < 0.1 and abs(habit.tokens_a_step - 2) < 1e-9
     assert TaskHabit(10.0, 2.0).steps == 5.0
     assert habits_of({"x": [1], "y": "no", "z": [0.0, 1.0]}) == {}
+
+
+def test_a_slow_replica_is_left_out_but_for_a_trial_now_and_then() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    costs = dict.fromkeys("abc", COSTS)
+    usual = COSTS.step_s(4)
+    recent = {"a": (4.0, usual), "b": (4.0, 3 * usual), "c": (4.0, 10 * usual)}
+    pace.read(recent, costs)
+    assert [pace.is_out(name) for name in "abc"] == [False, False, True]
+    clock.now_s += 11.0
+    pace.read(recent, costs)
+    assert not pace.is_out("c")  # a trial
+    pace.routed("c")
+    pace.read(recent, costs)
+    assert pace.is_out("c")
+    clock.now_s += 11.0
+    pace.read({**recent, "c": (4.0, usual)}, costs)
+    assert not pace.is_out("c")
+    pace.routed("c")
+    assert not pace.is_out("c")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdef"), st.tuples(st.floats(1, 64), st.floats(1e-4, 10.0)), min_size=1
+    )
+)
+def test_never_more_than_half_of_the_replicas_are_slow(
+    recent: dict[str, tuple[float, float]],
+) -> None:
+    pace = Pace(Clock())
+    costs = {name: StepCosts(seconds / 2, seconds / 2 / rows) for name, (rows, seconds)
+             in recent.items()}  # fmt: skip
+    pace.read(recent, costs)
+    assert 2 * sum(pace.is_out(name) for name in recent) <= len(recent)
+
+
+def test_the_last_steps_follow_a_replica_that_became_slow() -> None:
+    meter = CostMeter()
+    for i in range(100):
+        meter.observe(EngineStats(step_s=0.02 + 1e-6 * i, num_rows=4))
+    assert meter.recent is not None and abs(meter.recent[1] - 0.02) < 1e-3
+    for i in range(4):
+        meter.observe(EngineStats(step_s=0.4 + 1e-6 * i, num_rows=4))
+    assert meter.recent[1] > 0.3 and meter.recent[0] == 4.0

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from loadtest.fleet import body, missed_goals, percentile
+from loadtest.fleet import missed_goals
+from loadtest.fleet_traffic import body, percentile
 
 
 def test_goals_that_are_missed_are_told() -> None:
     good = {
         "throughput": {"linear": 0.97},
         "ingress": {"p50_ms": 2.0, "p95_ms": 8.0},
-        "routing": {"cached": 1.4},
+        "routing": {"cached": 1.4, "accepted": 1.5},
+        "faults": {"num_lost": 0, "num_wrong": 0, "requests": 2000},
     }
     assert missed_goals(good) == [] == missed_goals({})
     bad = {**good, "throughput": {"linear": 0.9}, "ingress": {"p50_ms": 2.0, "p95_ms": 9.5}}
     assert missed_goals(bad) == [
         "throughput linear: 0.900, goal 0.95",
         "ingress p95_ms: 9.500, goal 8.0",
+    ]
+    assert missed_goals({"faults": {"num_lost": 1, "num_wrong": 0, "requests": 2000}}) == [
+        "faults num_lost: 1, goal 0"
     ]
 
 

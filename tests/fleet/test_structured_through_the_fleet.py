@@ -1,0 +1,37 @@
+"""The tests of structured outputs, once more, with a fleet of two where the engine was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from server.api.engines.slot import EngineSpec
+from server.engine.host import start_thread
+from tests.api.live import TOKENIZER, LiveServer
+from tests.api.test_structured_end_to_end import (  # noqa: F401  # with this file's `server`
+    make_engine,
+    test_a_dead_end_is_a_clear_error_even_within_a_stream,
+    test_echo_and_prompts_in_ids_leave_the_grammar_to_the_output,
+    test_every_form_matches_with_and_without_drafts,
+    test_forced_tokens_are_reported_as_a_source,
+    test_json_object_is_an_object,
+    test_openai_and_vllm_fields_give_json_of_the_schema,
+    test_what_cannot_be_is_a_400_that_names_the_field,
+)
+from tests.fleet.local_replicas import LocalReplicas, fleet_spec
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    file.write_text(TOKENIZER.to_str(), encoding="utf-8")
+    make = partial(make_engine, file)
+    specs = [
+        EngineSpec(n, "tiny", "cpu", partial(start_thread, make, name=n, device="cpu"))
+        for n in ("e0", "e1")
+    ]
+    live = LiveServer([fleet_spec(LocalReplicas(specs), lambda: live._loop)])
+    with live:
+        yield live
