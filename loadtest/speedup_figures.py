@@ -172,7 +172,7 @@ def forecasts_of(
     from drafters.corpus import Corpus
     from drafters.replay import Recording
     from server.engine.budget import CostTable
-    from server.engine.forecast import forecast
+    from server.engine.forecast import ServedBy, forecast
 
     recordings = [
         Recording(a.timing.prompt_token_ids, a.timing.token_ids)
@@ -188,7 +188,7 @@ def forecasts_of(
         expected = forecast(
             drafter,
             recordings,
-            CostTable.from_dict(dict(cost)),
+            ServedBy(CostTable.from_dict(dict(cost))),
             max_draft_tokens=max_nodes,
         )
         tokens = sum(len(recording.output_ids) for recording in recordings)

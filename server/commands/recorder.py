@@ -28,7 +28,7 @@ from server.client.connection import CallFailedError, Endpoint
 from server.client.http import Caller, RefusedError
 from server.datasets import ids_of, rows
 from server.errors import ConfigError
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import Request, SamplingParams, SpeculationParams, TokenLogprob
 
 if TYPE_CHECKING:
     from server.engine.engine import Engine
@@ -48,12 +48,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model wrote. output_ids: with the EOS id where it ended by itself."""
+    """What the model wrote. output_ids: with the EOS id where it ended by itself. likely: of each
+    of them, where the likeliest ids were asked for."""
 
     prompt: Prompt
     output_ids: tuple[int, ...]
     finish_reason: str
     text: str
+    likely: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +116,20 @@ def ask_engine(
     *,
     speculation: SpeculationParams | None = None,
     num_open: int = 16,
+    num_likely: Callable[[Prompt], int] = lambda _: 0,
 ) -> Iterator[Answer | Failure]:
     """Answers as they finish, at most `num_open` prompts at once.
 
     tokenizer: a tokenizers.Tokenizer; prompts get the special tokens that the server would give
     them. sampling: max_tokens is cut to the model's context; with a temperature each prompt's seed
-    is sampling.seed plus its line number. Closing the iterator aborts what is open.
+    is sampling.seed plus its line number. num_likely: how many likeliest ids of every position of
+    an answer are wanted. Closing the iterator aborts what is open.
     """
     waiting = iter(prompts)
     speculation = speculation or SpeculationParams()
     asked: dict[str, Prompt] = {}
     outputs: dict[str, list[int]] = {}
+    likely: dict[str, list[TokenLogprob]] = {}
     more = True
     try:
         while True:
@@ -133,13 +138,14 @@ def ask_engine(
                 if prompt is None:
                     more = False
                     break
-                request = _request(engine, tokenizer, prompt, sampling, speculation)
+                drawn = replace(sampling, num_logprobs=num_likely(prompt) or None)
+                request = _request(engine, tokenizer, prompt, drawn, speculation)
                 if isinstance(request, Failure):
                     yield request
                     continue
                 name = request.request_id
                 asked[name] = replace(prompt, ids=request.prompt_ids)
-                outputs[name] = []
+                outputs[name], likely[name] = [], []
                 engine.submit(request)
             if not asked:
                 return
@@ -148,14 +154,15 @@ def ask_engine(
                 if name not in asked:
                     continue
                 outputs[name] += delta.token_ids
+                likely[name] += delta.logprobs
                 if delta.finish_reason is None:
                     continue
-                prompt, output = asked.pop(name), outputs.pop(name)
+                prompt, output, rows = asked.pop(name), outputs.pop(name), likely.pop(name)
                 if delta.finish_reason in ("error", "abort"):
                     yield Failure(prompt, delta.error or delta.finish_reason)
                 else:
                     text = tokenizer.decode(output, skip_special_tokens=True)
-                    yield Answer(prompt, tuple(output), delta.finish_reason, text)
+                    yield Answer(prompt, tuple(output), delta.finish_reason, text, tuple(rows))
     finally:
         for name in asked:
             engine.abort(name)

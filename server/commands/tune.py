@@ -36,6 +36,7 @@ from server.commands.tune_file import (
     task_text,
     write_checked,
 )
+from server.commands.tune_machine import served_by_engine
 from server.commands.tune_material import BUSY, DATA, Material, Progress, TuneSettings, gather
 from server.commands.tune_quality import quality
 from server.types import SpeculationParams
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from drafters.corpus import Corpus
     from server.engine.budget import CostTable
     from server.engine.engine import Engine
+    from server.engine.forecast import ServedBy
     from server.token_bytes import TokenBytes
     from vocab_store.profile import VocabProfile
 
@@ -85,12 +87,12 @@ def tune(
                 made.warm_up()
             return made
 
-        choices = replay_all(
-            settings, material, drafter_of, list(corpora), cost, engine.info.vocab_size, progress
-        )
+        progress("measuring the host's part of a step", 0, None)
+        served_by = served_by_engine(engine, cost, [r.prompt_ids for r in material.held])
+        choices = replay_all(settings, material, drafter_of, list(corpora), served_by, progress)
         best = best_of(choices)
         progress(f"replaying {MANY_STREAMS} streams", 0, None)
-        many = _with_many_streams(best, material, drafter_of, cost, engine.info.vocab_size)
+        many = _with_many_streams(best, material, drafter_of, served_by)
         why = corpus_fit(choices) | _why(best, material, drafter_of, corpora)
     progress("vocabulary", 0, None)
     slices, profile = vocabulary(material, best, engine, tokens, cost, head, settings)
@@ -127,8 +129,7 @@ def _with_many_streams(
     best: Choice | None,
     material: Material,
     drafter_of: Callable[[str, str | None], Drafter],
-    cost: CostTable,
-    vocab_size: int,
+    served_by: ServedBy,
 ) -> float:
     """The expected speedup with several requests at once."""
     from server.engine.forecast import forecast
@@ -136,10 +137,10 @@ def _with_many_streams(
     return forecast(
         None if best is None else drafter_of(best.drafter, best.corpus),
         material.held,
-        cost,
+        served_by,
         max_draft_tokens=0 if best is None else best.budget,
         num_streams=MANY_STREAMS,
-        vocab_size=vocab_size,
+        max_tokens=material.max_tokens,
     ).speedup
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drafters.replay import Recording
     from server.engine.budget import CostTable
     from server.engine.engine import Engine
-    from server.engine.forecast import Forecast
+    from server.engine.forecast import Forecast, ServedBy
     from server.token_bytes import TokenBytes
     from vocab_store.cost import HeadCosts
     from vocab_store.profile import VocabProfile
@@ -51,8 +51,7 @@ def replay_all(
     material: Material,
     drafter_of: Callable[[str, str | None], Drafter],
     corpora: Sequence[str],
-    cost: CostTable,
-    vocab_size: int,
+    served_by: ServedBy,
     progress: Progress,
 ) -> list[Choice]:
     """Every drafter with every corpus it can use, at every budget; one stream."""
@@ -71,9 +70,9 @@ def replay_all(
         expected = forecast(
             drafter_of(name, label),  # anew: a drafter learns from what it sees
             material.held,
-            cost,
+            served_by,
             max_draft_tokens=budget,
-            vocab_size=vocab_size,
+            max_tokens=material.max_tokens,
         )
         choices.append(Choice(name, label, budget, expected))
     progress("replaying drafters", len(cells), len(cells))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from server.errors import ConfigError
 
 if TYPE_CHECKING:
     from server.engine.batch import Runner
+    from server.engine.budget import CostTable
+    from server.engine.engine import Engine
+    from server.engine.forecast import ServedBy
 
 _NUM_MEASURED = 3
 
@@ -60,6 +63,22 @@ def head_seconds(runner: Runner) -> tuple[float, float]:
         sorted(figures)[_NUM_MEASURED // 2] for figures in zip(*measured, strict=True)
     )
     return first, further
+
+
+def served_by_engine(engine: Engine, cost: CostTable, prompts: Sequence[Sequence[int]]) -> ServedBy:
+    """What a forecast asks of this engine, measured on the task's prompts where it must be."""
+    from server.engine.forecast import ServedBy
+    from server.engine.host_cost import measure_host
+    from server.engine.probe import measure_undrawn
+
+    return ServedBy(
+        cost,
+        measure_host(engine, prompts, "auto"),
+        measure_undrawn(engine.runner),
+        engine.info.vocab_size,
+        engine.settings.max_num_batched_tokens,
+        engine.info.block_size if engine.settings.prefix_cache else 0,
+    )
 
 
 def head_share(folder: Path) -> float | None:

@@ -26,7 +26,8 @@ Progress = Callable[[str, int, int | None], None]
 _MAX_HELD = 200
 _MAX_HELD_TOKENS = 12_000
 _MIN_EXAMPLES = 10
-_RECORDED_HELD = 4  # every so many of the recorded prompts is held back
+_RECORDED_HELD = 4  # one in so many of the recorded prompts is held back
+_HELD_BLOCKS = 8
 OWN, DATA, BOTH = "own outputs", "completions", "both"
 
 
@@ -100,26 +101,34 @@ def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Pro
     material.max_tokens = settings.max_tokens or bound
     if settings.outputs == "gold":
         examples = [example for example in gold if example is not None]
-        step = max(5, math.ceil(len(examples) / _MAX_HELD))
-        held = set(range(step - 1, len(examples), step))
-        _hold(material, [examples[i] for i in sorted(held)])
+        from drafters.replay import Recording
+
+        one_in = max(5, math.ceil(len(examples) / _MAX_HELD))
+        held = [is_held(i, len(examples), one_in) for i in range(len(examples))]
+        pairs = zip(examples, held, strict=True)
+        _hold(material, [Recording(list(p), list(o)) for (p, o), is_out in pairs if is_out])
         seen = {tuple(r.prompt_ids) for r in material.held}
-        material.parts[DATA] = _without(examples, seen)
+        rest = [e for e, is_out in zip(examples, held, strict=True) if not is_out]
+        material.parts[DATA] = _without(rest, seen)
         material.whole[DATA] = examples
         return material
     material.has_plain_prompts = any(prompt.text is not None for prompt in prompts)
-    own, own_lines = _record(settings, material, engine, tokenizer, prompts, progress)
+    answers = _record(settings, material, engine, tokenizer, prompts, progress)
+    own: list[Example] = [(answer.prompt.ids or (), answer.output_ids) for answer in answers]
+    own_lines = [answer.prompt.line for answer in answers]
     _compare(material, own, own_lines, texts, tokenizer)
-    held_own = [example for i, example in enumerate(own) if i % _RECORDED_HELD == 0]
-    _hold(material, held_own)
+    num = len(gold)
+    held = [a for a in answers if is_held(a.prompt.line, num, _RECORDED_HELD)]
+    _hold(material, map(recording_of, held or answers[::_RECORDED_HELD]))
     seen = {tuple(r.prompt_ids) for r in material.held}
-    held_lines = {own_lines[i] for i in range(0, len(own), _RECORDED_HELD)}
-    parts = {OWN: _without(own, seen)}
+    held_lines = {i for i in range(num) if is_held(i, num, _RECORDED_HELD)}
+    parts = {
+        OWN: _without([e for e, i in zip(own, own_lines, strict=True) if i not in held_lines], seen)
+    }
     whole = {OWN: own}
     known = [(i, example) for i, example in enumerate(gold) if example is not None]
     if known:
-        same = {tuple(gold[i][0]) for i in held_lines if gold[i] is not None}  # type: ignore[index]
-        parts[DATA] = [e for i, e in known if i not in held_lines and tuple(e[0]) not in same]
+        parts[DATA] = _without([e for i, e in known if i not in held_lines], seen)
         whole[DATA] = [e for _, e in known]
         parts[BOTH] = parts[DATA] + parts[OWN]
         whole[BOTH] = whole[DATA] + whole[OWN]
@@ -206,14 +215,34 @@ def _compare(
             material.compared.append(Compared(gold, output, hit_max))
 
 
-def _hold(material: Material, examples: Iterable[Example]) -> None:
+def is_held(line: int, num_lines: int, one_in: int) -> bool:
+    """Whether a line is held back: one in `one_in`, in blocks of neighbours spread over the data.
+    Lines that stand together often share a passage, and one of them in the corpus would promise
+    of the next what no prompt to come has."""
+    return line * _HELD_BLOCKS * one_in // num_lines % one_in == one_in - 1
+
+
+def recording_of(answer: Answer) -> Recording:
+    """An answer to be replayed, with what the model held likely where that was asked for."""
     from drafters.replay import Recording
 
+    tops = [row.top for row in answer.likely]
+    return Recording(
+        list(answer.prompt.ids or ()),
+        list(answer.output_ids),
+        [[token for token, _ in top] for top in tops],
+        [[math.exp(logprob) for _, logprob in top] for top in tops],
+    )
+
+
+def _hold(material: Material, recordings: Iterable[Recording]) -> None:
     num_tokens = 0
-    for prompt, output in examples:
-        if prompt and output and (num_tokens < _MAX_HELD_TOKENS or not material.held):
-            material.held.append(Recording(list(prompt), list(output)))
-            num_tokens += len(output)
+    for recording in recordings:
+        if not recording.prompt_ids or not recording.output_ids:
+            continue
+        if num_tokens < _MAX_HELD_TOKENS or not material.held:
+            material.held.append(recording)
+            num_tokens += len(recording.output_ids)
     if not material.held:
         raise ConfigError("no held-back example has a prompt and an output")
 
@@ -230,11 +259,14 @@ def _record(
     tokenizer: Any,
     prompts: Sequence[Prompt],
     progress: Progress,
-) -> tuple[list[Example], list[int]]:
-    """(examples of the model's own outputs, the index of the line of each), in the data's order."""
+) -> list[Answer]:
+    """The model's own outputs in the order of the data; `line` is the index of a line. Those to be
+    held back come with what the model held likely."""
+    from drafters.auto.likely import NUM_LIKELY
+
     num = min(settings.num_prompts, len(prompts))
     picked = [i * len(prompts) // num for i in range(num)]
-    # Every fourth is held back: the first pass takes some of each, should the time run out.
+    # In no order, so that some of each part are there should the time run out.
     asked = [replace(prompts[i], line=i) for i in picked]
     asked.sort(key=lambda prompt: _shuffle(prompt.line))
     end_s = time.monotonic() + settings.record_s
@@ -261,6 +293,9 @@ def _record(
         sampling,
         speculation=SpeculationParams("auto", 8),
         num_open=min(16, engine.settings.max_num_seqs),
+        num_likely=lambda prompt: (
+            NUM_LIKELY if is_held(prompt.line, len(prompts), _RECORDED_HELD) else 0
+        ),
     ):
         if isinstance(answer, Failure):
             failures.append(answer)
@@ -271,9 +306,7 @@ def _record(
     if len(answers) < _MIN_EXAMPLES:
         reason = f": {failures[0].message}" if failures else "; give it more time"
         raise ConfigError(f"only {len(answers)} outputs were recorded{reason}")
-    lines = sorted(answers)
-    examples: list[Example] = [(answers[i].prompt.ids or (), answers[i].output_ids) for i in lines]
-    return examples, lines
+    return [answers[line] for line in sorted(answers)]
 
 
 def _shuffle(number: int) -> int:

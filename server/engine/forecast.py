@@ -1,10 +1,12 @@
 """What a drafter is expected to gain on this machine: recorded outputs, replayed in steps.
 
 `forecast` runs recordings through a drafter as Engine.step would, but asks a CostTable instead of a
-model how long each step takes. The planner is the engine's (planner.py), prompts come in chunks,
-and the first tree hangs off the step that ends the prompt. The drafter's own time is measured while
-it runs, in CPU seconds of the thread, so that a busy machine does not make drafts look expensive.
-The result is compared with the plain decode of the same recordings in the same seats:
+model how long each step takes. The planner is the engine's (planner.py), prompts come in chunks and
+from the prefix cache, the first tree hangs off the step that ends the prompt, and a session is told
+the likeliest ids of accepted rows where they were recorded. The time of proposing is measured while
+it runs, in CPU seconds of the thread, so that a busy machine does not make drafts look expensive;
+what else the host does in a step comes from HostCosts. The result is compared with the plain decode
+of the same recordings in the same seats:
 
     speedup = seconds without drafts / seconds with them
 
@@ -14,14 +16,39 @@ The tokens are the recorded ones, so the forecast does not depend on sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from drafters.base import Drafter, DraftSession
-from drafters.replay import Recording, follow
+from drafters.replay import Recording, follow, note_rows
 from server.engine.budget import CostTable, DraftBudget, DraftRecord
 from server.engine.drafting import CheckedTree
+from server.engine.host_cost import HostCost, HostCosts
 from server.engine.planner import Ask, DraftPlanner, StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBy:
+    """The engine that a forecast is of.
+
+    cost: of its steps, every row drawn. undrawn_row_s: seconds that a row of a prompt takes less,
+    because it has no LM head. host: beside the model; None: what sessions take to learn is measured
+    as proposing is, and the rest costs nothing. vocab_size: what ids of trees are checked against.
+    max_rows: rows a step. block_size: of the prefix cache, 0 without one.
+    """
+
+    cost: CostTable
+    host: HostCosts | None = None
+    undrawn_row_s: float = 0.0
+    vocab_size: int = 1 << 31
+    max_rows: int = 512
+    block_size: int = 0
+
+    def step_s(self, num_rows: int, num_draws: int, keys: float) -> float:
+        """Seconds of the model. num_draws: rows that are drawn from, draft nodes too."""
+        whole = self.cost.cost(num_rows, keys)
+        # At least half of it: what heads take was measured at another number of rows.
+        return max(0.5 * whole, whole - self.undrawn_row_s * (num_rows - num_draws))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +107,25 @@ class _Seat:
 def forecast(
     drafter: Drafter | None,
     recordings: Sequence[Recording],
-    cost: CostTable,
+    served_by: ServedBy,
     *,
     max_draft_tokens: int = 16,
     num_streams: int = 1,
-    vocab_size: int = 1 << 31,
-    max_rows: int = 512,
+    max_tokens: int = 1 << 30,
 ) -> Forecast:
     """Replay `recordings` in `num_streams` seats, in order, and price every step.
 
-    drafter: None for the plain path. vocab_size: bound on the ids of trees. max_rows: rows a step.
-    Recordings without a prompt or without an output are left out. Raises ValueError when none is
-    left, and DraftError for a tree that an engine would refuse.
+    drafter: None for the plain path. max_tokens: longest output that requests allow. Recordings
+    without a prompt or without an output are left out. Raises ValueError when none is left, and
+    DraftError for a tree that an engine would refuse.
     """
     usable = [r for r in recordings if len(r.prompt_ids) and len(r.output_ids)]
     if not usable:
         raise ValueError("a forecast needs at least one recording with a prompt and an output")
-    planner = DraftPlanner(DraftBudget(cost), vocab_size)
-    plain = _Load(usable, None, planner, 0, num_streams, max_rows) if drafter is not None else None
-    load = _Load(usable, drafter, planner, max_draft_tokens, num_streams, max_rows)
+    plain = None
+    if drafter is not None:
+        plain = _Load(usable, None, served_by, 0, num_streams, max_tokens)
+    load = _Load(usable, drafter, served_by, max_draft_tokens, num_streams, max_tokens)
     load.run()
     if plain is not None:
         plain.run()
@@ -109,19 +136,49 @@ def forecast(
         load.num_rows,
         load.seconds,
         load.seconds if plain is None else plain.seconds,
-        _prefill_s(usable, cost, max_rows),
+        _prefill_s(usable, served_by),
     )
 
 
-def _prefill_s(recordings: Sequence[Recording], cost: CostTable, max_rows: int) -> float:
+def _prefill_s(recordings: Sequence[Recording], served_by: ServedBy) -> float:
+    """Of all prompts, one after the other."""
     seconds = 0.0
+    cache = _PrefixCache(served_by.block_size)
     for recording in recordings:
-        left, done = len(recording.prompt_ids), 0
+        done = cache.find(recording.prompt_ids)
+        left = len(recording.prompt_ids) - done
         while left:
-            rows = min(left, max_rows)
-            seconds += cost.cost(rows, rows * (done + 0.5 * rows))
+            rows = min(left, served_by.max_rows)
+            seconds += served_by.step_s(rows, int(rows == left), rows * (done + 0.5 * rows))
             left, done = left - rows, done + rows
+        cache.add(recording.prompt_ids)
     return seconds
+
+
+class _PrefixCache:
+    """Which prompts' blocks are there. It forgets nothing."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._known: set[tuple[int, ...]] = set()
+
+    def find(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens of a prompt that need not be computed; the last one is."""
+        num = 0
+        for blocks in self._blocks(prompt_ids, len(prompt_ids) - 1):
+            if blocks not in self._known:
+                break
+            num = len(blocks)
+        return num
+
+    def add(self, prompt_ids: Sequence[int]) -> None:
+        """A prompt was computed."""
+        self._known.update(self._blocks(prompt_ids, len(prompt_ids)))
+
+    def _blocks(self, prompt_ids: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+        if self._size:
+            for end in range(self._size, most + 1, self._size):
+                yield tuple(prompt_ids[:end])
 
 
 class _Load:
@@ -131,20 +188,27 @@ class _Load:
         self,
         recordings: Sequence[Recording],
         drafter: Drafter | None,
-        planner: DraftPlanner,
+        served_by: ServedBy,
         max_draft_tokens: int,
         num_streams: int,
-        max_rows: int,
+        max_tokens: int,
     ) -> None:
         self.seconds = 0.0
         self.num_steps = 0
         self.num_rows = 0
         self._recordings = recordings
         self._drafter = drafter if max_draft_tokens > 0 else None
-        self._planner = planner
+        self._served_by = served_by
+        self._planner = DraftPlanner(DraftBudget(served_by.cost), served_by.vocab_size)
+        self._host = HostCost()
+        if served_by.host is not None:
+            costs = served_by.host
+            self._host = costs.plain if self._drafter is None else costs.drafted
+        self._cache = _PrefixCache(served_by.block_size)
         self._max_draft_tokens = max_draft_tokens
         self._num_streams = num_streams
-        self._max_rows = max(max_rows, num_streams)
+        self._max_rows = max(served_by.max_rows, num_streams)
+        self._max_tokens = max_tokens
 
     def run(self) -> None:
         """Seat recordings, step, and free seats until every recording is done."""
@@ -158,7 +222,9 @@ class _Load:
                 session = None
                 if self._drafter is not None:
                     session = self._drafter.open([int(i) for i in recording.prompt_ids])
-                seats.append(_Seat(recording, session))
+                seat = _Seat(recording, session)
+                seat.num_computed = self._cache.find(recording.prompt_ids)
+                seats.append(seat)
             if not seats:
                 return
             self._step(seats)
@@ -168,8 +234,6 @@ class _Load:
                     seat.session.close()
 
     def _step(self, seats: list[_Seat]) -> None:
-        cost = self._planner.budget.cost
-        assert cost is not None
         num_rows, keys = 0, 0.0
         drawing: list[_Seat] = []
         room = self._max_rows - sum(seat.position > 0 for seat in seats)
@@ -187,24 +251,30 @@ class _Load:
             seat.num_computed += rows
             if rows and rows == left:
                 drawing.append(seat)
+                self._cache.add(seat.recording.prompt_ids)
         began = time.thread_time()
         trees = self._propose(drawing, num_rows, sum(seat.position == 0 for seat in seats))
-        spent_s = time.thread_time() - began
+        host_s = time.thread_time() - began
         for seat in seats:  # while the device works: its time is not the step's
             if seat.session is not None:
                 seat.session.settle()
         began = time.thread_time()
+        num_nodes = 0
         for seat, tree in zip(drawing, trees, strict=True):
             if tree is not None:
-                num_rows += len(tree.token_ids)
+                num_nodes += len(tree.token_ids)
                 keys += len(tree.token_ids) * seat.length
-                self.num_rows += len(tree.token_ids)
             self._accept(seat, tree)
-        if self._drafter is not None:
-            spent_s += time.thread_time() - began
+        if self._served_by.host is not None:
+            host_s += self._host.seconds(len(drawing), num_nodes)
+        elif self._drafter is not None:
+            host_s += time.thread_time() - began
         else:
-            spent_s = 0.0
-        self.seconds += cost.cost(num_rows, keys) + spent_s
+            host_s = 0.0
+        self._planner.budget.observe_host(host_s)
+        self.num_rows += num_nodes
+        num_draws = len(drawing) + num_nodes
+        self.seconds += self._served_by.step_s(num_rows + num_nodes, num_draws, keys) + host_s
 
     def _propose(
         self, drawing: list[_Seat], num_rows: int, num_waiting: int
@@ -212,16 +282,22 @@ class _Load:
         if self._drafter is None or not drawing:
             return [None] * len(drawing)
         asks: list[Ask] = []
-        for seat in drawing:
+        places: list[int] = []
+        for place, seat in enumerate(drawing):
             assert seat.session is not None
-            nodes = self._max_draft_tokens
-            asks.append(Ask(seat.session, seat.record, nodes, nodes))
+            depth = min(self._max_tokens - seat.position - 1, self._max_draft_tokens)
+            if depth > 0:
+                places.append(place)
+                asks.append(Ask(seat.session, seat.record, self._max_draft_tokens, depth))
         mean_len = sum(seat.length for seat in drawing) / len(drawing)
         shape = StepShape(len(drawing), num_rows, mean_len, num_waiting)
         plan = self._planner.plan(asks, shape, self._max_rows - num_rows)
         if plan.errors:
             raise plan.errors[0][1]
-        return plan.trees
+        trees: list[CheckedTree | None] = [None] * len(drawing)
+        for place, tree in zip(places, plan.trees, strict=True):
+            trees[place] = tree
+        return trees
 
     def _accept(self, seat: _Seat, tree: CheckedTree | None) -> None:
         output = seat.recording.output_ids
@@ -232,6 +308,7 @@ class _Load:
         num = min(len(accepted) + 1, len(output) - seat.position)
         self.num_steps += seat.position > 0
         if seat.session is not None:
+            note_rows(seat.session, seat.recording, seat.position, num)
             if tree is not None:
                 seat.session.feedback(tree.tree, accepted)
             seat.session.extend([int(i) for i in output[seat.position : seat.position + num]])

@@ -102,6 +102,18 @@ def measure_head(runner: Runner, *, kv_len: int = 64, repeats: int = 7) -> tuple
     return seconds[0], max(0.0, (seconds[1] - seconds[0]) / (many - 1))
 
 
+def measure_undrawn(runner: Runner, *, repeats: int = 3) -> float:
+    """Seconds that a row takes less where it is not drawn from, in steps of many rows: rows of
+    prompts have no LM head."""
+    info = runner.info
+    many = max(1, min(64, info.max_num_batched_tokens, info.max_model_len // 2))
+    kv_len = max(1, min(64, info.max_model_len - many))
+    with_head, body = make_prober(runner), make_prober(runner, drawn=False)
+    with_head(many, kv_len), body(many, kv_len)  # what is set up on first use
+    drawn_s = min(with_head(many, kv_len) for _ in range(repeats))
+    return max(0.0, drawn_s - min(body(many, kv_len) for _ in range(repeats))) / many
+
+
 def load_or_measure(runner: Runner, path: Path | None, *, max_rows: int = 128) -> CostTable:
     """The runner's CostTable: from `path` when it holds one, else measured and written there.
 

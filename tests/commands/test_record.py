@@ -78,6 +78,20 @@ def test_an_engine_answers_each_prompt_as_if_it_were_alone() -> None:
     engine.check()
 
 
+def test_the_likeliest_ids_come_with_the_answers_that_are_asked_for_them() -> None:
+    asked = list(
+        ask_engine(_engine(), TOKENIZER, _prompts(4), GREEDY, num_likely=lambda p: 3 * (p.line % 2))
+    )
+    for answer in asked:
+        assert isinstance(answer, Answer)
+        if answer.prompt.line % 2 == 0:
+            assert answer.likely == ()
+            continue
+        assert [row.top[0][0] for row in answer.likely] == list(answer.output_ids)
+        assert all(len(row.top) == 3 for row in answer.likely)
+    assert {a.prompt.line for a in asked if isinstance(a, Answer) and a.likely}
+
+
 def test_seeds_follow_the_line_and_not_the_order() -> None:
     warm = SamplingParams(temperature=1.0, max_tokens=8, seed=3)
     both = _outputs(_engine(), _prompts(4), sampling=warm)
