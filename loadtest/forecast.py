@@ -283,7 +283,7 @@ def compare(
             "again_plain_s": round(again.plain_s, 3),
             "again_drafted_s": round(again.seconds, 3),
             "prefill_s": round(again.prefill_s, 3),
-            "host": asdict(served_by.host),
+            "host": None if served_by.host is None else asdict(served_by.host),
             "undrawn_row_s": served_by.undrawn_row_s,
             "host_s": [round(min(p.host_s for p in of), 3) for of in (plain, drafted)],
             "sources": one.sources,

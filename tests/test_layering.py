@@ -27,6 +27,7 @@ TUNE = {
     "server.commands.tune_choice",
     "server.commands.tune_file",
     "server.commands.tune_forms",
+    "server.commands.tune_machine",
     "server.commands.tune_material",
     "server.commands.tune_quality",
     "server.token_bytes",

@@ -104,11 +104,11 @@ def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Pro
         from drafters.replay import Recording
 
         one_in = max(5, math.ceil(len(examples) / _MAX_HELD))
-        held = [is_held(i, len(examples), one_in) for i in range(len(examples))]
-        pairs = zip(examples, held, strict=True)
-        _hold(material, [Recording(list(p), list(o)) for (p, o), is_out in pairs if is_out])
+        is_out = [is_held(i, len(examples), one_in) for i in range(len(examples))]
+        pairs = list(zip(examples, is_out, strict=True))
+        _hold(material, [Recording(list(p), list(o)) for (p, o), out in pairs if out])
         seen = {tuple(r.prompt_ids) for r in material.held}
-        rest = [e for e, is_out in zip(examples, held, strict=True) if not is_out]
+        rest = [example for example, out in pairs if not out]
         material.parts[DATA] = _without(rest, seen)
         material.whole[DATA] = examples
         return material
