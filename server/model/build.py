@@ -69,7 +69,9 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
         return _build_cpu_runner(spec, progress)
     if spec.weights != "auto":
         raise UnsupportedModelError(
-            f"weights: {spec.weights} is for cpu; on {spec.device} `dtype` says what they are"
+            f"weights: {spec.weights} is for cpu; on {spec.device} `dtype` says what they are, and "
+            "nothing is quantised there yet. Nearest that works: `dtype: bfloat16`, or `devices: "
+            "[cpu]` for this model"
         )
     if spec.kv_dtype != "auto":
         raise UnsupportedModelError(
