@@ -161,11 +161,11 @@ class ScriptedEngine:
         if self.fail_starts:
             self.fail_starts -= 1
             raise RuntimeError("cannot start")
-        self.num_starts += 1
         ours, theirs = Pipe()
         thread = threading.Thread(target=self._run, args=(theirs,), daemon=True)
         self._handle = ScriptedHandle(self.name, self.device, ours, theirs, thread)
         thread.start()
+        self.num_starts += 1  # last: a test that sees it may let the engine die
         return self._handle
 
     def die(self) -> None:
