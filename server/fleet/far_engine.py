@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields, replace
@@ -149,6 +150,9 @@ class FleetHandle:
 
     def _start(self) -> None:
         self._loop.add_reader(self._theirs.fileno(), self._on_messages)
+        # uvloop has just made it non-blocking, and a Connection knows no such thing: a write to a
+        # full pipe would fail and lose its Deltas, and half a message would be read as the end.
+        os.set_blocking(self._theirs.fileno(), True)
         self._spawn(self._watch())
 
     async def _end(self) -> None:
@@ -193,9 +197,11 @@ class FleetHandle:
             self._ending = self._loop.create_task(self._end())
 
     def _tell(self, message: channel.Message) -> None:
-        """One message to the EngineClient, whose reader thread always reads."""
-        with contextlib.suppress(OSError):
-            channel.send(self._theirs, message)
+        """One message to the EngineClient, whose reader thread always reads: where the pipe is
+        full, the loop waits for that thread. After the end it goes nowhere."""
+        if not self._theirs.closed:
+            with contextlib.suppress(ConnectionError):
+                channel.send(self._theirs, message)
 
     async def _watch(self) -> None:
         """Tell that the fleet is there once one replica is, then every second how it is."""
