@@ -148,6 +148,8 @@ class Bench:
         found.seconds = time.perf_counter() - began
         found.num_steps -= len(prompts)
         memory.close()
+        # This engine wrote over the runner's blocks: what the long-lived one has cached is gone.
+        self.engine.pool.drop_cache()
         return found
 
     def record(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Recording]:
