@@ -229,6 +229,7 @@ def _process_main(factory: EngineFactory, connection: Connection) -> None:
         wake, waker = os.pipe()
         signal.signal(_STOP_SIGNAL, lambda *_: os.write(waker, b"!"))
         status = EngineHost(engine, connection, wake).run()
+        gc.unfreeze()  # libraries may report what is left at the end of the process as leaked
     connection.close()
     raise SystemExit(status)
 
