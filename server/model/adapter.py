@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from server.errors import IntegrityError, ModelError, UnsupportedModelError
 from vocab_store.enrichment import Enrichment
 from vocab_store.errors import EnrichmentFileError
@@ -25,6 +27,7 @@ from vocab_store.errors import EnrichmentFileError
 if TYPE_CHECKING:
     import torch
 
+    from server.engine.batch import Int32
     from server.model.shape import ModelShape
 
 HEAD = "lm_head.weight"
@@ -314,6 +317,21 @@ def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[Lora
             raise ModelError(f"adapter {folder} changes {name}, which is not there")
         lora.check(name, sizes[name])
     return lora, lora.num_rows(num_base)
+
+
+def adapter_spans(places: Int32, most_rows: int) -> list[tuple[int, int, int]]:
+    """(first row, rows, place) of every run of rows of one adapter, in pieces of most_rows.
+
+    places: int32 [R], of each row of a step; -1: of the base.
+    """
+    spans, first = [], 0
+    for end in (*(np.flatnonzero(np.diff(places)) + 1).tolist(), places.shape[0]):
+        place = int(places[first]) if end > first else -1
+        if place >= 0:
+            starts = range(first, end, most_rows)
+            spans += [(at, min(most_rows, end - at), place) for at in starts]
+        first = end
+    return spans
 
 
 def open_safetensors(path: Path) -> Any:

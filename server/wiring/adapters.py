@@ -87,7 +87,7 @@ class AdapterSet:
             created=int((folder / _FILES[1]).stat().st_mtime),
             fingerprint=f"{base.fingerprint}-{version[:12]}",
             own_ids=own_ids(enrichment),
-            reads=enrichment.read if enrichment is not None and enrichment.prompts else None,
+            reads=None if enrichment is None else enrichment.read,
             root=config.path,
             adapter=AdapterOrder(
                 f"{config.name}@{version}", str(folder), vocab_size, table_path, config.pinned

@@ -72,7 +72,7 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         created=created,
         fingerprint=f"tailor-{table.fingerprint.hex()[:12]}",
         own_ids=own_ids(enrichment),
-        reads=enrichment.read if enrichment is not None and enrichment.prompts else None,
+        reads=None if enrichment is None else enrichment.read,
         chat=chat,
         sampling=(
             sampling_defaults(folder) if model.generation_config == "auto" else SamplingDefaults()

@@ -20,7 +20,14 @@ import numpy.typing as npt
 
 from server.engine.batch import Batch, Int32
 from server.errors import ModelError
-from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, linear_sizes, opened_adapter
+from server.model.adapter import (
+    EMBEDDING,
+    HEAD,
+    LoraAdapter,
+    adapter_spans,
+    linear_sizes,
+    opened_adapter,
+)
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import FloatLinear, float_linear, product
@@ -283,7 +290,8 @@ class AdapterBank:
         """The record of a step."""
         if batch.seq_adapters is None:
             return self._step._replace(spans=_NO_SPANS)
-        return self._step._replace(spans=_spans(batch.seq_adapters[batch.seq_ids]))
+        spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ROWS)
+        return self._step._replace(spans=np.array(spans, np.int64).reshape(-1, 3))
 
     def embed(self, batch: Batch, ids: Int32, x: Float32) -> None:
         """Put adapters' own rows of the embedding over x[r], that of ids[r]."""
@@ -335,15 +343,3 @@ def _find(known: Int64, wanted: Int32) -> tuple[Int64, Any]:
     """(places of the wanted ids in ascending ones, which of them are there)."""
     at = np.minimum(np.searchsorted(known, wanted), known.shape[0] - 1)
     return at, known[at] == wanted
-
-
-def _spans(of_row: Int32) -> Int64:
-    """[first row, rows, place] of every run of rows of one adapter, in pieces of ROWS."""
-    ends = np.flatnonzero(np.diff(of_row)) + 1
-    first, spans = 0, []
-    for end in (*ends.tolist(), of_row.shape[0]):
-        place = int(of_row[first]) if end > first else -1
-        if place >= 0:
-            spans += [(at, min(ROWS, end - at), place) for at in range(first, end, ROWS)]
-        first = end
-    return np.array(spans, np.int64).reshape(-1, 3)

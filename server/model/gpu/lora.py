@@ -28,7 +28,14 @@ import torch
 
 from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
-from server.model.adapter import EMBEDDING, HEAD, LoraAdapter, linear_sizes, opened_adapter
+from server.model.adapter import (
+    EMBEDDING,
+    HEAD,
+    LoraAdapter,
+    adapter_spans,
+    linear_sizes,
+    opened_adapter,
+)
 from server.model.shape import ModelShape
 
 KINDS = ("qkv", "out", "gate_up", "down")
@@ -148,14 +155,7 @@ def lora_spans(batch: Batch) -> Int32:
     adapter. Empty where no row has one."""
     if batch.seq_adapters is None:
         return np.zeros((0, SPAN_FIELDS), np.int32)
-    of_row = batch.seq_adapters[batch.seq_ids]
-    ends = [*(np.flatnonzero(np.diff(of_row)) + 1).tolist(), of_row.shape[0]]
-    spans, first = [], 0
-    for end in ends:
-        place = int(of_row[first])
-        if place >= 0:
-            spans += [(at, min(SPAN_ROWS, end - at), place) for at in range(first, end, SPAN_ROWS)]
-        first = end
+    spans = adapter_spans(batch.seq_adapters[batch.seq_ids], SPAN_ROWS)
     return np.array(spans, np.int32).reshape(-1, SPAN_FIELDS)
 
 

@@ -27,15 +27,20 @@ _BLOCK_N = 64
 
 
 @triton.jit
+def _span_at(spans, span):
+    """(first row, rows, place) of a span."""
+    fields = spans + span * _FIELDS
+    return tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 2).to(tl.int64)
+
+
+@triton.jit
 def _shrink(
     x, spans, a, scales, t, stride_x,
     K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (span): t = (x @ A) * scale for its rows. t: float32 [spans, SPAN_ROWS, COLUMNS]."""
     span = tl.program_id(0).to(tl.int64)
-    first = tl.load(spans + span * _FIELDS).to(tl.int64)
-    num = tl.load(spans + span * _FIELDS + 1)
-    place = tl.load(spans + span * _FIELDS + 2).to(tl.int64)
+    first, num, place = _span_at(spans, span)
     r = tl.arange(0, _ROWS)
     c = tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
@@ -62,9 +67,7 @@ def _expand(
 ):  # fmt: skip
     """Program (span, part): y += t @ B for its rows and BLOCK_N outputs."""
     span = tl.program_id(0).to(tl.int64)
-    first = tl.load(spans + span * _FIELDS).to(tl.int64)
-    num = tl.load(spans + span * _FIELDS + 1)
-    place = tl.load(spans + span * _FIELDS + 2).to(tl.int64)
+    first, num, place = _span_at(spans, span)
     r = tl.arange(0, _ROWS)
     c = tl.arange(0, COLUMNS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

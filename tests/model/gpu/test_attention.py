@@ -33,6 +33,7 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.gpu.ahead_of_time import compiled
 from tests.model.gpu.launches import Launched
 from tests.model.torch_runners import runner_over
 
@@ -341,10 +342,6 @@ def test_triton_kernels_compile_for_a_gpu(
     case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code, without a GPU, with the shared memory that they ask for in bounds."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from server.model.gpu import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -380,14 +377,8 @@ def test_triton_kernels_compile_for_a_gpu(
         | dict.fromkeys(partials, "*fp32")
         | dict.fromkeys(arrays, "*i32")
         | {"scaling": "fp32", "cap": "fp32"}
-        | dict.fromkeys(constants, "constexpr")
-    )
-    source = ASTSource(
-        fn=kernel,
-        signature={n: kinds.get(n, "i32") for n in kernel.arg_names},
-        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
     )
     options = {k: v for k, v in options.items() if not k.isupper()}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= SMALLEST_SHARED_MEMORY
+    made = compiled(kernel, kinds, constants, capability=capability, other="i32", **options)
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= SMALLEST_SHARED_MEMORY

@@ -29,6 +29,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.shape import shape_of
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.gpu.ahead_of_time import compiled
 from tests.model.gpu.launches import Launched
 from tests.model.torch_runners import runner_over
 
@@ -236,24 +237,12 @@ def test_decoder_kernels_compile_for_a_gpu(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code, without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from server.model.gpu import decoder_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = COMPILED[name]
-    kernel = getattr(decoder_kernels, name)
-    kinds = (
-        dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(WIDE, "*fp32") | SCALARS
-        | dict.fromkeys(constants, "constexpr")
+    kinds = dict.fromkeys(INTEGERS, "*i32") | dict.fromkeys(WIDE, "*fp32") | SCALARS
+    made = compiled(
+        getattr(decoder_kernels, name), kinds, COMPILED[name],
+        capability=capability, other="*bf16", num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    source = ASTSource(
-        fn=kernel,
-        signature={n: kinds.get(n, "*bf16") for n in kernel.arg_names},
-        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    assert triton.compile(source, target=target, options=options).asm["cubin"]
+    assert made.asm["cubin"]

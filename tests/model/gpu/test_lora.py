@@ -25,6 +25,7 @@ from server.model.gpu.lora import SPAN_ROWS, LoraTable, lora_spans
 from server.model.gpu.runner import TorchRunner
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
+from tests.model.gpu.ahead_of_time import compiled
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
@@ -213,21 +214,12 @@ KINDS = {"spans": "*i32", "t": "*fp32", "scales": "*fp32", "stride_x": "i32", "s
 def test_adapters_kernels_compile_for_a_gpu(
     name: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to machine code, without a GPU, and without registers that spill."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    """Down to machine code, without a GPU."""
     from server.model.gpu import lora_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, constants = getattr(lora_kernels, name), COMPILED[name]
-    kinds = KINDS | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=kernel,
-        signature={n: kinds.get(n, f"*{kind}") for n in kernel.arg_names},
-        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})
+    made = compiled(
+        getattr(lora_kernels, name), KINDS, COMPILED[name],
+        capability=capability, other=f"*{kind}", num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     assert made.asm["cubin"]
