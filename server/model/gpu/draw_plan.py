@@ -37,14 +37,14 @@ class DrawPlan:
     Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
     num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
     num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
-    order_limit: 0 = no row needs an order; else the most ids a row may keep by top-k, or V.
+    has_order: whether a draw has top-k or top-p. noisy: whether a draw is not greedy.
     """
 
     arrays: Mapping[str, Array]
     num_draws: int
     plain_is_all: bool
     num_top: int
-    order_limit: int
+    has_order: bool
     noisy: bool
 
 
@@ -117,7 +117,7 @@ def plan_draws(
     is_all = not processed.num and plain_rows == list(range(num_draws))
     if processed.num:
         arrays |= processed.arrays()
-    return DrawPlan(arrays, num_draws, is_all, num_top, processed.order_limit, processed.noisy)
+    return DrawPlan(arrays, num_draws, is_all, num_top, processed.has_order, processed.noisy)
 
 
 class _Processed:
@@ -127,7 +127,7 @@ class _Processed:
         self._batch = batch
         self._width = width
         self.num = 0
-        self.order_limit = 0
+        self.has_order = False
         self.noisy = False
         self._columns: dict[str, list[Any]] = {name: [] for name in _DTYPES}
 
@@ -204,8 +204,7 @@ class _Processed:
         key = noise_key(s.seed, params.choice_id, int(self._batch.draw_positions[draw_id]))
         self._columns["keys"].extend((*key, 1))
         self.noisy = True
-        if s.top_p < 1.0 or top_k < width:
-            self.order_limit = max(self.order_limit, top_k)
+        self.has_order |= s.top_p < 1.0 or top_k < width
 
 
 _DTYPES: dict[str, type[np.generic]] = {

@@ -22,8 +22,11 @@ from server.model.gpu.triton_kernels import FUSE
 
 _FIELDS = tl.constexpr(SPAN_FIELDS)
 _ROWS = tl.constexpr(SPAN_ROWS)
-_BLOCK_K = 64
 _BLOCK_N = 64
+_CHUNK = 16
+"""Columns of B that a program multiplies at once: float32 products of more fill the registers."""
+_TILE_VALUES = 8192
+"""Of A in one block: several stages of it fit the shared memory of the smallest devices."""
 
 
 @triton.jit
@@ -63,24 +66,31 @@ def _shrink(
 @triton.jit
 def _expand(
     t, spans, b, y, stride_y,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (span, part): y += t @ B for its rows and BLOCK_N outputs."""
     span = tl.program_id(0).to(tl.int64)
     first, num, place = _span_at(spans, span)
     r = tl.arange(0, _ROWS)
-    c = tl.arange(0, COLUMNS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < SIZE
-    states = tl.load(t + (span * _ROWS + r[:, None]) * COLUMNS + c[None, :])
-    weights = tl.load(
-        b + (place * COLUMNS + c[:, None]) * SIZE + n[None, :], mask=inside[None, :], other=0.0
-    )
-    added = tl.dot(states, weights.to(tl.float32), input_precision="ieee")
+    added = tl.zeros((_ROWS, BLOCK_N), tl.float32)
+    for start in range(0, COLUMNS, CHUNK):
+        c = start + tl.arange(0, CHUNK)
+        states = tl.load(t + (span * _ROWS + r[:, None]) * COLUMNS + c[None, :])
+        weights = tl.load(
+            b + (place * COLUMNS + c[:, None]) * SIZE + n[None, :], mask=inside[None, :], other=0.0
+        )
+        added = tl.dot(states, weights.to(tl.float32), added, input_precision="ieee")
     at = y + (first + r[:, None]) * stride_y + n[None, :]
     mask = (r[:, None] < num) & inside[None, :]
     value = tl.load(at, mask=mask, other=0.0).to(tl.float32) + added
     tl.store(at, value.to(y.dtype.element_ty), mask=mask)
+
+
+def block_k(columns: int, dtype: torch.dtype) -> int:
+    """Inputs that a program of _shrink multiplies at once."""
+    return max(16, min(64, _TILE_VALUES // columns // (dtype.itemsize // 2)))
 
 
 def add_lora(x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
@@ -90,9 +100,9 @@ def add_lora(x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraT
     t = torch.empty((num, SPAN_ROWS, columns), dtype=torch.float32, device=x.device)
     _shrink[(num,)](
         x, spans, table.a, table.scales, t, x.stride(0),
-        K=inner, COLUMNS=columns, BLOCK_K=_BLOCK_K, num_warps=4, **FUSE,
+        K=inner, COLUMNS=columns, BLOCK_K=block_k(columns, x.dtype), num_warps=4, **FUSE,
     )  # fmt: skip
     _expand[(num, triton.cdiv(size, _BLOCK_N))](
         t, spans, table.b, y, y.stride(0),
-        SIZE=size, COLUMNS=columns, BLOCK_N=_BLOCK_N, num_warps=4, **FUSE,
+        SIZE=size, COLUMNS=columns, CHUNK=_CHUNK, BLOCK_N=_BLOCK_N, num_warps=4, **FUSE,
     )  # fmt: skip

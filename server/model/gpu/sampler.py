@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from server.model.gpu.draw_plan import DrawPlan
+from server.model.gpu.nucleus import Beyond, by_sort, keep_nucleus
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1
 NOTHING_LEFT = -2
 
-_TOPK_LIMIT = 1024  # above it a full sort of the row is as fast as a selection
 _MASK32 = 0xFFFFFFFF
 
 
@@ -111,11 +111,12 @@ def process_logits(
     plan: DrawPlan,
     arrays: Mapping[str, torch.Tensor],
     ids: torch.Tensor | None = None,
+    beyond: Beyond = by_sort,
 ) -> torch.Tensor:
     """Processed logits float64 [m, V] of the plan's processed draws; -inf where not drawable.
 
     raw: float32 [m, V], one row a draw. arrays: plan.arrays on raw's device. ids: int32 [m, V], the
-    columns' vocabulary ids where they are not 0, 1, ...
+    columns' vocabulary ids where they are not 0, 1, ... beyond: see nucleus.py.
     """
     x = raw.double()
     host = plan.arrays
@@ -150,65 +151,27 @@ def process_logits(
     if not plan.noisy:
         return x
     x /= arrays["temperature"][:, None]
-    if plan.order_limit:
-        x = _keep_nucleus(x, plan, arrays)
+    if plan.has_order:
+        x = keep_nucleus(x, plan, arrays, beyond)
     if np.isfinite(host["log_min_p"]).any():
         floor = x.amax(dim=1) + arrays["log_min_p"]
         x.masked_fill_(x < floor[:, None], minus_infinity)
     return x
 
 
-def _keep_nucleus(
-    x: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """top-k, then top-p, of x float64 [m, V].
-
-    How many ids stay depends on the sorted *values* alone, and which of several equal values stay
-    on their ids: so values are sorted, and the ids at the threshold are counted in id order.
-    """
-    vocab_size = x.shape[1]
-    if plan.order_limit <= _TOPK_LIMIT and _only_by_top_k(plan, vocab_size):
-        values = torch.topk(x, plan.order_limit, dim=1).values
-    else:
-        values = torch.sort(x, dim=1, descending=True).values
-    width = values.shape[1]
-    finite = torch.isfinite(x).sum(dim=1)
-    num_left = torch.minimum(arrays["top_k"], finite)
-    rank = torch.arange(width, device=x.device)
-    share = torch.exp(values - values[:, :1])
-    share = torch.where(rank[None, :] < num_left[:, None], share, 0.0)
-    running = torch.cumsum(share, dim=1)
-    last = (num_left.clamp(min=1, max=width) - 1)[:, None]
-    goal = arrays["top_p"][:, None] * running.gather(1, last)
-    # The smallest prefix whose share reaches top_p, the id that crosses it included.
-    below = ((running < goal) & (rank[None, :] < num_left[:, None])).sum(dim=1) + 1
-    num_left = torch.where(arrays["top_p"] < 1.0, torch.minimum(num_left, below), num_left)
-    # A row that keeps all its ids has its threshold at the lowest finite value, or beyond `width`.
-    threshold = values.gather(1, (num_left.clamp(min=1, max=width) - 1)[:, None])
-    above = x > threshold
-    room = num_left - above.sum(dim=1)
-    equal = x == threshold
-    kept = above | (equal & (torch.cumsum(equal, dim=1) <= room[:, None]))
-    return x.masked_fill(~kept & (num_left <= width)[:, None], float("-inf"))
-
-
-def _only_by_top_k(plan: DrawPlan, vocab_size: int) -> bool:
-    """True when every processed draw that needs an order is bounded by top-k."""
-    top_k, top_p = plan.arrays["top_k"], plan.arrays["top_p"]
-    return bool(((top_k < vocab_size) | (top_p >= 1.0)).all())
-
-
 class Sampler:
-    """Runs DrawPlans. use_triton: draw by the Triton kernel (CUDA) instead of torch."""
+    """Runs DrawPlans. use_triton: draw by the Triton kernels (CUDA) instead of torch."""
 
     def __init__(self, *, use_triton: bool = False) -> None:
         self._gumbel_max: Callable[
             [torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
         ] = gumbel_max
+        self._beyond: Beyond = by_sort
         if use_triton:
-            from server.model.gpu import triton_kernels
+            from server.model.gpu import nucleus_kernels, triton_kernels
 
             self._gumbel_max = triton_kernels.gumbel_max
+            self._beyond = nucleus_kernels.find_cut
 
     def draw(
         self,
@@ -232,7 +195,7 @@ class Sampler:
         if plan.num_draws > num_plain:
             raw = logits.index_select(0, arrays["rows"])
             own = None if ids is None else ids.index_select(0, arrays["rows"])
-            x = process_logits(raw, plan, arrays, own)
+            x = process_logits(raw, plan, arrays, own, self._beyond)
             if not plan.noisy:
                 value, which = x.max(dim=1)
             elif own is None:

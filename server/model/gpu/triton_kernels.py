@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from server.model.gpu.attention import (
+    SMALL_M,
     TILE_FIELDS,
     WORD,
     Masked,
@@ -361,12 +362,14 @@ def tile_options(head_dim: int, block_m: int, dtype: torch.dtype) -> dict[str, i
     """
     bytes_per_key = block_d_of(head_dim) * dtype.itemsize
     block_n = 64 if bytes_per_key <= 256 else 32 if bytes_per_key <= 512 else 16
-    if dtype.itemsize > 2:  # products of float32 run on the plain units, out of registers
-        block_n = min(block_n, 32)
+    is_wide = dtype.itemsize > 2  # products of float32 run on the plain units, out of registers
+    if is_wide:
+        block_n = min(block_n, 32 if block_m <= SMALL_M else 16)
+    large = block_m > SMALL_M and (is_wide or block_m * block_d_of(head_dim) >= 8192)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "num_warps": 8 if block_m * block_d_of(head_dim) >= 8192 else 4,
+        "num_warps": 8 if large else 4,
         "num_stages": 2 if block_n == 64 else 1,
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -33,3 +36,20 @@ def compiled(
         constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack_bytes(made: Any, folder: Path) -> int:
+    """Bytes that each thread of a compiled kernel keeps in memory: values that found no register,
+    as the machine code itself says (cuobjdump of triton's package). folder: for its file."""
+    import triton
+
+    programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    file = folder / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    done = subprocess.run(
+        [programs / "cuobjdump", "-res-usage", file],
+        check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    found = re.search(r"REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", done.stdout)
+    assert found, done.stdout
+    return int(found[1]) + int(found[2])

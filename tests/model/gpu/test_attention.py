@@ -23,7 +23,7 @@ import torch
 
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
-from server.model.gpu import sampler
+from server.model.gpu import nucleus, sampler
 from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import WARM_UP_RUNS, Forward, GraphKey, Outputs
 from server.model.gpu.lm_head import LmHead
@@ -33,8 +33,9 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
-from tests.model.gpu.ahead_of_time import compiled
+from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.launches import Launched
+from tests.model.gpu.test_sampler import cut_problem
 from tests.model.torch_runners import runner_over
 
 CPU = torch.device("cpu")
@@ -121,6 +122,18 @@ def test_triton_gumbel_max_is_the_torch_one() -> None:
     keep = [0, 1, 2, 3, 5, 6, 7, 8]
     assert ids[keep].tolist() == want_ids[keep].tolist() and ids[3] == 0
     torch.testing.assert_close(value, want_value, rtol=1e-14, atol=0)
+
+
+@needs_interpreter
+def test_triton_finds_the_cut_that_a_sort_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.model.gpu import nucleus_kernels
+
+    monkeypatch.setattr(nucleus, "SELECTED", 2)
+    monkeypatch.setattr(nucleus_kernels, "_BLOCK", 64)
+    x, plan, arrays = cut_problem(seed=5, rows=16, size=150)
+    want = nucleus.keep_nucleus(x, plan, arrays, nucleus.by_sort)
+    got = nucleus.keep_nucleus(x, plan, arrays, nucleus_kernels.find_cut)
+    assert torch.equal(got, want)
 
 
 class FirstCalls:
@@ -310,21 +323,23 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 7 + DECODER_CASES + LORA_CASES} passed" in done.stdout, (
+    assert f"{len(TRITON_CASES) + 8 + DECODER_CASES + LORA_CASES} passed" in done.stdout, (
         done.stdout[-400:]
     )
 
 
-# Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch.
+# Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch; and the
+# bytes that a thread may keep in memory instead of registers. float32 tiles kept 9,024 at first.
 COMPILED = {
-    "decode and trees, bf16": ("_attend_tiles", torch.bfloat16, 64, 16, True, True),
-    "end of a prompt, bf16": ("_attend_tiles", torch.bfloat16, 128, 64, True, False),
-    "chunk, bf16, Gemma's head": ("_attend_tiles", torch.bfloat16, 256, 64, False, True),
-    "chunk, fp32, Gemma's head": ("_attend_tiles", torch.float32, 256, 64, False, True),
-    "end of a prompt, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False),
-    "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True),
-    "write": ("_write_kv", torch.bfloat16, 64, 16, False, False),
-    "gumbel": ("_gumbel_max", torch.float64, 16, 16, False, False),
+    "decode and trees, bf16": ("_attend_tiles", torch.bfloat16, 64, 16, True, True, 16),
+    "decode and trees, fp32": ("_attend_tiles", torch.float32, 128, 16, True, True, 16),
+    "end of a prompt, bf16": ("_attend_tiles", torch.bfloat16, 128, 64, True, False, 400),
+    "chunk, bf16, Gemma's head": ("_attend_tiles", torch.bfloat16, 256, 64, False, True, 96),
+    "chunk, fp32, Gemma's head": ("_attend_tiles", torch.float32, 256, 64, False, True, 0),
+    "end of a prompt, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False, 0),
+    "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True, 0),
+    "write": ("_write_kv", torch.bfloat16, 64, 16, False, False, 0),
+    "gumbel": ("_gumbel_max", torch.float64, 16, 16, False, False, 0),
 }
 FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
@@ -335,17 +350,18 @@ SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
 @pytest.mark.parametrize(
     ("case", "capability"),
     [(case, 80) for case in COMPILED]
-    + [(case, 90) for case in COMPILED if "bf16" in case]
+    + [(case, 90) for case in COMPILED if "bf16" in case or "end" in case]
     + [("decode and trees, bf16", capability) for capability in (89, 100)],
 )
 def test_triton_kernels_compile_for_a_gpu(
     case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to machine code, without a GPU, with the shared memory that they ask for in bounds."""
+    """Down to machine code, without a GPU, with the shared memory that they ask for and what they
+    spill in bounds."""
     from server.model.gpu import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    name, dtype, head_dim, block_m, split, window = COMPILED[case]
+    name, dtype, head_dim, block_m, split, window, most_spilled = COMPILED[case]
     constants: dict[str, int | bool] = {
         "NUM_KV_HEADS": 2,
         "GROUP_SIZE": 3,
@@ -380,5 +396,23 @@ def test_triton_kernels_compile_for_a_gpu(
     )
     options = {k: v for k, v in options.items() if not k.isupper()}
     made = compiled(kernel, kinds, constants, capability=capability, other="i32", **options)
-    assert made.asm["cubin"]
     assert made.metadata.shared <= SMALLEST_SHARED_MEMORY
+    assert stack_bytes(made, tmp_path) <= most_spilled
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_triton_search_for_a_cut_compiles_for_a_gpu(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from server.model.gpu import nucleus_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    floats = dict.fromkeys(("x", "shares", "top_p", "threshold"), "*fp64")
+    kinds = {**floats, "rows": "*i32", "num_left": "*i64", "kept": "*i64"}
+    made = compiled(
+        nucleus_kernels._find_cut, kinds, {"BLOCK": nucleus_kernels._BLOCK},
+        capability=capability, other="i32", num_warps=nucleus_kernels._WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
+    assert stack_bytes(made, tmp_path) == 0

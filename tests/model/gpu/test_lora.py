@@ -25,7 +25,7 @@ from server.model.gpu.lora import SPAN_ROWS, LoraTable, lora_spans
 from server.model.gpu.runner import TorchRunner
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
-from tests.model.gpu.ahead_of_time import compiled
+from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
@@ -200,26 +200,33 @@ def test_triton_adds_adapters_as_the_reference(dtype: torch.dtype, atol: float) 
     check_kernels(dtype, atol, "cpu")
 
 
-COMPILED = {
-    "_shrink": {"K": 2048, "COLUMNS": 64, "BLOCK_K": 64},
-    "_expand": {"SIZE": 16384, "COLUMNS": 64, "BLOCK_N": 64},
-}
+COLUMNS = 256  # q, k and v of rank 64
 KINDS = {"spans": "*i32", "t": "*fp32", "scales": "*fp32", "stride_x": "i32", "stride_y": "i32"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
 @needs_triton
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize(("name", "capability"), [("_shrink", 80), ("_expand", 90)])
+@pytest.mark.parametrize(
+    ("name", "capability"), [("_shrink", 80), ("_expand", 80), ("_shrink", 100), ("_expand", 90)]
+)
 def test_adapters_kernels_compile_for_a_gpu(
     name: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to machine code, without a GPU."""
+    """Down to machine code, without a GPU; nothing spills."""
     from server.model.gpu import lora_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
+    block_k = lora_kernels.block_k(COLUMNS, dtype)
+    constants = {
+        "_shrink": {"K": 2048, "COLUMNS": COLUMNS, "BLOCK_K": block_k},
+        "_expand": {"SIZE": 16384, "COLUMNS": COLUMNS, "CHUNK": lora_kernels._CHUNK,
+                    "BLOCK_N": lora_kernels._BLOCK_N},
+    }  # fmt: skip
     made = compiled(
-        getattr(lora_kernels, name), KINDS, COMPILED[name],
+        getattr(lora_kernels, name), KINDS, constants[name],
         capability=capability, other=f"*{kind}", num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    assert made.asm["cubin"]
+    assert stack_bytes(made, tmp_path) == 0
+    assert made.metadata.shared <= 99 << 10  # of compute capability 8.6 and 8.9

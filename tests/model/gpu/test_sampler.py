@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
-from server.model.gpu import sampler
+from server.model.gpu import nucleus, sampler
 from server.model.gpu.draw_plan import DrawPlan, plan_draws
 from server.model.gpu.sampler import Sampler, token_logprobs
 from server.types import SamplingParams
@@ -126,12 +126,72 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Logits]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(cases())
-def test_the_same_ids_as_the_reference(case: tuple[Batch, Logits]) -> None:
+@given(cases(), st.sampled_from([nucleus.SELECTED, 30, 6, 1]))
+def test_the_same_ids_as_the_reference(case: tuple[Batch, Logits], selected: int) -> None:
+    """selected: of 130 ids, so that cuts lie within it and beyond, at its end and in its ties."""
     batch, logits = case
     before = logits.copy()
-    assert draw_all(batch, logits) == reference(batch, logits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nucleus, "SELECTED", selected)
+        assert draw_all(batch, logits) == reference(batch, logits)
     np.testing.assert_array_equal(logits, before)
+
+
+def cut_problem(
+    seed: int, rows: int, size: int
+) -> tuple[torch.Tensor, DrawPlan, dict[str, torch.Tensor]]:
+    """x float64 [rows, size] with ties, empty and peaked rows, a plan with top_k and top_p alone,
+    together and off, and the plan's arrays."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, size)) * rng.choice([0.01, 1.0, 6.0], (rows, 1))
+    x[::3] = np.round(x[::3] * 2) / 2
+    x[1::4, rng.permutation(size)[: size // 3]] = -np.inf
+    x[2] = 1.0
+    x[3] = -np.inf
+    arrays = {
+        "top_k": rng.choice([size, size, 3, size // 2], rows).astype(np.int64),
+        "top_p": rng.choice([1.0, 0.999, 0.9, 0.3], rows),
+    }
+    plan = DrawPlan(arrays, rows, False, -1, True, True)
+    return torch.from_numpy(x), plan, {k: torch.from_numpy(a) for k, a in arrays.items()}
+
+
+@pytest.mark.parametrize("selected", [1024, 64, 1])
+def test_what_top_k_and_top_p_keep_is_what_a_sort_says(
+    selected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nucleus, "SELECTED", selected)
+    x, plan, arrays = cut_problem(seed=selected, rows=40, size=3000)
+    got = nucleus.keep_nucleus(x, plan, arrays, nucleus.by_sort)
+    for i, (row, kept) in enumerate(zip(x.numpy(), got.numpy(), strict=True)):
+        order = np.argsort(-row, kind="stable")
+        num = min(int(np.isfinite(row).sum()), int(arrays["top_k"][i]))
+        if num and arrays["top_p"][i] < 1.0:
+            running = np.cumsum(np.exp(row[order[:num]] - row[order[0]]))
+            goal = float(arrays["top_p"][i]) * running[-1]
+            num = min(num, int(np.searchsorted(running, goal)) + 1)
+        assert sorted(np.flatnonzero(np.isfinite(kept))) == sorted(order[:num])
+
+
+def test_top_p_alone_sorts_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose likeliest ids hold top_p costs a selection, however many ids there are."""
+
+    def no_sort(*_args: object, **_named: object) -> None:
+        raise AssertionError("sorted")
+
+    rng = np.random.default_rng(4)
+    builder = BatchBuilder()
+    row = builder.add_rows(Pages(1).sequence(1), [0], 0)[0]
+    for seed in range(20):
+        params = draw_params(SamplingParams(top_p=0.95, temperature=0.8, seed=seed))
+        builder.draw(row, builder.add_params(params))
+    batch = builder.build()
+    logits = (rng.standard_normal((1, 30_000)) * 4).astype(np.float32)
+    plan = plan_draws(batch, np.arange(batch.num_draws), batch.draw_rows, 30_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "sort", no_sort)
+        ids = Sampler().draw(torch.from_numpy(logits), plan, tensors(plan)).tolist()
+    assert ids == reference(batch, logits)
 
 
 def test_thousands_of_random_rows() -> None:
