@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from server.engine.draft_worth import DraftWorth, HostTimes, WorthCell, class_of, who_rests
+
 Float64 = npt.NDArray[np.float64]
 Prober = Callable[[int, int], float]
 """(num_rows, kv_len) -> seconds of one decode step with that many rows over kv_len keys each."""
@@ -186,9 +188,14 @@ class DraftRecord:
     well, for steps that double up to LAST_REST. With one stream, asking costs thousandths of a
     token and no sequence rests; with 32 streams it would cost a twentieth of the step, and few
     nodes are taken.
+
+    worth: of its scope (draft_worth.py); None where that is not followed.
     """
 
-    __slots__ = ("_accepted", "_left", "_misses", "_pause", "_predicted", "_rest", "_value")
+    __slots__ = (
+        "_accepted", "_cell", "_left", "_misses", "_pause", "_predicted", "_rest", "_value",
+        "worth",
+    )  # fmt: skip
 
     PRIOR = 2.0  # tokens of prior evidence
     DECAY = 0.95
@@ -200,7 +207,9 @@ class DraftRecord:
     VALUE_REFRESH = 0.25
     LAST_REST = 16
 
-    def __init__(self) -> None:
+    def __init__(self, worth: DraftWorth | None = None) -> None:
+        self.worth = worth
+        self._cell: WorthCell | None = None
         self._value = self.FIRST_VALUE
         self._rest = 0
         self._predicted = 0.0
@@ -226,8 +235,28 @@ class DraftRecord:
             return 0
         return self.PROBE_NODES if self._pause else 1 << 30
 
-    def observe(self, predicted: float, num_accepted: int) -> None:
+    def cell_at(self, num_draws: int) -> WorthCell | None:
+        """Its scope's cell in a step where so many choices draw."""
+        return None if self.worth is None else self.worth.cells[class_of(num_draws)]
+
+    def note_in(self, cell: WorthCell | None) -> None:
+        """From now on what its drafts bring is noted in this cell; None: nowhere."""
+        self._cell = cell
+
+    def rests_at(self, num_draws: int) -> bool:
+        """Whether it or its scope rests in a step where so many choices draw."""
+        cell = self.cell_at(num_draws)
+        return self._left > 0 or (cell is not None and cell.is_resting)
+
+    def asked_in_vain(self) -> None:
+        """It was asked, and nothing is verified."""
+        if self._cell is not None:
+            self._cell.observe(0, 0)
+
+    def observe(self, predicted: float, num_accepted: int, num_nodes: int = 0) -> None:
         """A draft was verified. predicted: the sum of its nodes' claimed survivals."""
+        if self._cell is not None:
+            self._cell.observe(num_nodes, num_accepted)
         self._predicted = self.DECAY * self._predicted + predicted
         self._accepted = self.DECAY * self._accepted + num_accepted
         if num_accepted:
@@ -263,6 +292,7 @@ class DraftBudget:
     def __init__(self, cost: CostTable | None = None, *, host_s: float = 0.0) -> None:
         """host_s: seconds a step spends outside the runner (refreshed with observe_host)."""
         self.cost = cost
+        self.host = HostTimes()
         self._host_s = host_s
         self._ask_s = 0.0
 
@@ -270,14 +300,37 @@ class DraftBudget:
         """Refresh the host's share of a step."""
         self._host_s += _REFRESH * (seconds - self._host_s)
 
+    def who_rests(
+        self, records: Sequence[DraftRecord], num_draws: int, mean_len: float
+    ) -> list[bool]:
+        """Whether each of these choices is not to be asked in a step, because drafts do not pay for
+        its scope as a whole (draft_worth.py). Called once a step."""
+        cells = [record.cell_at(num_draws) for record in records]
+        cost = self.cost
+        if cost is None or not any(cells):
+            return [False] * len(records)
+        rate = self._plain_rate(num_draws, mean_len)
+
+        def node_cost(num_nodes: float) -> float:
+            rows = np.array([num_draws, num_draws + num_nodes], np.float64)
+            before, after = cost.costs(rows)
+            return (float(after - before) + cost.key_s * mean_len * num_nodes) * rate
+
+        ask_cost = self.host.extra(num_draws) / num_draws * rate
+        rests = who_rests(cells, node_cost, ask_cost)
+        for record, cell, is_resting in zip(records, cells, rests, strict=True):
+            record.note_in(None if is_resting else cell)
+        return rests
+
     def observe_asking(self, seconds: float, num_asked: int) -> None:
         """Refresh what a proposal costs: num_asked of them took `seconds` of CPU time."""
         self._ask_s += _REFRESH * (seconds / num_asked - self._ask_s)
 
     def price(self, num_draws: int, mean_len: float) -> float:
         """Tokens that plain decoding of these sequences makes in the time that one proposal
-        takes."""
-        return self._ask_s * self._plain_rate(num_draws, mean_len)
+        takes, and all that it adds to a step beside."""
+        ask_s = max(self._ask_s, self.host.extra(num_draws) / num_draws)
+        return ask_s * self._plain_rate(num_draws, mean_len)
 
     def values(
         self,
@@ -304,7 +357,8 @@ class DraftBudget:
         """Tokens per second without drafts; 0 without a cost table."""
         if self.cost is None:
             return 0.0
-        return num_draws / (self.cost.cost(num_draws, num_draws * mean_len) + self._host_s)
+        host_s = self.host.plain(num_draws) or self._host_s
+        return num_draws / (self.cost.cost(num_draws, num_draws * mean_len) + host_s)
 
     def ceiling(
         self,

@@ -163,7 +163,7 @@ class Emission:
             sequence.num_computed += len(run.path)
         sequence.num_steps += 1
         sequence.append(run.ids)
-        self._sessions.learn(sequence, run.ids, tree, run.path)
+        self._sessions.learn(sequence, tree, run.path)
 
 
 def _note_rejected(sequence: Sequence, tree: CheckedTree, run: _Run) -> None:

@@ -431,6 +431,9 @@ class Engine:
         host_s = max(0.0, step_s - model_s)
         if not flight.is_ahead and not self.flights:  # drafts are priced by steps that wait
             self.budget.observe_host(host_s)
+        if not plan.num_prefill_rows:
+            beside_s = self.flights.beside_s if flight.is_ahead else host_s
+            self.budget.host.observe(len(plan.items), flight.drafts.has_asked, beside_s)
         head_s = results.drawn.head_s
         body_s = results.drawn.model_s - head_s
         self.slices.observe(batch, body_s, head_s, plan.num_prefill_rows > 0)

@@ -123,7 +123,7 @@ class ExactVerifier:
         sequence.append([token])
         # The rows before the right token belong to tokens that stand.
         sequence.num_computed = min(num_computed, sequence.num_tokens - 1)
-        self._sessions.learn(sequence, [token])
+        self._sessions.learn(sequence)
         sequence.verify(sequence.num_output)
         self._slices.extend(sequence, token)
         return Outcome(sequence, end)

@@ -56,7 +56,8 @@ class Flight:
 class Flights:
     """The steps in flight of one engine: at most one, or with steps_ahead two.
 
-    num_ahead: steps that were launched ahead so far.
+    num_ahead: steps that were launched ahead so far. beside_s: seconds of the step that was waited
+    for last in which the device computed nothing: from the end of the one before it.
     """
 
     def __init__(self, runner: Runner, steps_ahead: int) -> None:
@@ -67,6 +68,7 @@ class Flights:
         self._flying: deque[Flight] = deque()
         self._last_end_s = 0.0
         self.num_ahead = 0
+        self.beside_s = 0.0
 
     def __len__(self) -> int:
         return len(self._flying)
@@ -100,7 +102,9 @@ class Flights:
             raise StepFailedError(flight.error) from flight.error
         began = max(flight.launched_s, self._last_end_s)
         results = wait_for(self._runner.wait, lambda: time.perf_counter() - began)
-        self._last_end_s = time.perf_counter()
+        ended = time.perf_counter()
+        self.beside_s = max(0.0, ended - self._last_end_s - results.model_s)
+        self._last_end_s = ended
         return results
 
     def discard(self) -> None:

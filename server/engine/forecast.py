@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from drafters.base import Drafter, DraftSession
 from drafters.replay import Recording, follow, note_rows
 from server.engine.budget import CostTable, DraftBudget, DraftRecord
+from server.engine.draft_worth import DraftWorth
 from server.engine.drafting import CheckedTree
-from server.engine.host_cost import HostCost, HostCosts
+from server.engine.host_cost import HostCosts
 from server.engine.planner import Ask, DraftPlanner, StepShape
 
 
@@ -91,10 +92,12 @@ class _Seat:
 
     __slots__ = ("num_computed", "position", "record", "recording", "session")
 
-    def __init__(self, recording: Recording, session: DraftSession | None) -> None:
+    def __init__(
+        self, recording: Recording, session: DraftSession | None, worth: DraftWorth | None = None
+    ) -> None:
         self.recording = recording
         self.session = session
-        self.record = DraftRecord()
+        self.record = DraftRecord(worth)
         self.num_computed = 0
         self.position = 0
 
@@ -200,10 +203,9 @@ class _Load:
         self._drafter = drafter if max_draft_tokens > 0 else None
         self._served_by = served_by
         self._planner = DraftPlanner(DraftBudget(served_by.cost), served_by.vocab_size)
-        self._host = HostCost()
-        if served_by.host is not None:
-            costs = served_by.host
-            self._host = costs.plain if self._drafter is None else costs.drafted
+        self._worth = DraftWorth()
+        costs = HostCosts() if served_by.host is None else served_by.host
+        self._host = (costs.plain, costs.plain if self._drafter is None else costs.drafted)
         self._cache = _PrefixCache(served_by.block_size)
         self._max_draft_tokens = max_draft_tokens
         self._num_streams = num_streams
@@ -222,7 +224,7 @@ class _Load:
                 session = None
                 if self._drafter is not None:
                     session = self._drafter.open([int(i) for i in recording.prompt_ids])
-                seat = _Seat(recording, session)
+                seat = _Seat(recording, session, self._worth)
                 seat.num_computed = self._cache.find(recording.prompt_ids)
                 seats.append(seat)
             if not seats:
@@ -253,7 +255,8 @@ class _Load:
                 drawing.append(seat)
                 self._cache.add(seat.recording.prompt_ids)
         began = time.thread_time()
-        trees = self._propose(drawing, num_rows, sum(seat.position == 0 for seat in seats))
+        num_waiting = sum(seat.position == 0 for seat in seats)
+        trees, has_asked = self._propose(drawing, num_rows, num_waiting)
         host_s = time.thread_time() - began
         for seat in seats:  # while the device works: its time is not the step's
             if seat.session is not None:
@@ -266,45 +269,51 @@ class _Load:
                 keys += len(tree.token_ids) * seat.length
             self._accept(seat, tree)
         if self._served_by.host is not None:
-            host_s += self._host.seconds(len(drawing), num_nodes)
+            host_s += self._host[has_asked].seconds(len(drawing), num_nodes)
         elif self._drafter is not None:
             host_s += time.thread_time() - began
         else:
             host_s = 0.0
         self._planner.budget.observe_host(host_s)
+        if num_rows == len(drawing):
+            self._planner.budget.host.observe(num_rows, has_asked, host_s)
         self.num_rows += num_nodes
         num_draws = len(drawing) + num_nodes
         self.seconds += self._served_by.step_s(num_rows + num_nodes, num_draws, keys) + host_s
 
     def _propose(
         self, drawing: list[_Seat], num_rows: int, num_waiting: int
-    ) -> list[CheckedTree | None]:
+    ) -> tuple[list[CheckedTree | None], bool]:
+        """The trees, and whether any session was asked."""
         if self._drafter is None or not drawing:
-            return [None] * len(drawing)
+            return [None] * len(drawing), False
+        mean_len = sum(seat.length for seat in drawing) / len(drawing)
+        shape = StepShape(len(drawing), num_rows, mean_len, num_waiting)
+        resting = self._planner.who_rests([seat.record for seat in drawing], shape)
         asks: list[Ask] = []
         places: list[int] = []
         for place, seat in enumerate(drawing):
             assert seat.session is not None
+            if resting[place]:
+                continue
             depth = min(self._max_tokens - seat.position - 1, self._max_draft_tokens)
             if depth > 0:
                 places.append(place)
                 asks.append(Ask(seat.session, seat.record, self._max_draft_tokens, depth))
-        mean_len = sum(seat.length for seat in drawing) / len(drawing)
-        shape = StepShape(len(drawing), num_rows, mean_len, num_waiting)
         plan = self._planner.plan(asks, shape, self._max_rows - num_rows)
         if plan.errors:
             raise plan.errors[0][1]
         trees: list[CheckedTree | None] = [None] * len(drawing)
         for place, tree in zip(places, plan.trees, strict=True):
             trees[place] = tree
-        return trees
+        return trees, not all(resting)
 
     def _accept(self, seat: _Seat, tree: CheckedTree | None) -> None:
         output = seat.recording.output_ids
         accepted: list[int] = []
         if tree is not None:
             accepted = follow(tree.tree, output, seat.position)
-            seat.record.observe(float(tree.survival.sum()), len(accepted))
+            seat.record.observe(float(tree.survival.sum()), len(accepted), len(tree.token_ids))
         num = min(len(accepted) + 1, len(output) - seat.position)
         self.num_steps += seat.position > 0
         if seat.session is not None:

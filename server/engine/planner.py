@@ -4,6 +4,7 @@ The step loop and the forecast of `tailor tasks tune` call the same planner, so 
 the policy that is served. In order, for the choices that draw and have a draft session (an `Ask`
 each):
 
+0. worth       a scope whose drafts bring less than all that they cost rests (draft_worth.py)
 1. allowance   a choice whose drafts keep missing or keep costing too much sits out (DraftRecord)
 2. ceiling     the most nodes that could pay if all of them were accepted; none: nobody is asked
 3. asking      each session proposes a tree; a grammar adds and drops nodes, a slice of the LM head
@@ -52,7 +53,8 @@ class Ask:
     max_nodes: most nodes its request allows. max_depth: most nodes on a path, at least 1. grammar:
     at the root; it is moved and put back. forced_source: the index of the source that forced tokens
     are counted under. allowed: the drafted ids that its LM-head slice allows, or None for all.
-    vocab_size: bound on its ids, 0 = the planner's.
+    vocab_size: bound on its ids, 0 = the planner's. rests: its scope does (who_rests): only what
+    its grammar forces is drafted.
     """
 
     session: DraftSession
@@ -63,6 +65,7 @@ class Ask:
     forced_source: int = 0
     allowed: Allowed | None = None
     vocab_size: int = 0
+    rests: bool = False
 
 
 @dataclass(slots=True)
@@ -99,6 +102,11 @@ class DraftPlanner:
         self.budget = budget
         self._vocab_size = vocab_size
 
+    def who_rests(self, records: Sequence[DraftRecord], shape: StepShape) -> list[bool]:
+        """Which of the choices that may draft rest with their scope in a step. Called once a step,
+        before `plan`."""
+        return self.budget.who_rests(records, shape.num_draws, shape.mean_len)
+
     def plan(self, asks: Sequence[Ask], shape: StepShape, room: int) -> DraftPlan:
         """The trees of a step. room: most nodes, over all asks. Called once a step.
 
@@ -126,6 +134,7 @@ class DraftPlanner:
                 plan.reasons[turn.index] = "no_match" if turn.own_nodes else "cooldown"
                 if turn.own_nodes:
                     turn.ask.record.record_value(0.0, price)
+                    turn.ask.record.asked_in_vain()
         heard = [turn for turn in turns if turn.index in proposed]
         self._choose(heard, proposed, plan, shape, room, price)
         return plan
@@ -133,7 +142,8 @@ class DraftPlanner:
     def nobody_drafts(self, records: Sequence[DraftRecord], shape: StepShape, room: int) -> bool:
         """Whether the choices with these records would all draft nothing, without being asked.
         room: most nodes. Changes nothing."""
-        return all(record.is_resting for record in records) or not self.budget.ceiling(
+        num_draws = shape.num_draws
+        return all(record.rests_at(num_draws) for record in records) or not self.budget.ceiling(
             shape.num_draws, shape.num_rows, shape.mean_len, room, shape.num_waiting
         )
 
@@ -157,6 +167,8 @@ class DraftPlanner:
             # Where nothing is taken because others wait, that is no evidence about the drafter.
             if turn.own_nodes and (num or not shape.num_waiting):
                 turn.ask.record.record_value(value, price)
+                if not num:
+                    turn.ask.record.asked_in_vain()
             if num:
                 plan.trees[turn.index] = proposed[turn.index].prune(num)
                 plan.reasons[turn.index] = ""
@@ -230,7 +242,7 @@ def _turns(asks: Sequence[Ask]) -> list[_Turn]:
     even for a choice that sits out."""
     turns: list[_Turn] = []
     for index, ask in enumerate(asks):
-        own = ask.record.allowance()
+        own = 0 if ask.rests else ask.record.allowance()
         if ask.grammar is not None:
             turns.append(_Turn(index, ask, own, ask.max_nodes))
         elif own:

@@ -132,6 +132,10 @@ class Sequence:
     no_draft_reason: str = "off"
     sources: tuple[str, ...] = ("off",)
     draft_record: DraftRecord = field(default_factory=DraftRecord)
+    is_resting: bool = False
+    """Drafts do not pay for its scope now: its session is asked nothing and told nothing."""
+    num_told: int = 0
+    """Output tokens that the session was told of."""
 
     def __post_init__(
         self, max_model_len: int, eos_token_ids: frozenset[int], stop_table: StopTable | None
@@ -258,7 +262,8 @@ class Sequence:
             self.grammar.rollback(min(self.grammar.num_consumed, num_output))
         if self.request.sampling.has_penalties:
             self._recount()
-        if self.session is not None:
+        if self.session is not None and self.num_told > num_output:
+            self.num_told = num_output
             self.session.rollback(num_output)
 
     def release(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:

@@ -2,6 +2,9 @@
 
     open -> (settle, ask, learn)* -> close
 
+While a sequence rests (`Sequence.is_resting`) its session is told nothing. What was emitted
+meanwhile it is told before it is next asked, if it ever is.
+
 If a drafter raises, its session is closed and the request goes on without drafts.
 """
 
@@ -16,6 +19,7 @@ import numpy.typing as npt
 
 from drafters.base import LikelySession
 from server.engine.batch import Likely
+from server.engine.draft_worth import WorthBook
 from server.engine.drafting import CheckedTree, DrafterRegistry
 from server.engine.grammar import FORCED
 from server.engine.plan import Scheduled
@@ -26,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class DraftSessions:
-    """Writes the sequences' `session`, `drafter_name` and `sources`."""
+    """Writes the sequences' `session`, `drafter_name`, `sources` and `num_told`."""
 
     def __init__(self, drafters: DrafterRegistry, *, drafts: bool = True) -> None:
         """drafts: whether the engine has rows for drafts at all."""
@@ -34,6 +38,7 @@ class DraftSessions:
         self._drafts = drafts
         self._drafters = drafters
         self._logged: set[str] = set()
+        self._worths = WorthBook()
 
     def open(self, sequence: Sequence) -> None:
         """Begin a session, unless the request wants no drafts. Called when a sequence is seated."""
@@ -48,6 +53,9 @@ class DraftSessions:
                 prediction_ids=request.speculation.prediction_ids,
             )
             sequence.drafter_name = drafter.name
+            key = (request.task, request.scope, drafter.name)
+            sequence.draft_record.worth = worth = self._worths.of(key)
+            sequence.is_resting = worth.is_resting
             sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
             if sequence.grammar is not None:
                 sequence.sources = (*sequence.sources, FORCED)
@@ -57,7 +65,7 @@ class DraftSessions:
     def settle(self, sequences: Iterable[Sequence]) -> None:
         """Let every session do its deferred work; called while the device works."""
         for sequence in sequences:
-            if sequence.session is not None:
+            if sequence.session is not None and not sequence.is_resting:
                 try:
                     sequence.session.settle()
                 except Exception as error:
@@ -72,6 +80,17 @@ class DraftSessions:
         if sequence.rules.max_output - sequence.num_output <= 1:
             return "length"
         return ""
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether a sequence with a session is to be planned for: it does not rest, or its grammar
+        may force tokens, which are certain. Its session is told what it has missed."""
+        if sequence.is_resting:
+            return sequence.grammar is not None
+        try:
+            _tell(sequence)
+        except Exception as error:
+            self.disable(sequence, error)
+        return sequence.session is not None
 
     def ask(self, sequence: Sequence) -> Ask:
         """The Ask of a sequence that has a session."""
@@ -94,6 +113,7 @@ class DraftSessions:
             len(sequence.sources) - 1,
             allowed,
             0 if sequence.adapter is None else sequence.adapter.order.vocab_size,
+            sequence.is_resting,
         )
 
     def num_likely(self, items: Iterable[Scheduled], most_drafts: int) -> int:
@@ -106,6 +126,8 @@ class DraftSessions:
         wanted = 0
         for item in items:
             sequence = item.sequence
+            if sequence.is_resting:
+                continue
             drafts = most_drafts or sequence.no_draft_reason != "budget"
             if item.draws and (drafts or not sequence.num_output):
                 wanted = max(wanted, getattr(sequence.session, "num_likely", 0))
@@ -117,12 +139,13 @@ class DraftSessions:
         """Tell the sessions that want them which ids were likeliest in a step's rows: at the last
         token, and behind each node of the tree. Called before `learn`."""
         session = sequence.session
-        if likely is None or not getattr(session, "num_likely", 0):
+        if likely is None or sequence.is_resting or not getattr(session, "num_likely", 0):
             return
         nodes: tuple[list[int], list[int]] = ([], [])
         if tree is not None:
             nodes = (tree.token_ids, tree.parents)
         try:
+            _tell(sequence)
             cast("LikelySession", session).note_likely(*nodes, likely.ids, likely.chances)
         except Exception as error:
             self.disable(sequence, error)
@@ -130,23 +153,23 @@ class DraftSessions:
     def learn(
         self,
         sequence: Sequence,
-        emitted: list[int],
         tree: CheckedTree | None = None,
         accepted: list[int] | None = None,
     ) -> None:
-        """Tell a session what was emitted, and which nodes of its tree were accepted."""
+        """Tell a session what was emitted since it was last told, and which nodes of its tree were
+        accepted. Called after the tokens were appended."""
         accepted = accepted or []
         evidence = None if tree is None else tree.evidence(accepted)
-        if evidence is not None:
-            sequence.draft_record.observe(*evidence)
+        if tree is not None and evidence is not None:
+            sequence.draft_record.observe(*evidence, len(tree.token_ids))
         session = sequence.session
-        if session is None:
+        if session is None or sequence.is_resting:
             return
         try:
             known = None if tree is None else tree.for_session(accepted)
             if known is not None:
                 session.feedback(*known)
-            session.extend(emitted)
+            _tell(sequence)
         except Exception as error:
             self.disable(sequence, error)
 
@@ -177,3 +200,11 @@ class DraftSessions:
         except Exception as error:
             self.num_errors += 1
             _log.debug("closing a draft session failed", exc_info=error)
+
+
+def _tell(sequence: Sequence) -> None:
+    """Tell a session all tokens that it has not been told yet."""
+    session, told = sequence.session, sequence.num_told
+    if session is not None and told < sequence.num_output:
+        sequence.num_told = sequence.num_output
+        session.extend(sequence.output_ids(told))

@@ -20,15 +20,18 @@ from server.engine.sessions import DraftSessions
 @dataclass(frozen=True, slots=True)
 class Proposed:
     """trees: one or None per item of the step's plan. seconds: that proposing took. ceiling: the
-    most nodes that could have paid."""
+    most nodes that could have paid. has_asked: whether any session was asked, or could have been.
+    """
 
     trees: SequenceOf[CheckedTree | None]
     seconds: float = 0.0
     ceiling: int = 0
+    has_asked: bool = False
 
 
 class StepDrafts:
-    """Writes the sequences' `no_draft_reason`. max_draft_rows: most nodes a step."""
+    """Writes the sequences' `no_draft_reason` and `is_resting`. max_draft_rows: most nodes a
+    step."""
 
     def __init__(
         self,
@@ -52,8 +55,17 @@ class StepDrafts:
         if not places or is_plain:
             return Proposed(trees)
         began = time.perf_counter()
-        asks = [self._sessions.ask(plan.items[i].sequence) for i in places]
         shape = self._shape([item for _, item in drawing], plan.num_rows)
+        sequences = [plan.items[i].sequence for i in places]
+        resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
+        for sequence, is_resting in zip(sequences, resting, strict=True):
+            sequence.is_resting = is_resting
+            if is_resting:
+                sequence.no_draft_reason = "budget"
+        places = [i for i in places if self._sessions.may_draft(plan.items[i].sequence)]
+        if not places:
+            return Proposed(trees, time.perf_counter() - began)
+        asks = [self._sessions.ask(plan.items[i].sequence) for i in places]
         drafts = self._planner.plan(asks, shape, self._room(plan.num_rows))
         for at, error in drafts.errors:
             self._sessions.disable(plan.items[places[at]].sequence, error)
@@ -62,7 +74,8 @@ class StepDrafts:
             sequence.no_draft_reason = reason
             if tree is not None:
                 trees[i] = self._fit(sequence, tree)
-        return Proposed(trees, time.perf_counter() - began, drafts.ceiling)
+        has_asked = not all(resting)
+        return Proposed(trees, time.perf_counter() - began, drafts.ceiling, has_asked)
 
     def are_off(self, items: SequenceOf[Scheduled]) -> bool:
         """Whether nobody will draft in a step of these items, each of one row that draws. True
@@ -72,10 +85,12 @@ class StepDrafts:
             for item in items
             if not self._sessions.no_draft_reason(item.sequence)
         ]
-        if records and not self._planner.nobody_drafts(
-            records, self._shape(items, len(items)), self._room(len(items))
-        ):
+        if not records:
+            return True
+        shape = self._shape(items, len(items))
+        if not self._planner.nobody_drafts(records, shape, self._room(len(items))):
             return False
+        self._planner.who_rests(records, shape)
         for record in records:
             record.allowance()
         return True

@@ -1,0 +1,190 @@
+"""Whether drafting pays as a whole: what is measured, who rests, and that rests change no text."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from server.engine.budget import CostTable, DraftBudget, DraftRecord
+from server.engine.draft_worth import (
+    NUM_CLASSES,
+    DraftWorth,
+    HostTimes,
+    WorthBook,
+    WorthCell,
+    class_of,
+    who_rests,
+)
+from server.engine.forecast import ServedBy, forecast
+from server.engine.host_cost import HostCost, HostCosts
+from tests.engine.scenarios import (
+    compare,
+    drive,
+    make_drafter,
+    make_engine,
+    random_workload,
+    verifying_every,
+    with_own_logits,
+    with_slices,
+)
+from tests.engine.test_forecast import RECORDINGS, TEXTS
+from tests.fakes.fake_drafters import oracle_drafter
+from tests.profiles import examples
+
+
+def test_numbers_of_choices_have_classes() -> None:
+    assert [class_of(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 33)] == [0, 1, 2, 2, 3, 3, 4, 4, 6]
+    assert class_of(10_000) == NUM_CLASSES - 1
+
+
+def test_host_times_follow_steps_and_outliers_count_little() -> None:
+    times = HostTimes()
+    assert times.extra(8) == times.plain(8) == 0.0
+    times.observe(8, True, 1e-3)
+    assert times.extra(8) == pytest.approx(0.5e-3)  # what a plain step takes is not known yet
+    times.observe(8, False, 0.4e-3)
+    assert times.extra(8) == pytest.approx(0.6e-3, rel=0.2)
+    for _ in range(200):
+        times.observe(8, True, 1.2e-3)
+        times.observe(8, False, 0.4e-3)
+    assert times.extra(8) == pytest.approx(0.8e-3, rel=0.05)
+    assert times.extra(3) == 0.0, "nothing is known of three choices"
+    times.observe(3, False, 0.2e-3)  # ... but drafts cost three times as much elsewhere
+    assert times.extra(3) == pytest.approx(0.4e-3, rel=0.1)
+    before = times.extra(8)
+    times.observe(8, True, 5.0)
+    assert times.extra(8) < 1.3 * before
+    times.observe(8, True, 0.0)  # a clock that stood still says nothing
+
+
+def _asks(cell: WorthCell, num: int, accepted: float, rng: Random) -> None:
+    for _ in range(num):
+        cell.observe(1, int(rng.random() < accepted))
+
+
+def _steps(cell: WorthCell, num: int, accepted: float, rng: Random) -> list[bool]:
+    """Whether eight choices rested, in each of so many steps. Asking one costs 0.2 tokens."""
+    rested = []
+    for _ in range(num):
+        rests = who_rests([cell] * 8, lambda nodes: 0.05 * nodes, 0.15)
+        assert len(set(rests)) == 1
+        rested.append(rests[0])
+        if not rests[0]:
+            _asks(cell, 8, accepted, rng)
+    return rested
+
+
+def test_a_scope_that_earns_less_than_it_costs_rests_and_is_tried_rarely() -> None:
+    rested = _steps(WorthCell(), 1000, 0.05, Random(1))
+    assert not any(rested[:4]) and all(rested[4 : 4 + WorthCell.FIRST_REST])
+    assert sum(not r for r in rested) < 40
+    assert not all(rested[-(WorthCell.LAST_REST + 8) :]), "it must be tried now and then"
+
+
+def test_a_scope_that_earns_more_is_always_asked() -> None:
+    assert not any(_steps(WorthCell(), 1000, 0.5, Random(1)))
+
+
+def test_what_becomes_better_is_found_out_and_what_becomes_worse_too() -> None:
+    cell, rng = WorthCell(), Random(3)
+    _steps(cell, 300, 0.02, rng)
+    rested = _steps(cell, 700, 0.6, rng)
+    assert not any(rested[WorthCell.LAST_REST + 16 :])
+    rested = _steps(cell, 300, 0.02, rng)
+    assert sum(rested) > 180
+
+
+def test_nobody_s_drafts_depend_on_what_another_scope_s_have_brought() -> None:
+    good, bad, rng = WorthCell(), WorthCell(), Random(5)
+    seen = set()
+    for _ in range(200):
+        rests = who_rests([good, bad, None, bad], lambda nodes: 0.05 * nodes, 0.15)
+        assert not rests[0] and not rests[2] and rests[1] == rests[3]
+        seen.add(rests[1])
+        _asks(good, 1, 0.7, rng)
+        if not rests[1]:
+            _asks(bad, 2, 0.05, rng)
+    assert seen == {False, True}
+
+
+def test_a_rest_holds_at_its_number_of_choices() -> None:
+    """Eight choices of short steps: drafts do not pay. One: they do, by the same record."""
+    budget = DraftBudget(CostTable([1, 2, 8, 16], [4e-3, 4.1e-3, 5e-3, 7e-3]))
+    worth, rng = DraftWorth(), Random(7)
+    records = [DraftRecord(worth) for _ in range(8)]
+    assert budget.who_rests(records[:1], 1, 0.0) == [False]
+    for num in (8, 1):
+        for _ in range(50):
+            rests = budget.who_rests(records[:num], num, 0.0)
+            budget.host.observe(num, not all(rests), 0.2e-3 if all(rests) else 0.3e-3 + num * 1e-4)
+            for record, is_resting in zip(records, rests, strict=False):
+                if not is_resting:
+                    record.observe(0.3, int(rng.random() < 0.2), 1)
+    assert [cell.is_resting for cell in worth.cells[:4]] == [False, False, False, True]
+    assert DraftRecord(worth).rests_at(8) and not DraftRecord(worth).rests_at(1)
+    assert DraftBudget().who_rests(records, 8, 0.0) == [False] * 8  # costs are not known
+
+
+def test_the_book_forgets_the_scope_used_longest_ago() -> None:
+    book = WorthBook(2)
+    first, second = book.of("a"), book.of("b")
+    assert book.of("a") is first
+    book.of("c")
+    assert book.of("a") is first and book.of("b") is not second
+
+
+@pytest.mark.parametrize("extra_s", [0.0, 60.0])
+def test_the_forecast_rests_as_the_engine_does(extra_s: float) -> None:
+    """A host that takes too long for drafts to pay, though every node is accepted: the forecast
+    does not fall far below 1."""
+    recordings = RECORDINGS * 12
+    host = HostCosts(HostCost(1.0, 0.1, 0.0), HostCost(1.0 + extra_s, 0.1 + 40 * extra_s, 0.0))
+    rows = [1, 2, 4, 8, 16, 32]
+    served_by = ServedBy(CostTable(rows, [100.0 + r for r in rows]), host=host)
+    found = forecast(
+        oracle_drafter(TEXTS), recordings, served_by, max_draft_tokens=1, num_streams=8
+    )
+    if extra_s:
+        assert found.tokens_per_step < 1.6, "they still draft"
+    else:
+        assert found.speedup > 1.5
+
+
+@settings(max_examples=examples(400), deadline=None, print_blob=True)
+@given(st.integers(0, 2**48), st.integers(0, 5))
+def test_rests_change_no_text_and_sessions_are_told_what_they_missed(seed: int, kind: int) -> None:
+    """Choices rest and are asked again at random, beside slices, rollbacks, forks, preemption."""
+    rng = Random(seed)
+    work = random_workload(rng)
+    if kind == 1:
+        work = with_own_logits(work, rng)
+    elif kind == 2:
+        work = verifying_every(work, rng, 1 + seed % 6)
+    elif kind == 3:
+        work = with_slices(work, rng, ("exact", "slice", "full"))
+    note(f"{work}")
+    expected = work.expected()
+    drafter = make_drafter(work, expected)
+    engine, _ = make_engine(work, drafter)
+    engine.planner.who_rests = lambda records, _: [  # type: ignore[method-assign]
+        rng.random() < 0.6 for _ in records
+    ]
+    num_missed = 0
+
+    def each_step(_: int) -> None:
+        nonlocal num_missed
+        for sequence in engine.scheduler.running:
+            if sequence.session is None:
+                continue
+            known = sequence.num_output if not sequence.is_resting else sequence.num_told
+            num_missed += sequence.num_output - sequence.num_told
+            assert sequence.session.checkpoint() == sequence.num_told == known
+
+    compare(work, expected, drive(work, engine, each_step))
+    assert engine.num_failed_steps == 0 and engine.num_open == 0
+    assert drafter.num_open == 0
+    if work.drafter != "broken":
+        assert engine.num_drafter_errors == 0
