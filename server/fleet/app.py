@@ -41,6 +41,12 @@ from server.types import AdapterOrder
 
 log = logging.getLogger("tailor.fleet")
 
+_ONE_LOOP = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""Of ingresses and engine replicas: Serve's own part of a request runs on the loop of ours, because
+each change of threads, four a request, delays a first token. Nothing of ours blocks that loop."""
 _TELL_S = 1.0
 _READY_S = 30.0
 _SCALING = "server.fleet.scaling:WorkPolicy"
@@ -299,10 +305,12 @@ async def _ingress(
     )
     front: Front = await asyncio.to_thread(parts.front)
     loop = asyncio.get_running_loop()
+    # On the loop, because their routers run on it: a request changes threads as seldom as it can.
+    replicas = {model: ServeReplicas(model, handle, desk) for model, handle in engines.items()}
 
     def start(model: str, on_state: Any) -> FleetHandle:
         return FleetHandle(
-            ServeReplicas(model, engines[model], desk),
+            replicas[model],
             name=f"{model}/fleet",
             loop=loop,
             retry=RetryPolicy(max_runs=cluster.routing.max_runs),
@@ -331,7 +339,10 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         IngressDeployment if direct else ProxiedIngressDeployment,
         name="ingress",
         num_replicas=cluster.ingress.replicas,
-        ray_actor_options={"num_cpus": cluster.ingress.num_cpus},
+        ray_actor_options={
+            "num_cpus": cluster.ingress.num_cpus,
+            "runtime_env": {"env_vars": _ONE_LOOP},
+        },
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         health_check_period_s=2.0,
@@ -383,7 +394,11 @@ def _engines(
     engine = serve.deployment(
         EngineDeployment,
         name="engine-" + re.sub(r"[^A-Za-z0-9._-]", "-", model),
-        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        ray_actor_options={
+            "num_cpus": replicas.num_cpus,
+            "num_gpus": replicas.num_gpus,
+            "runtime_env": {"env_vars": _ONE_LOOP},
+        },
         max_ongoing_requests=replicas.max_ongoing_requests,
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         graceful_shutdown_wait_loop_s=0.5,

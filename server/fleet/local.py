@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 
 from server.config.cluster import ClusterConfig
 from server.errors import ConfigError
+from server.fleet.head import HeadKeeper, head_settings
 from server.fleet.parts import FleetParts
 
 log = logging.getLogger("tailor.fleet")
@@ -38,8 +41,9 @@ class Fleet:
         with Fleet(cluster, parts) as fleet:
             ...  # http://host:port of server.yaml's listen
 
-    Ray is embedded in this process where the cluster has no address: it listens on 127.0.0.1, and
-    its dashboard is off. On a cluster of others only the application is taken away at the end.
+    Ray is embedded in this process where the cluster has no address: it listens on 127.0.0.1, its
+    dashboard is off, and its head process is started again where it dies (head.py). On a cluster of
+    others only the application is taken away at the end.
     Raises ConfigError when Ray is not installed, cannot be reached, or the fleet does not start.
     """
 
@@ -47,6 +51,8 @@ class Fleet:
         self._cluster = cluster
         self._parts = parts
         self._own_ray = False
+        self._keeper: HeadKeeper | None = None
+        self._state_folder: str | None = None
         self._id = uuid.uuid4().hex
 
     def __enter__(self) -> Fleet:
@@ -60,14 +66,26 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         import ray
+
+        try:
+            if ray.is_initialized():
+                self._end()
+        finally:
+            if self._keeper is not None:
+                self._keeper.stop()
+            if self._state_folder is not None:
+                shutil.rmtree(self._state_folder, ignore_errors=True)
+
+    def _end(self) -> None:
+        import ray
         from ray import serve
 
-        if not ray.is_initialized():
-            return
         if self._own_ray:
             serve.shutdown()
         elif self._is_mine():
             serve.delete(APPLICATION)
+        if self._keeper is not None:
+            self._keeper.let_go()
         ray.shutdown()
 
     def update(self, cluster: ClusterConfig, parts: FleetParts) -> None:
@@ -86,6 +104,11 @@ class Fleet:
             return desk.owner.remote().result(timeout_s=5.0) in ("", self._id)
         except Exception:
             return True
+
+    @property
+    def keeper(self) -> HeadKeeper | None:
+        """Who looks after Ray's head process; None on a cluster of others."""
+        return self._keeper
 
     def status(self) -> dict[str, str]:
         """The state of each deployment, by its name."""
@@ -106,6 +129,7 @@ class Fleet:
             if cluster.address is not None:
                 ray.init(address=cluster.address, **common)
                 return
+            self._state_folder = tempfile.mkdtemp(prefix="tailor-ray-")
             memory = cluster.embedded.object_store_memory.num_bytes
             ray.init(
                 address="local",
@@ -113,9 +137,12 @@ class Fleet:
                 object_store_memory=memory,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
+                _system_config=head_settings(self._state_folder),
                 **common,
             )
             self._own_ray = True
+            self._keeper = HeadKeeper(ray._private.worker.global_worker.node)
+            self._keeper.start()
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(f"Ray could not be reached or started: {error}") from None
 

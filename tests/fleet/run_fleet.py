@@ -7,7 +7,9 @@ It says READY and then does what it is told, a line each:
     update           deploys other weights; UPDATED and how often that was
     learned TASK     LEARNED and JSON: what each engine has learned of a task
     lose             ends all processes of a node that has engine replicas, not the first; LOST
-    headless         ends Ray's head process as kill -9 does; HEADLESS, and then no more commands
+    behead           ends Ray's head process as kill -9 does; BEHEADED and how often it has been
+                     started again, when it has
+    headless         the same, but nobody starts it again; HEADLESS, and then no more commands
     steps            STEPS and JSON: rows and seconds of each engine's last step
     status           STATUS and the state of each deployment
 
@@ -23,13 +25,16 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from server.config import ListenConfig, ServerConfig
 from server.config.cluster import ClusterConfig
+from server.fleet.head import HeadKeeper, head_settings
 from server.fleet.local import APPLICATION, Fleet
 from tests.api.live import LiveServer
 from tests.api.real_engine import CONTEXT
@@ -92,9 +97,10 @@ def main() -> None:
         _single(_fleet_of(options)[1])
         return
     with _nodes(options.nodes) as nodes:
-        address = None if nodes is None else nodes.address
+        address = None if nodes is None else nodes.cluster.address
         cluster, parts = _fleet_of(options, address)
         with Fleet(cluster, parts) as fleet:
+            keeper = fleet.keeper if nodes is None else nodes.keeper
             _say("READY")
             for line in sys.stdin:
                 command, _, rest = line.strip().partition(" ")
@@ -108,6 +114,8 @@ def main() -> None:
                     parts = replace(parts, weights=parts.weights + 1)
                     fleet.update(cluster, parts)
                     _say(f"UPDATED {parts.weights}")
+                elif command == "behead":
+                    _say(f"BEHEADED {_behead(keeper)}")
                 elif not _obey(command, rest, fleet, nodes):
                     break
     _say("ENDED")
@@ -120,8 +128,16 @@ def _take_away() -> None:
     serve.delete(APPLICATION)
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """A ray.cluster_utils.Cluster, and who starts its head again."""
+
+    cluster: Any
+    keeper: HeadKeeper
+
+
 @contextlib.contextmanager
-def _nodes(num: int) -> Iterator[Any]:
+def _nodes(num: int) -> Iterator[Nodes | None]:
     """A Ray cluster of so many nodes on this machine; None of 0. An ingress fits on the first."""
     if not num:
         yield None
@@ -132,13 +148,29 @@ def _nodes(num: int) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, **common})
-    try:
-        for _ in range(num - 1):
-            cluster.add_node(num_cpus=1, **common)
-        yield cluster
-    finally:
-        cluster.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        first = {"num_cpus": 8, "_system_config": head_settings(folder), **common}
+        cluster = Cluster(initialize_head=True, head_node_args=first)
+        keeper = HeadKeeper(cluster.head_node)
+        keeper.start()
+        try:
+            for _ in range(num - 1):
+                cluster.add_node(num_cpus=1, **common)
+            yield Nodes(cluster, keeper)
+        finally:
+            keeper.let_go()
+            cluster.shutdown()
+            keeper.stop()
+
+
+def _behead(keeper: HeadKeeper | None) -> int:
+    """End Ray's head process, and wait until there is another one."""
+    assert keeper is not None
+    before = keeper.num_restarts
+    os.kill(keeper.pid(), signal.SIGKILL)
+    while keeper.num_restarts == before:
+        time.sleep(0.05)
+    return keeper.num_restarts
 
 
 def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
@@ -148,7 +180,8 @@ def _obey(command: str, rest: str, fleet: Fleet, nodes: Any) -> bool:
     elif command == "lose":
         _say(f"LOST {_lose_one(nodes)}")
     elif command == "headless":
-        nodes.head_node.kill_gcs_server(check_alive=False)
+        nodes.keeper.stop()
+        nodes.cluster.head_node.kill_gcs_server(check_alive=False)
         _say("HEADLESS")
         sys.stdin.readline()
         os._exit(0)  # without its head, Ray has nothing that it could end by
@@ -206,8 +239,8 @@ def _kill_one(name: str) -> int:
 def _lose_one(nodes: Any) -> str:
     """The node, not the first, with the most engine replicas; how many those were."""
     homes = [standing.node for standing in _standings()]
-    node = max(nodes.worker_nodes, key=lambda node: homes.count(node.node_id))
-    nodes.remove_node(node, allow_graceful=False)
+    node = max(nodes.cluster.worker_nodes, key=lambda node: homes.count(node.node_id))
+    nodes.cluster.remove_node(node, allow_graceful=False)
     return str(homes.count(node.node_id))
 
 
