@@ -15,8 +15,8 @@ All parts run on one Ray of three nodes of this machine. Needs Ray.
                 step, counted, routed by task and by Ray Serve
     simulator   the same arrivals on 3 replicas and in the capacity model, fed with the step costs
                 that these replicas tell: simulated seconds over measured ones
-    faults      2,000 requests in flight, half of them streams, while replicas, a node and Ray's
-                head die: none lost, none answered twice, texts those of a single server
+    faults      2,000 requests in flight, half of them streams, while Ray's head, replicas and a
+                node die: none lost, none answered twice, texts those of a single server
 
 Prints a table, then ends in one JSON line. Exits 1 when a goal is missed.
 """

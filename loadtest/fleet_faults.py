@@ -1,8 +1,9 @@
 """The faults part of loadtest.fleet: requests in flight while parts of the fleet die.
 
 Half of the requests are streams, which get their text and one end, half whole answers; both
-must be what a single server answers, to the bit. Two replicas and a node die while requests are
-open, each when so many of them have been answered; then Ray's head process, and fewer follow.
+must be what a single server answers, to the bit. Ray's head process, two replicas and a node die
+while requests are open, each when so many of them have been answered; the head comes back with what
+it knew. Then it dies for good, and fewer requests follow.
 """
 
 from __future__ import annotations
@@ -96,19 +97,20 @@ def measure_faults(
     num = options.requests
     flight = Flight(fleet.url, wanted, num)
     events: list[tuple[int, Callable[[], object]]] = [
+        (num // 20, lambda: fleet.ask("behead", "BEHEADED", 60)),
         (num // 10, lambda: fleet.ask("kill", "KILLED")),
         (3 * num // 10, lambda: fleet.ask("lose", "LOST", 60)),
         (6 * num // 10, lambda: fleet.ask("kill", "KILLED")),
     ]
     took_s = asyncio.run(flight.run(events))
-    # Without its head, which keeps its state in memory here, Ray goes on for about a minute.
+    # Nobody starts it again now, and Ray's processes go on without it for some time.
     fleet.ask("headless", "HEADLESS")
     headless = Flight(fleet.url, wanted, num // 20)
     headless_s = asyncio.run(headless.run([]))
     for problem in sorted(flight.problems | headless.problems)[:8]:
         console.print(f"not as it should be: {problem}", markup=False)
     for name, one, seconds in (
-        ("replicas and a node die", flight, took_s),
+        ("the head, replicas and a node die", flight, took_s),
         ("without Ray's head", headless, headless_s),
     ):
         console.print(

@@ -16,8 +16,9 @@ Engine to API:   ("ready", info) ("deltas", [delta, ...], stats) ("stats", stats
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -34,7 +35,6 @@ class EngineHandle(Protocol):
 
     name: str
     device: str
-    connection: Connection
 
     def is_alive(self) -> bool:
         """Whether the process or thread still runs."""
@@ -43,7 +43,25 @@ class EngineHandle(Protocol):
         """The exit status, None while it runs (threads: 0 or 1)."""
 
     def stop(self, timeout_s: float) -> None:
-        """Ask it to stop, then make it stop. Idempotent; closes the connection."""
+        """Ask it to stop, then make it stop. Idempotent; closes the channel."""
+
+
+class PipedHandle(EngineHandle, Protocol):
+    """An engine in another process or thread, at the other end of a pipe."""
+
+    connection: Connection
+
+
+@runtime_checkable
+class LoopHandle(EngineHandle, Protocol):
+    """An engine whose channel is on the API's own event loop: messages are passed as they are,
+    with no pipe, thread or encoding between."""
+
+    def open(self, deliver: Callable[[Message], None]) -> None:
+        """On the loop, once: from now on it tells `deliver` what it sends."""
+
+    def send(self, message: Message) -> None:
+        """On the loop: takes a message to the engine; never blocks."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -405,8 +405,10 @@ def error_for_engine_code(code: str | None, message: str) -> TailorError:
         DrainingError,
         QueueTimeoutError,
         AdaptersFullError,
+        NoEngineError,
+        EngineDiedError,
     ):
         if code == cls.code:
-            again = issubclass(cls, (QueueFullError, QueueTimeoutError, AdaptersFullError))
-            return cls(message, retry_after_s=1.0 if again else None)
+            later = (QueueFullError, QueueTimeoutError, AdaptersFullError, NoEngineError)
+            return cls(message, retry_after_s=1.0 if issubclass(cls, later) else None)
     return EngineError(message)

@@ -47,6 +47,7 @@ _ONE_LOOP = {
 }
 """Of ingresses and engine replicas: Serve's own part of a request runs on the loop of ours, because
 each change of threads, four a request, delays a first token. Nothing of ours blocks that loop."""
+_QUIET = {"enable_access_log": False}  # requests are in the log of the ingress's own application
 _TELL_S = 1.0
 _READY_S = 30.0
 _SCALING = "server.fleet.scaling:WorkPolicy"
@@ -327,6 +328,7 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         name="desk",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
+        logging_config=_QUIET,
     )
     desk = _versioned(desk, cluster.ingress.replicas, cluster.learning).bind(
         cluster.ingress.replicas, _builders(cluster, parts)
@@ -344,6 +346,7 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
             "runtime_env": {"env_vars": _ONE_LOOP},
         },
         max_ongoing_requests=100_000,
+        logging_config=_QUIET,
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         health_check_period_s=2.0,
         max_surge_percent=cluster.ingress.surge_percent,
@@ -400,6 +403,7 @@ def _engines(
             "runtime_env": {"env_vars": _ONE_LOOP},
         },
         max_ongoing_requests=replicas.max_ongoing_requests,
+        logging_config=_QUIET,
         graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=replicas.health_check_s,

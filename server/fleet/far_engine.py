@@ -1,8 +1,8 @@
 """FleetHandle: all replicas of a model as one engine, for the EngineClient of an ingress.
 
-It is a channel.EngineHandle whose other end is a coroutine on the ingress's loop: each ("submit",
-request) becomes one stream of a replica (Replicas.stream), ("abort", id) closes it, ("control",
-...) asks every replica. So the code in front of the EngineClient is that of a single server.
+It is a channel.LoopHandle: each ("submit", request) becomes one stream of a replica
+(Replicas.stream), ("abort", id) closes it, ("control", ...) asks every replica. So the code in
+front of the EngineClient is that of a single server.
 
 A stream that breaks off because its replica is gone is begun again on another one, and continues
 where it stopped (continuation.py). Tokens that a client has are never sent again.
@@ -13,16 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
-import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields, replace
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from server import channel
-from server.errors import QueueTimeoutError
+from server.errors import EngineDiedError, NoEngineError, QueueTimeoutError
 from server.fleet.continuation import Continuation, TextChangedError
 from server.fleet.replica import LOST
 from server.fleet.routing import Job, prefix_chain
@@ -32,6 +29,7 @@ log = logging.getLogger("tailor.fleet")
 
 _POLL_S = 1.0
 _DIED = "The engine died while it worked on this request."
+_NOBODY = "No replica of the model can take this request now."
 _QUEUE_GRACE_S = 0.5  # the replica's own queue time-out comes first
 
 
@@ -98,9 +96,10 @@ def job_of(request: Request) -> Job:
 
 
 class FleetHandle:
-    """See the top of this file. `start` is called once, on the loop that `stream`s run on.
+    """See the top of this file.
 
-    on_state: told what is known of the replicas, each time it was asked for.
+    loop: that `open` and `send` are called on. on_state: told what is known of the replicas, each
+    time it was asked for.
     """
 
     def __init__(
@@ -114,20 +113,16 @@ class FleetHandle:
     ) -> None:
         self.name = name
         self.device = "fleet"
-        self.connection: Connection
-        self._theirs: Connection
-        self.connection, self._theirs = multiprocessing.Pipe()
         self._replicas = replicas
         self._retry = retry or RetryPolicy()
         self._loop = loop
         self._on_state = on_state
         self._alive = True
+        self._deliver: Callable[[channel.Message], None] | None = None
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._ending: asyncio.Task[None] | None = None
         self._others: set[asyncio.Task[None]] = set()
-        loop.call_soon_threadsafe(self._start)
 
-    # --- channel.EngineHandle ---
+    # --- channel.LoopHandle ---
 
     def is_alive(self) -> bool:
         """Whether `stop` was not called."""
@@ -144,43 +139,14 @@ class FleetHandle:
             done = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             with contextlib.suppress(TimeoutError):
                 done.result(timeout_s)
-        self.connection.close()
 
-    # --- on the loop ---
-
-    def _start(self) -> None:
-        self._loop.add_reader(self._theirs.fileno(), self._on_messages)
-        # uvloop has just made it non-blocking, and a Connection knows no such thing: a write to a
-        # full pipe would fail and lose its Deltas, and half a message would be read as the end.
-        os.set_blocking(self._theirs.fileno(), True)
+    def open(self, deliver: Callable[[channel.Message], None]) -> None:
+        """From now on, what replicas send goes to `deliver`."""
+        self._deliver = deliver
         self._spawn(self._watch())
 
-    async def _end(self) -> None:
-        tasks = [*self._runs.values(), *self._others]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._close()
-
-    def _close(self) -> None:
-        if not self._theirs.closed:
-            self._loop.remove_reader(self._theirs.fileno())
-            self._theirs.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._others.add(task)
-        task.add_done_callback(self._others.discard)
-        return task
-
-    def _on_messages(self) -> None:
-        try:
-            while self._theirs.poll():
-                self._take(channel.receive(self._theirs))
-        except (EOFError, OSError):
-            self._close()
-
-    def _take(self, message: channel.Message) -> None:
+    def send(self, message: channel.Message) -> None:
+        """Take a message of the EngineClient."""
         kind = message[0]
         if kind == "submit":
             request: Request = message[1]
@@ -193,15 +159,23 @@ class FleetHandle:
                 run_of.cancel()
         elif kind == "control":
             self._spawn(self._control(message[1], message[2], message[3]))
-        elif kind == "stop":
-            self._ending = self._loop.create_task(self._end())
+
+    async def _end(self) -> None:
+        self._deliver = None
+        tasks = [*self._runs.values(), *self._others]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
 
     def _tell(self, message: channel.Message) -> None:
-        """One message to the EngineClient, whose reader thread always reads: where the pipe is
-        full, the loop waits for that thread. After the end it goes nowhere."""
-        if not self._theirs.closed:
-            with contextlib.suppress(ConnectionError):
-                channel.send(self._theirs, message)
+        """One message to the EngineClient; after the end it goes nowhere."""
+        if self._deliver is not None:
+            self._deliver(message)
 
     async def _watch(self) -> None:
         """Tell that the fleet is there once one replica is, then every second how it is."""
@@ -251,7 +225,7 @@ class FleetHandle:
                 lost = error
             except TextChangedError as error:
                 log.error("a request could not go on: %s", error)
-                self._fail(request, _DIED, "")
+                self._fail(request, _DIED, EngineDiedError.code)
                 return
             except TimeoutError:
                 text = "The request waited too long for its first step."
@@ -265,8 +239,11 @@ class FleetHandle:
                     "%s: a request of task %s lost its replica after %d tokens: %s",
                     self.name, request.task, continuation.num_sent, lost,
                 )  # fmt: skip
-            if num_begun >= self._retry.max_runs or time.monotonic() > wait_until_s:
-                self._fail(request, _DIED, "")
+            if num_begun >= self._retry.max_runs:
+                self._fail(request, _DIED, EngineDiedError.code)
+                return
+            if time.monotonic() > wait_until_s:
+                self._fail(request, _NOBODY, NoEngineError.code)
                 return
             continuation.run_again()
             if lost.replica_id:

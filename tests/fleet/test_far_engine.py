@@ -1,12 +1,10 @@
-"""FleetHandle's pipe to the EngineClient: every message arrives whole, on either event loop."""
+"""FleetHandle: what replicas send reaches the EngineClient once, on either event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
+import queue
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import channel
+from server.errors import NoEngineError, error_for_engine_code
 from server.fleet.far_engine import FleetHandle, FleetState, ReplicaLostError, RetryPolicy
 from server.fleet.routing import Job
 from server.types import Delta, Request, SamplingParams
@@ -36,7 +35,6 @@ class _Scripted:
         self._tokens = tokens
         self._size = size
         self._deaths = deaths
-        self.written = threading.Event()
         self.prompts: list[int] = []
 
     async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
@@ -51,7 +49,6 @@ class _Scripted:
             ended = "length" if at == starts[-1] else None
             delta = Delta(order.request_id, 0, ids, finish_reason=ended)
             yield channel.encode(("deltas", [delta], None))
-        self.written.set()
 
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         return []
@@ -60,17 +57,48 @@ class _Scripted:
         return FleetState(None, {})
 
 
+class _Client:
+    """Where an EngineClient would be: a handle, and what it has told."""
+
+    def __init__(self, handle: FleetHandle, loop: asyncio.AbstractEventLoop) -> None:
+        self._handle = handle
+        self._loop = loop
+        self._told: queue.SimpleQueue[channel.Message] = queue.SimpleQueue()
+        loop.call_soon_threadsafe(handle.open, self._told.put)
+
+    def submit(self) -> None:
+        request = Request("r", "task", "m", (1, 2), SamplingParams())
+        self._loop.call_soon_threadsafe(self._handle.send, ("submit", request))
+
+    def error(self) -> Delta:
+        """The Delta that ends the request."""
+        delta: Delta = self._told.get(timeout=10.0)[1][0]
+        return delta
+
+    def received(self) -> list[int]:
+        """The tokens up to the end of the text."""
+        ids: list[int] = []
+        while True:
+            for delta in self._told.get(timeout=10.0)[1]:
+                assert delta.error is None
+                ids += delta.token_ids
+                if delta.finish_reason is not None:
+                    return ids
+
+
 @contextmanager
-def _handle(
-    replicas: _Scripted, new_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> Iterator[FleetHandle]:
+def _client(
+    replicas: _Scripted,
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    max_wait_s: float = 60.0,
+) -> Iterator[_Client]:
     loop = new_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    retry = RetryPolicy(max_runs=100, first_pause_s=0.0)
+    retry = RetryPolicy(max_runs=100, max_wait_s=max_wait_s, first_pause_s=0.0)
     handle = FleetHandle(replicas, name="m/fleet", loop=loop, retry=retry)
     try:
-        yield handle
+        yield _Client(handle, loop)
     finally:
         handle.stop(10.0)
         loop.call_soon_threadsafe(loop.stop)
@@ -78,52 +106,34 @@ def _handle(
         loop.close()
 
 
-def _submit(handle: FleetHandle) -> None:
-    request = Request("r", "task", "m", (1, 2), SamplingParams())
-    channel.send(handle.connection, ("submit", request))
-
-
-def _received(handle: FleetHandle) -> list[int]:
-    """The tokens up to the end of the text."""
-    ids: list[int] = []
-    while True:
-        assert handle.connection.poll(10.0), f"nothing comes after {len(ids)} tokens"
-        for delta in channel.receive(handle.connection)[1]:
-            assert delta.error is None
-            ids += delta.token_ids
-            if delta.finish_reason is not None:
-                return ids
-
-
 @pytest.mark.parametrize("new_loop", LOOPS)
-def test_a_reader_that_is_slow_misses_no_delta(
+def test_of_many_deltas_none_is_missed(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    tokens = list(range(1_000_000, 1_200_000))  # a pipe holds much less
+    tokens = list(range(1_000_000, 1_200_000))
     replicas = _Scripted(tokens, 100, [1000, 1500])
-    with _handle(replicas, new_loop) as handle:
-        _submit(handle)
-        replicas.written.wait(0.5)  # all of it, or until the pipe is full
-        assert _received(handle) == tokens
+    with _client(replicas, new_loop) as client:
+        client.submit()
+        assert client.received() == tokens
     assert len(replicas.prompts) == 3
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_a_request_that_arrives_in_parts_is_taken(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    request = Request("r", "task", "m", tuple(range(1000)), SamplingParams())
-    near, far = multiprocessing.Pipe()
-    with near, far:
-        channel.send(near, ("submit", request))
-        framed = os.read(far.fileno(), 1 << 16)
-    replicas = _Scripted([1, 2, 3], 1, [])
-    with _handle(replicas, new_loop) as handle:
-        os.write(handle.connection.fileno(), framed[:500])
-        time.sleep(0.2)  # the loop reads the first part
-        os.write(handle.connection.fileno(), framed[500:])
-        assert _received(handle) == [1, 2, 3]
-    assert replicas.prompts == [1000]
+class _Nobody(_Scripted):
+    """No replica takes anything."""
+
+    async def stream(self, request: bytes, age_s: float, job: Job) -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.01)
+        raise ReplicaLostError("it is full", taken=False)
+        yield b""
+
+
+def test_where_no_replica_takes_a_request_it_fails_and_may_come_again() -> None:
+    with _client(_Nobody([], 1, []), uvloop.new_event_loop, max_wait_s=0.1) as client:
+        client.submit()
+        delta = client.error()
+    error = error_for_engine_code(delta.error_code, delta.error or "")
+    assert isinstance(error, NoEngineError)
+    assert (error.status, error.retry_after_s) == (503, 1.0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -140,6 +150,6 @@ def test_any_sequence_of_deaths_gives_each_token_once(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     tokens = list(range(num_tokens))
-    with _handle(_Scripted(tokens, size, deaths), new_loop) as handle:
-        _submit(handle)
-        assert _received(handle) == tokens
+    with _client(_Scripted(tokens, size, deaths), new_loop) as client:
+        client.submit()
+        assert client.received() == tokens

@@ -196,6 +196,7 @@ def test_a_request_that_loses_every_replica_fails_with_a_clear_error() -> None:
         ended.set()
         killer.join()
         assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_died"
         assert response.json()["error"]["message"].startswith("The engine died")
 
 

@@ -9,9 +9,10 @@ The life of a slot:
                                          v
                                       failed
 
-A slot has at most one handle at a time. Each handle gets a reader thread (blocking receive; one
-hop into the event loop per step, with all Deltas of that step) and a writer thread (so that a full
-pipe never blocks the loop). Everything but these threads is on the event loop.
+A slot has at most one handle at a time. Each handle of a pipe gets a reader thread (blocking
+receive; one hop into the event loop per step, with all Deltas of that step) and a writer thread (so
+that a full pipe never blocks the loop). Everything but these threads is on the event loop; a handle
+that is there, too (channel.LoopHandle), needs none.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, cast
 
 from server import channel
 from server.api.engines.pulse import Pulse
 from server.api.engines.submission import Submission
-from server.channel import EngineHandle
+from server.channel import EngineHandle, LoopHandle, PipedHandle
 from server.types import Delta, EngineStats, ModelInfo, Request
 
 EngineFactory = Callable[[], EngineHandle]
@@ -111,6 +113,7 @@ class EngineSlot:
         self.load = 0
         self._listener = listener
         self._waiting = waiting
+        self._send: Callable[[channel.Message], None] | None = None
         self._outbox: queue.SimpleQueue[channel.Message | None] | None = None
         self.reader: threading.Thread | None = None
 
@@ -152,53 +155,61 @@ class EngineSlot:
         """Start to read from and write to an engine that runs."""
         self.handle = handle
         self.generation += 1
+        if isinstance(handle, LoopHandle):
+            self._send = handle.send
+            handle.open(partial(self._take, self.generation))
+            return
+        piped = cast(PipedHandle, handle)
         outbox: queue.SimpleQueue[channel.Message | None] = queue.SimpleQueue()
         self._outbox = outbox
+        self._send = outbox.put
         self.reader = threading.Thread(
             target=self._read,
-            args=(handle, self.generation, loop),
+            args=(piped, self.generation, loop),
             name=f"read-{self.spec.name}",
             daemon=True,
         )
         self.reader.start()
         threading.Thread(
-            target=_write, args=(handle, outbox), name=f"write-{self.spec.name}", daemon=True
+            target=_write, args=(piped, outbox), name=f"write-{self.spec.name}", daemon=True
         ).start()
 
     def send(self, message: channel.Message) -> None:
         """Hand a message to the engine, if there is one; never blocks."""
-        if self._outbox is not None:
-            self._outbox.put(message)
+        if self._send is not None:
+            self._send(message)
 
     def close_outbox(self) -> None:
         """Let the writer thread end behind what was sent."""
+        self._send = None
         if self._outbox is not None:
             self._outbox.put(None)
             self._outbox = None
 
-    def _read(self, handle: EngineHandle, generation: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _take(self, generation: int, message: channel.Message) -> None:
+        """On the loop: what the engine sent, to the listener."""
+        kind, listener = message[0], self._listener
+        if kind == "deltas":
+            listener.on_deltas(self, generation, message[1], message[2])
+        elif kind == "beat":
+            listener.on_beat(self, generation, message[1])
+        elif kind == "stats":
+            listener.on_stats(self, generation, message[1])
+        elif kind == "ready":
+            listener.on_ready(self, generation, message[1])
+        elif kind == "control":
+            listener.on_control(self, generation, message[1], message[2])
+
+    def _read(self, handle: PipedHandle, generation: int, loop: asyncio.AbstractEventLoop) -> None:
         """Reader thread. It posts every message to the loop."""
         reason, final = "its channel closed", False
         try:
             while True:
                 message = channel.receive(handle.connection)
-                kind = message[0]
-                if kind == "deltas":
-                    loop.call_soon_threadsafe(
-                        self._listener.on_deltas, self, generation, message[1], message[2]
-                    )
-                elif kind == "beat":
-                    loop.call_soon_threadsafe(self._listener.on_beat, self, generation, message[1])
-                elif kind == "stats":
-                    loop.call_soon_threadsafe(self._listener.on_stats, self, generation, message[1])
-                elif kind == "ready":
-                    loop.call_soon_threadsafe(self._listener.on_ready, self, generation, message[1])
-                elif kind == "control":
-                    loop.call_soon_threadsafe(
-                        self._listener.on_control, self, generation, message[1], message[2]
-                    )
-                elif kind == "failed":
+                if message[0] == "failed":
                     reason, final = str(message[1]), bool(message[2])
+                else:
+                    loop.call_soon_threadsafe(self._take, generation, message)
         except (EOFError, OSError):
             pass
         except RuntimeError:
@@ -211,7 +222,7 @@ class EngineSlot:
             return
 
 
-def _write(handle: EngineHandle, outbox: queue.SimpleQueue[channel.Message | None]) -> None:
+def _write(handle: PipedHandle, outbox: queue.SimpleQueue[channel.Message | None]) -> None:
     """Writer thread: one message at a time, in order. The reader reports a broken channel."""
     while (message := outbox.get()) is not None:
         try:
