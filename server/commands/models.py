@@ -58,9 +58,7 @@ def _print_families() -> None:
 
     print("\nFamilies that --model takes as a folder, a Hugging Face id or a GGUF file:")
     for family in FAMILIES.values():
-        where = "CPU, CUDA" if family.on_cuda is None else "CPU"
-        if family.gguf:
-            where += ", GGUF"
+        where = "CPU, CUDA, GGUF" if family.gguf else "CPU, CUDA"
         tested = family.real_weights or "random weights of its shape"
         extra = "; the text part of multimodal checkpoints" if family.wrappers else ""
         print(f"{', '.join(family.known_as):32} {where:24} tested with {tested}{extra}")

@@ -270,14 +270,20 @@ def _cuda_blocks(
     spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype, device: torch.device
 ) -> int:
     """KV blocks beside the weights, which are loaded, and what a step takes."""
+    from server.model.gpu.decoder import kept_by
     from server.model.gpu.kv_cache import bytes_per_block
     from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES
     from server.model.kv_memory import num_blocks_for, step_reserve
 
-    sizes = spec.sizes
+    sizes, kept = spec.sizes, kept_by(shape)
     return num_blocks_for(
         bytes_per_block(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, sizes.block_size, dtype
+            kept.layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            sizes.block_size,
+            dtype,
+            kept=kept.convolutions * kept.width,
         ),
         device,
         num_bytes=sizes.kv_bytes,
@@ -298,7 +304,6 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device's, the embedding is, too: mapped from the file where its dtype is the model's."""
     import torch
 
-    from server.model.families import family_of
     from server.model.gpu.generic import take_over
     from server.model.gpu.runner import TorchRunner
     from server.model.gpu.spec import TorchModel, Ways
@@ -309,12 +314,6 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device = torch.device("cuda", 0) if device == torch.device("cuda") else device
     folder = open_model(spec.folder, adapter=spec.adapter)
     by_transformers = is_generic(folder.config)
-    reason = None if by_transformers else family_of(folder.config).on_cuda
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"{folder.config.model_type} does not run on {spec.device}: {reason}. Nearest that "
-            "works: `devices: [cpu]` for this model"
-        )
     if device.type == "cuda":
         _prepare_cuda(device)
     stored = getattr(folder.config, "dtype", None)

@@ -68,8 +68,7 @@ class Family:
     model_type, architecture: of the text model, as transformers has them. known_as: the names that
     people know. wrappers: multimodal classes whose text part it is. gguf: what GGUF files call its
     architecture (gguf_config.py). real_weights: the trained model that our tests run;
-    "" = models of the family's shape with random weights only. on_cuda: None, or why transformers'
-    own module cannot run on our paged cache.
+    "" = models of the family's shape with random weights only.
 
     The other fields are the differences. The callables take the transformers config: rotary: which
     layers rotate q and k. windows: positions a layer sees, 0 = all. keys: config keys that are
@@ -87,7 +86,6 @@ class Family:
     wrappers: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()
     real_weights: str = ""
-    on_cuda: str | None = None
     names: WeightNames = field(default_factory=WeightNames)
     norms: NormPlacement = "before"
     norm_offset: float = 0.0
@@ -338,7 +336,6 @@ _ROWS = (
         "Lfm2ForCausalLM",
         ("LFM2, LFM2.5 (350M to 2.6B)",),
         gguf=("lfm2",),
-        on_cuda="its short convolutions keep inputs that only the CPU runner's cache has room for",
         names=WeightNames(
             out="self_attn.out_proj",
             gate_up=("feed_forward.w1", "feed_forward.w3"),

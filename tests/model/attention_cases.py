@@ -95,7 +95,7 @@ def problem(batch: Batch, shape: Shape, dtype: torch.dtype, device: torch.device
         x = torch.randn((1, num_heads, batch.num_rows, shape.head_dim), generator=generator)
         return (1.5 * x).to(device=device, dtype=dtype)[0].transpose(0, 1)
 
-    names = [n for n in attention.StepTensors.__slots__ if n != "ancestors"]
+    names = [n for n in attention.StepTensors.__slots__ if hasattr(batch, n)]
     arrays = {n: getattr(batch, n).copy() for n in names}
     arrays["ancestors"] = attention.ancestor_bits(batch)
     step = attention.StepTensors(**{n: torch.from_numpy(a).to(device) for n, a in arrays.items()})

@@ -21,8 +21,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from server.model import families as known
-
 VOCAB_SIZE = 199
 WINDOW = 8
 MAX_LEN = 256
@@ -250,8 +248,3 @@ def randomised(module: PreTrainedModel, *, zero_norms: bool) -> PreTrainedModel:
 def model_type(family: str) -> str:
     """transformers' model_type of a family of this table."""
     return "gemma3_text" if family == "gemma3" else family
-
-
-def runs_on_cuda(family: str) -> bool:
-    """Whether transformers' module of a family may run on our paged cache."""
-    return known.FAMILIES[model_type(family)].on_cuda is None

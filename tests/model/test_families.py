@@ -203,7 +203,7 @@ def test_the_command_line_lists_every_family(capsys: pytest.CaptureFixture[str])
     told = capsys.readouterr().out
     for family in FAMILIES.values():
         assert ", ".join(family.known_as) in told
-    assert "LFM2, LFM2.5 (350M to 2.6B)      CPU, GGUF " in told
+    assert "LFM2, LFM2.5 (350M to 2.6B)      CPU, CUDA, GGUF " in told
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -248,13 +248,6 @@ def test_longrope_beyond_its_original_context_uses_long_factors_for_all(tmp_path
     want, _ = rope_tables(module.config, shape_of(module.config), 512)
     half = want.shape[2]
     np.testing.assert_allclose(cos[0, :, :half].numpy(), want[0, :40], rtol=0.0, atol=1e-6)
-
-
-def test_what_a_family_cannot_do_on_cuda_is_said_before_it_is_loaded(tmp_path: Path) -> None:
-    families.build("lfm2").save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, families.VOCAB_SIZE)
-    with pytest.raises(UnsupportedModelError, match=r"short convolutions.*devices: \[cpu\]"):
-        build_runner(RunnerSpec("tiny", str(tmp_path), device="cuda"))
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -67,19 +67,14 @@ class Truth:
         return result
 
 
-# transformers' module and the GPU's decoder run every family once; the battery is for those that
-# they treat differently. The CPU runner has all of it for all.
+# transformers' module (LFM2: our decoder) and the GPU's decoder run every family once; the battery
+# is for those that they treat differently. The CPU runner has all of it for all.
 BATTERY = {
     "torch": {"llama", "qwen2", "qwen3", "gemma3", "mistral"},
-    "decoder": {"llama", "gemma3"},
+    "decoder": {"llama", "gemma3", "lfm2"},
     "cpu": set(families.FAMILIES),
 }
-PAIRS = [
-    (runner, family)
-    for family in families.FAMILIES
-    for runner in RUNNERS
-    if runner == "cpu" or families.runs_on_cuda(family)
-]
+PAIRS = [(runner, family) for family in families.FAMILIES for runner in RUNNERS]
 BATTERY_PAIRS = [(runner, family) for runner, family in PAIRS if family in BATTERY[runner]]
 battery = pytest.mark.parametrize(
     "pair", BATTERY_PAIRS, indirect=True, ids="-".join, scope="module"

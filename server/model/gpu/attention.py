@@ -264,7 +264,8 @@ def ancestor_bits(batch: Batch) -> Int32:
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """A Batch's row arrays on the device: int32, names and shapes as in Batch. ancestors: int32
-    [R, W], of ancestor_bits; the kernels read it, the reference reads the path arrays."""
+    [R, W], of ancestor_bits; the kernels read it, the reference reads the path arrays. sources:
+    int32 [R, taps], of convolution.input_sources, in models that have short convolutions."""
 
     positions: torch.Tensor
     seq_ids: torch.Tensor
@@ -275,6 +276,7 @@ class StepTensors:
     path_len: torch.Tensor | None = None
     path_slots: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 class Masked(NamedTuple):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
-from server.model.gpu.decoder import FusedDecoder, not_covered
+from server.model.gpu.decoder import FusedDecoder, Kept, not_covered
 from server.model.gpu.decoder_ops import DecoderOps, TorchOps
 from server.model.shape import shape_of
 from server.types import DecoderChoice
@@ -41,9 +41,10 @@ class StepIds:
 
 
 class Body(Protocol):
-    """Everything between token ids and the LM head. name: of Ways.decoder."""
+    """Everything between token ids and the LM head. name: of Ways.decoder. kept: of a position."""
 
     name: str
+    kept: Kept
 
     def __call__(
         self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
@@ -59,6 +60,7 @@ class ModuleBody:
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         embed: Any = module.get_input_embeddings()
         self._body = module.base_model
+        self.kept = Kept(int(module.config.num_hidden_layers))
         # Gemma's scale, rounded as transformers' own embedding does.
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)
@@ -92,15 +94,23 @@ def body_of(
     dtype: torch.dtype,
 ) -> Body:
     """The body that a runner uses. "auto" is our own decoder with Triton's attention, for models
-    that it covers, and their modules elsewhere: they are the reference beside the torch attention.
+    that it covers, and their modules elsewhere: they are the reference beside the torch attention,
+    but where layers have short convolutions, which those keep in a way of their own.
 
     num_positions: the longest sequence. The module's weights become the decoder's. Raises
-    UnsupportedModelError where "fused" is asked for a model that it does not compute.
+    UnsupportedModelError where a decoder is asked for that does not compute the model.
     """
     device = next(p.device for p in module.parameters() if p.device.type != "meta")
-    if decoder == "modules" or (decoder == "auto" and attention != "triton"):
-        return ModuleBody(module, device, dtype)
     reason = not_covered(module)
+    needs_ours = reason is None and any(shape_of(module.config).convolutions)
+    if needs_ours and decoder == "modules":
+        raise UnsupportedModelError(
+            f"decoder: modules does not compute {module.config.model_type}: its short convolutions "
+            "keep inputs that only our own decoder has room for. `auto` and `fused` take that"
+        )
+    is_plain = decoder == "auto" and attention != "triton"
+    if not needs_ours and (decoder == "modules" or is_plain):
+        return ModuleBody(module, device, dtype)
     if reason is None:
         return FusedDecoder(module, shape_of(module.config), num_positions, _ops(attention))
     if decoder == "auto":

@@ -18,6 +18,7 @@ import torch
 from server.engine.batch import Batch, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
+from server.model.gpu.convolution import input_sources
 from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
@@ -79,6 +80,7 @@ class BodyRun:
     ) -> None:
         device = cache.memory.device
         self.body = body
+        self._taps = body.kept.taps
         self.embedding = embedding
         self.shape = shape
         self.graphs: StepGraphs | None = None
@@ -93,7 +95,7 @@ class BodyRun:
             num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
             self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
-        per_row = 4 * (12 + paged.TILE_FIELDS + graph_rows // paged.WORD) + width
+        per_row = 4 * (12 + paged.TILE_FIELDS + graph_rows // paged.WORD + self._taps) + width
         tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         self.head: GraphHead | None = None
@@ -121,6 +123,8 @@ class BodyRun:
                 taken = batch.token_from >= 0
                 token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
             arrays["embeds"] = gathered(self.embedding, token_ids)
+        if self._taps:
+            arrays["sources"] = input_sources(batch, self._taps, self._cache.block_size)
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans
@@ -176,6 +180,7 @@ class BodyRun:
             tensors.get("path_len"),
             tensors.get("path_slots"),
             tensors.get("ancestors"),
+            tensors.get("sources"),
         )
         attention: paged.Attention
         if plan.tiles is None:

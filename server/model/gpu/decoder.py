@@ -4,7 +4,8 @@ A decode step of a small model on a GPU is as long as its launches: transformers
 84 a layer. Here a layer is: one product for q, k and v; one kernel for their norm, their rotation
 and the write to the cache; attention (a second launch where keys are split); the product back; one
 kernel for the residual and the following norm; one product for gate and up; one for the activation;
-the product back; residual and norm again. Embedding and first norm are one launch before them.
+the product back; residual and norm again. A short convolution (LFM2) is one kernel in the place of
+rotation and attention. Embedding and first norm are one launch before them.
 
 Products are torch's (cuBLAS); what lies between is DecoderOps. The differences between families
 are those of ModelShape, as on the CPU (cpu/forward.py).
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from server.model.families import family_of
 from server.model.gpu.attention import Masked
+from server.model.gpu.convolution import Inputs
 from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
-from server.model.gpu.lora import DOWN, GATE_UP, OUT, QKV, LoraBank
+from server.model.gpu.lora import DOWN, GATE_UP, MIX, OUT, LoraBank
 from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
 
 if TYPE_CHECKING:
@@ -45,21 +47,50 @@ class _Product:
         return torch.addmm(self.bias, x, self.weight.t())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    """One layer. norms: float32 [H] each, in the order of WeightNames.norms, None = not there.
-    head_norms: float32 [2, head_dim] or None. whole_norms: of all q, of all k. masked: how its
-    scores are made. rope: its table."""
+class Kept(NamedTuple):
+    """What a body keeps of a position. layers: with K and V. convolutions: with a vector of `width`
+    numbers instead, of which a row reads its last `taps` positions'."""
 
-    qkv: _Product
-    out: _Product
-    gate_up: _Product
-    down: _Product
-    norms: tuple[torch.Tensor | None, ...]
+    layers: int
+    convolutions: int = 0
+    width: int = 0
+    taps: int = 0
+
+
+def kept_by(shape: ModelShape) -> Kept:
+    """What FusedDecoder keeps of a position."""
+    convolutions = sum(shape.convolutions)
+    if not convolutions:
+        return Kept(shape.num_layers)
+    layers = shape.num_layers - convolutions
+    return Kept(layers, convolutions, shape.kept_width, shape.conv_taps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attention:
+    """What is attention's alone. head_norms: float32 [2, head_dim] or None. whole_norms: of all q,
+    of all k. masked: how its scores are made. rope: its table."""
+
     head_norms: torch.Tensor | None
     whole_norms: tuple[torch.Tensor, torch.Tensor] | None
     masked: Masked
     rope: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One layer. mix: products of q, k and v, or of a convolution's B, C and x. place: in the
+    cache, among its layers of one kind. taps: of a convolution, float32 [taps, H]. norms: float32
+    [H] each, in the order of WeightNames.norms, None = not there."""
+
+    mix: _Product
+    out: _Product
+    gate_up: _Product
+    down: _Product
+    norms: tuple[torch.Tensor | None, ...]
+    place: int
+    attention: _Attention | None
+    taps: torch.Tensor | None
 
 
 def not_covered(module: PreTrainedModel) -> str | None:
@@ -68,10 +99,7 @@ def not_covered(module: PreTrainedModel) -> str | None:
         family_of(module.config)
     except KeyError:
         return "it is none of our families"
-    shape = shape_of(module.config)
-    if any(shape.convolutions):
-        return "some of its layers are convolutions"
-    down: Any = module.get_submodule(f"model.layers.0.{shape.names.down}")
+    down: Any = module.get_submodule(f"model.layers.0.{shape_of(module.config).names.down}")
     return None if down.bias is None else "its MLP has biases"
 
 
@@ -92,8 +120,7 @@ class FusedDecoder:
     ) -> None:
         self._ops = ops
         self._shape = shape
-        own: Any = module.get_submodule("model.embed_tokens")
-        self.adapters = LoraBank(shape, own.weight.dtype, own.weight.device)
+        self.kept = kept_by(shape)
         self._sizes = HeadSizes(
             shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rotary_dim,
             shape.interleaved, shape.qk_norm == "head_after_rope", shape.norm_eps,
@@ -102,7 +129,8 @@ class FusedDecoder:
         self._table: torch.Tensor = embed.weight
         self._layers = [_layer(module, shape, i) for i in range(shape.num_layers)]
         weight = self._layers[0].out.weight
-        device = weight.device
+        device = weight.device  # the embedding may lie elsewhere
+        self.adapters = LoraBank(shape, weight.dtype, device)
         # Gemma's scale is rounded to the model's dtype, as transformers' own embedding does.
         scale = torch.tensor(shape.embedding_scale)
         rounds = getattr(embed, "embed_scale", None) is not None
@@ -118,15 +146,20 @@ class FusedDecoder:
         ]
 
     def __call__(self, ids: StepIds, step: StepTensors, paged_step: PagedStep) -> torch.Tensor:
-        """See Body. The attention's `attend` is called once a layer; K and V are written here."""
+        """See Body. The attention's `attend` is called once a layer that has some; K and V are
+        written here."""
         ops, s = self._ops, self._shape
         rows = Rows(self._table, ids.token_ids, ids.token_from, ids.drawn, self._scale)
         if ids.embeds is not None:
             rows = Rows(ids.embeds, None, None, ids.drawn, self._scale)
         x, normed = ops.embed(rows, self._layers[0].norms[0], s.norm_eps)
         for i, layer in enumerate(self._layers):
-            attended = self._attended(i, normed, ids.adapters, step, paged_step)
-            y = self._adapted(i, OUT, attended, layer.out(attended), ids.adapters)
+            mixed = self._adapted(i, MIX, normed, layer.mix(normed), ids.adapters)
+            if layer.attention is None:
+                mixed = self._convolved(layer, mixed, step, paged_step)
+            else:
+                mixed = self._attended(layer, layer.attention, mixed, step, paged_step)
+            y = self._adapted(i, OUT, mixed, layer.out(mixed), ids.adapters)
             after = Residual(layer.norms[1], s.residual_scale, layer.norms[2], s.norm_eps)
             normed = ops.add_norm(x, y, after)
             gate_up = self._adapted(i, GATE_UP, normed, layer.gate_up(normed), ids.adapters)
@@ -146,29 +179,36 @@ class FusedDecoder:
             self._ops.lora(x, y, spans, self.adapters.tables(i)[kind])
         return y
 
+    def _convolved(
+        self, layer: _Layer, projected: torch.Tensor, step: StepTensors, paged_step: PagedStep
+    ) -> torch.Tensor:
+        """[R, H]: the gated filter of a layer over its row's path, its own input included."""
+        assert step.sources is not None and layer.taps is not None
+        at = Inputs(step.slots, step.sources, paged_step.cache.inputs[layer.place])
+        return self._ops.convolve(projected, layer.taps, at)
+
     def _attended(
         self,
-        i: int,
-        normed: torch.Tensor,
-        spans: torch.Tensor | None,
+        layer: _Layer,
+        own: _Attention,
+        qkv: torch.Tensor,
         step: StepTensors,
         paged_step: PagedStep,
     ) -> torch.Tensor:
-        """[R, num_heads * head_dim]: attention of layer i over its keys, those of this step
+        """[R, num_heads * head_dim]: attention of a layer over its keys, those of this step
         included."""
-        layer, sizes = self._layers[i], self._sizes
-        qkv = self._adapted(i, QKV, normed, layer.qkv(normed), spans)
+        sizes = self._sizes
         width = sizes.num_heads * sizes.head_dim
-        if layer.whole_norms is not None:
-            q_norm, k_norm = layer.whole_norms
+        if own.whole_norms is not None:
+            q_norm, k_norm = own.whole_norms
             keys_end = width + sizes.num_kv_heads * sizes.head_dim
             self._ops.norm_heads(qkv[:, :width], q_norm, sizes.eps)
             self._ops.norm_heads(qkv[:, width:keys_end], k_norm, sizes.eps)
-        keys, values = paged_step.cache.layer(i)
+        keys, values = paged_step.cache.layer(layer.place)
         places = Places(step.positions, step.slots, keys, values)
-        self._ops.place(qkv, sizes, layer.head_norms, self._rotations[layer.rope], places)
+        self._ops.place(qkv, sizes, own.head_norms, self._rotations[own.rope], places)
         query = qkv.view(qkv.shape[0], -1, sizes.head_dim)[:, : sizes.num_heads]
-        return paged_step.attention.attend(query, keys, values, layer.masked).flatten(1)
+        return paged_step.attention.attend(query, keys, values, own.masked).flatten(1)
 
 
 def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
@@ -178,26 +218,38 @@ def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
     def product(modules: Sequence[str]) -> _Product:
         return _fused([module.get_submodule(prefix + name) for name in modules])
 
-    head_norms = whole_norms = None
-    if shape.qk_norm != "none":
-        q_norm, k_norm = (_norm(module, prefix + name, shape) for name in names.qk_norms)
-        if shape.qk_norm == "whole":
-            whole_norms = q_norm, k_norm
-        else:
-            head_norms = torch.stack([q_norm, k_norm])
+    attention, taps, mix, out = None, None, names.qkv, names.out
+    if shape.convolutions[i]:
+        mix, out = (names.conv[0],), names.conv[2]
+        filters: Any = module.get_submodule(prefix + names.conv[1])
+        taps = filters.weight.detach().float()[:, 0].t().contiguous()  # of [H, 1, taps]
+    else:
+        attention = _attention(module, shape, i)
     return _Layer(
-        qkv=product(names.qkv),
-        out=product([names.out]),
+        mix=product(mix),
+        out=product([out]),
         gate_up=product(names.gate_up),
         down=product([names.down]),
         norms=tuple(
             None if name is None else _norm(module, prefix + name, shape) for name in names.norms
         ),
-        head_norms=head_norms,
-        whole_norms=whole_norms,
-        masked=Masked(shape.attention_scale, shape.windows[i] or None, shape.attention_cap),
-        rope=shape.rope_ids[i],
+        place=shape.convolutions[:i].count(shape.convolutions[i]),
+        attention=attention,
+        taps=taps,
     )
+
+
+def _attention(module: nn.Module, shape: ModelShape, i: int) -> _Attention:
+    head_norms = whole_norms = None
+    if shape.qk_norm != "none":
+        names = [f"model.layers.{i}.{name}" for name in shape.names.qk_norms]
+        q_norm, k_norm = (_norm(module, name, shape) for name in names)
+        if shape.qk_norm == "whole":
+            whole_norms = q_norm, k_norm
+        else:
+            head_norms = torch.stack([q_norm, k_norm])
+    masked = Masked(shape.attention_scale, shape.windows[i] or None, shape.attention_cap)
+    return _Attention(head_norms, whole_norms, masked, shape.rope_ids[i])
 
 
 def _norm(module: nn.Module, name: str, shape: ModelShape) -> torch.Tensor:

@@ -17,12 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+from server.model.gpu.convolution import Inputs
 from server.model.gpu.decoder_ops import HeadSizes, Places, Residual, Rotation, Rows
 from server.model.gpu.lora import LoraTable
 from server.model.gpu.lora_kernels import add_lora
 from server.model.gpu.triton_kernels import FUSE
 
 _GATE_BLOCK = 1024
+_CONVOLUTION_BLOCK = 512
 
 
 @triton.jit
@@ -190,6 +192,39 @@ def _gate_rows(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.c
     tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _convolve_rows(
+    projected, taps, slots, sources, kept, out,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part): BLOCK channels of a row's filter, and its own input to its slot.
+
+    Inputs of rows of this step are computed again from `projected`: their slots are written now.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    kind: tl.constexpr = projected.dtype.element_ty
+    base = projected + row * (3 * SIZE) + i
+    own = tl.load(base, mask=inside, other=0.0).to(tl.float32)
+    own = own * tl.load(base + 2 * SIZE, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(slots + row).to(tl.int64)
+    tl.store(kept + slot * SIZE + i, own.to(kind), mask=inside)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(NUM_TAPS):
+        source = tl.load(sources + row * NUM_TAPS + j).to(tl.int64) + tl.zeros([BLOCK], tl.int64)
+        in_step = inside & (source <= -2)  # FIRST_ROW - r
+        at = kept + tl.maximum(source, 0) * SIZE + i
+        before = tl.load(at, mask=inside & (source >= 0), other=0.0)
+        other = projected + tl.maximum(-2 - source, 0) * (3 * SIZE) + i
+        now = tl.load(other, mask=in_step, other=0.0).to(tl.float32)
+        now = now * tl.load(other + 2 * SIZE, mask=in_step, other=0.0).to(tl.float32)
+        value = tl.where(in_step, now.to(kind), before).to(tl.float32)
+        total += tl.load(taps + j * SIZE + i, mask=inside, other=0.0) * value
+    gate = tl.load(base + SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + i, (total * gate).to(kind), mask=inside)
+
+
 def _warps(block: int) -> int:
     """Warps of a program over `block` lanes."""
     return 8 if block >= 4096 else 4 if block >= 512 else 1
@@ -278,6 +313,18 @@ class TritonOps:
         _gate_rows[(num, triton.cdiv(size, block))](
             gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=_warps(block), **FUSE
         )
+        return out
+
+    def convolve(self, projected: torch.Tensor, taps: torch.Tensor, at: Inputs) -> torch.Tensor:
+        """See DecoderOps."""
+        num_taps, size = taps.shape
+        num = projected.shape[0]
+        out = torch.empty((num, size), dtype=projected.dtype, device=projected.device)
+        block = min(_CONVOLUTION_BLOCK, triton.next_power_of_2(size))
+        _convolve_rows[(num, triton.cdiv(size, block))](
+            projected, taps, at.slots, at.sources, at.kept, out, SIZE=size, BLOCK=block,
+            NUM_TAPS=num_taps, num_warps=_warps(block), **FUSE,
+        )  # fmt: skip
         return out
 
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:

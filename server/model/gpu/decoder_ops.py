@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
+from server.model.gpu.convolution import FIRST_ROW, Inputs
 from server.model.gpu.lora import LoraTable
 
 
@@ -100,6 +101,10 @@ class DecoderOps(Protocol):
     def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
         """activation(gate) * up of gate_up [R, 2 n]: [R, n]. SiLU, or GELU's tanh form."""
 
+    def convolve(self, projected: torch.Tensor, taps: torch.Tensor, at: Inputs) -> torch.Tensor:
+        """C * sum over taps of (B * x), the oldest position first: [R, H]; each row's own B * x to
+        its slot. projected: [R, 3 H]: B, C, x. taps: float32 [taps, H]."""
+
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """y [R, outputs] += ((x [R, K] @ A) * scale) @ B in place, for the rows of the spans (int32
         [n, SPAN_FIELDS], as lora_spans has them). Two launches."""
@@ -179,6 +184,19 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
         return (gate * up).to(gate_up.dtype)
+
+    def convolve(self, projected: torch.Tensor, taps: torch.Tensor, at: Inputs) -> torch.Tensor:
+        """See DecoderOps."""
+        b, c, x = projected.float().chunk(3, dim=-1)
+        own = (b * x).to(projected.dtype)
+        at.kept[at.slots.long()] = own
+        total = torch.zeros_like(c)
+        for source, weight in zip(at.sources.long().t(), taps, strict=True):
+            row = FIRST_ROW - source
+            value = at.kept[source.clamp(min=0)].float() * (source >= 0)[:, None]
+            value = torch.where((row >= 0)[:, None], own[row.clamp(min=0)].float(), value)
+            total += weight * value
+        return (total * c).to(projected.dtype)
 
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """See DecoderOps."""

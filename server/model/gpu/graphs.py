@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 
 from server.model.gpu import attention as paged
+from server.model.gpu.convolution import NOTHING
 
 Array = npt.NDArray[Any]
 
@@ -119,6 +120,10 @@ def pad_to_bucket(
         padded = np.full(num_rows, fill, np.int32)
         padded[: arrays[name].shape[0]] = arrays[name]
         arrays[name] = padded
+    if "sources" in arrays:
+        sources = np.full((num_rows, arrays["sources"].shape[1]), NOTHING, np.int32)
+        sources[: arrays["sources"].shape[0]] = arrays["sources"]
+        arrays["sources"] = sources
     num_words = -(-num_rows // paged.WORD)
     arrays["ancestors"] = _corner(arrays["ancestors"], (num_rows, num_words))
     if "embeds" in arrays:

@@ -3,8 +3,9 @@
 One tensor of shape [num_layers, 2, num_slots + block_size, num_kv_heads, head_dim]. Index 0 of the
 second axis is keys, 1 is values. A *slot* is one position's K and V of a layer; slot numbers are
 those of server.engine.batch (block * block_size + offset) and are the same in every layer, sliding
-or global. The last `block_size` slots belong to no block of the engine: padded rows of a CUDA graph
-write there (`trash_slot`), and no row ever reads them.
+or global. Layers with a short convolution keep one vector a slot instead (`inputs`), in a tensor of
+[convolutions, num_slots + block_size, width]. The last `block_size` slots belong to no block of the
+engine: padded rows of a CUDA graph write there (`trash_slot`), and no row ever reads them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from server.engine.batch import Int32
 
 
 def bytes_per_block(
-    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kept: int = 0,
 ) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
-    return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
+    """Bytes that one block takes over all layers, keys and values. kept: numbers that convolutions
+    keep of a position, all together."""
+    return (2 * num_layers * num_kv_heads * head_dim + kept) * block_size * dtype.itemsize
 
 
 class KvCache:
@@ -34,7 +41,9 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        inputs: tuple[int, int] = (0, 0),
     ) -> None:
+        """inputs: convolutions, and the width of what each keeps."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
@@ -46,6 +55,9 @@ class KvCache:
             dtype=dtype,
             device=device,
         )
+        num, width = inputs
+        size = (num, self.num_slots + block_size, width)
+        self.inputs = torch.zeros(size, dtype=dtype, device=device)
         self._layers = tuple((self.memory[i, 0], self.memory[i, 1]) for i in range(num_layers))
 
     def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +88,8 @@ class KvCache:
             # pinning a few numbers would cost more than the copy.
             both = both.to(device, non_blocking=True)
         self.memory.index_copy_(2, both[1], self.memory.index_select(2, both[0]))
+        if self.inputs.shape[0]:
+            self.inputs.index_copy_(1, both[1], self.inputs.index_select(1, both[0]))
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy whole blocks src[i] to dst[i]. Raises as move_slots does."""

@@ -38,9 +38,10 @@ from server.model.adapter import (
 )
 from server.model.shape import ModelShape
 
-KINDS = ("qkv", "out", "gate_up", "down")
-"""The products of a layer; a kind's place is its number."""
-QKV, OUT, GATE_UP, DOWN = range(len(KINDS))
+KINDS = ("mix", "out", "gate_up", "down")
+"""The products of a layer; a kind's place is its number. mix: of q, k and v, or of what a short
+convolution reads."""
+MIX, OUT, GATE_UP, DOWN = range(len(KINDS))
 
 SPAN_ROWS = 16
 """Most rows of one span: those of one program's tile."""
@@ -88,10 +89,13 @@ def check_adapter(folder: Path, shape: ModelShape) -> None:
     _opened(folder, shape)
 
 
-def _modules(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+def _modules(shape: ModelShape, layer: int) -> dict[str, tuple[str, ...]]:
     """Kind -> the modules of a layer that stand in its product, in order."""
     names = shape.names
-    modules = (tuple(names.qkv), (names.out,), tuple(names.gate_up), (names.down,))
+    mix, out = tuple(names.qkv), names.out
+    if shape.convolutions[layer]:
+        mix, out = (names.conv[0],), names.conv[2]
+    modules = (mix, (out,), tuple(names.gate_up), (names.down,))
     return dict(zip(KINDS, modules, strict=True))
 
 
@@ -107,7 +111,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype) -> GpuAdap
     most, num_values = _LEAST_COLUMNS, 0
     for layer in range(shape.num_layers):
         of_kind = []
-        for modules in _modules(shape).values():
+        for modules in _modules(shape, layer).values():
             weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
             packed = None
             if known.intersection(weights):
@@ -212,7 +216,7 @@ class LoraBank:
         self._tables = []
         for layer in range(self.shape.num_layers):
             tables = []
-            for kind, modules in enumerate(_modules(self.shape).values()):
+            for kind, modules in enumerate(_modules(self.shape, layer).values()):
                 weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
                 outputs = sum(sizes[weight][0] for weight in weights)
                 table = LoraTable(

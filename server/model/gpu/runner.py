@@ -151,17 +151,20 @@ class TorchRunner:
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        body = body_of(module, self._attention, ways.decoder, info.max_model_len, dtype)
+        kept = body.kept
         self._cache = KvCache(
-            num_layers=config.num_hidden_layers,
+            num_layers=kept.layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             dtype=dtype,
             device=self._device,
+            inputs=(kept.convolutions, kept.width),
         )
         return BodyRun(
-            body_of(module, self._attention, ways.decoder, info.max_model_len, dtype),
+            body,
             self._cache,
             paged.TileShape.of(
                 num_heads=num_heads,

@@ -46,7 +46,7 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_decoder.py"),
     Path(__file__).with_name("test_lora.py"),
 )
-DECODER_CASES, LORA_CASES = 12, 2
+DECODER_CASES, LORA_CASES = 15, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -210,7 +210,9 @@ def decode_ahead(tables: list[Pages.Table], position: int, sampled: int | None) 
 # A bucket's padded rows hold what the memory held, and nobody reads them.
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-@pytest.mark.parametrize(("family", "bucketed"), [("llama", True), ("gemma3", False)])
+@pytest.mark.parametrize(
+    ("family", "bucketed"), [("llama", True), ("gemma3", False), ("lfm2", True)]
+)
 def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
     """Prompt chunk, trees and decode rows with split keys; those of few rows replayed from what
     their bucket captured first, a decode step and two of trees."""

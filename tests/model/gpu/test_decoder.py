@@ -11,11 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from server.errors import UnsupportedModelError
 from server.model.gpu.body import ModuleBody
+from server.model.gpu.convolution import FIRST_ROW, NOTHING, Inputs, input_sources
 from server.model.gpu.decoder import FusedDecoder
 from server.model.gpu.decoder_ops import (
     HeadSizes,
@@ -118,6 +120,62 @@ def test_triton_embeds_norms_and_gates_as_the_reference(kind: str) -> None:
     assert torch.equal(results[0][4], (table[[1, 11, 5, 4]].float() * 6.93).to(dtype))
 
 
+TAPS, BLOCK = 3, 16
+
+
+def branched() -> Any:
+    """Prompt rows that begin before position TAPS, a decode row, a tree of two branches, and rows
+    of a sequence that reads a block of another, written in this step."""
+    pages, builder = Pages(32, seed=3), BatchBuilder()
+    first, second = pages.sequence(40), pages.sequence(40)
+    builder.add_rows(first, [1] * 18, 0)
+    builder.add_rows(second, [1], 16)
+    builder.add_tree(second, 16, [1] * 5, [-1, 0, 1, 0, -1])
+    sharing = Pages.Table([first.blocks[0], pages.sequence(16).blocks[0]], BLOCK)
+    builder.add_rows(sharing, [1, 1], 16)
+    return builder.build()
+
+
+def test_a_row_reads_the_inputs_of_its_own_ancestors() -> None:
+    batch = branched()
+    sources = input_sources(batch, TAPS, BLOCK)
+    row_of = {int(slot): row for row, slot in enumerate(batch.slots)}
+    for row in range(batch.num_rows):
+        start, count = int(batch.path_start[row]), int(batch.path_len[row])
+        table = batch.block_tables[batch.seq_ids[row]]
+        slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(int(batch.prefix_len[row]))]
+        slots = [NOTHING] * TAPS + slots + batch.path_slots[start : start + count].tolist()
+        want = [FIRST_ROW - row_of[s] if s in row_of else s for s in slots[-TAPS:]]
+        assert sources[row].tolist() == want
+    assert (sources[:, -1] == FIRST_ROW - np.arange(batch.num_rows)).all(), "its own is the last"
+    assert (sources >= 0).any() and (sources == NOTHING).sum() == 3
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", DTYPES)
+def test_triton_convolves_as_the_reference(kind: str) -> None:
+    """More channels than a program has; a row has the same bits alone, after the others' step."""
+    dtype, atol = DTYPES[kind]
+    batch, size = branched(), 600
+    slots = torch.from_numpy(batch.slots)
+    sources = torch.from_numpy(input_sources(batch, TAPS, BLOCK))
+    projected = random(batch.num_rows, 3 * size, dtype=dtype)
+    taps, before = random(TAPS, size, seed=2), random(33 * BLOCK, size, dtype=dtype, seed=3)
+    results = []
+    for ops in both():
+        kept = before.clone()
+        results.append((ops.convolve(projected, taps, Inputs(slots, sources, kept)), kept))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=atol, atol=atol * 4)
+    out, kept = results[1]
+    row_slots = torch.where(sources < NOTHING, slots[(FIRST_ROW - sources).clamp(min=0)], sources)
+    for row in (1, 17, 18, 21, 25):
+        alone = row_slots[row : row + 1].clone()
+        alone[0, -1] = FIRST_ROW
+        at = Inputs(slots[row : row + 1], alone, kept.clone())
+        assert torch.equal(both()[1].convolve(projected[row : row + 1], taps, at)[0], out[row])
+
+
 def runner_of(family: str, **options: Any) -> TorchRunner:
     return runner_over(
         families.build(family), num_blocks=32, max_num_seqs=4, max_num_batched_tokens=64, **options
@@ -129,11 +187,13 @@ LAUNCHES_A_LAYER = 9
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("family", "more"), [("llama", 0), ("gemma3", 0), ("olmo2", 2)])
+@pytest.mark.parametrize(
+    ("family", "more"), [("llama", 0), ("gemma3", 0), ("olmo2", 6), ("lfm2", -2)]
+)
 def test_triton_launches_of_a_layer_are_bounded(
     family: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """more: norms over all heads of q and of k."""
+    """more: norms over all heads of q and of k; a convolution is one launch instead of two."""
     from triton.runtime import interpreter
 
     launched = Launched()
@@ -166,7 +226,7 @@ def test_triton_launches_of_a_layer_are_bounded(
     runner.close()
     layers = 3
     assert launched.num == 4 * layers, "the products, and nothing else of torch"
-    assert kernels == 1 + (LAUNCHES_A_LAYER - 4 + more) * layers
+    assert kernels == 1 + (LAUNCHES_A_LAYER - 4) * layers + more
 
 
 def test_the_module_stays_usable_and_no_weight_is_there_twice() -> None:
@@ -180,17 +240,20 @@ def test_the_module_stays_usable_and_no_weight_is_there_twice() -> None:
     with torch.no_grad():
         torch.testing.assert_close(module(ids).logits, before, rtol=0, atol=0)
     own = module.model.layers[1].self_attn
-    fused = decoder._layers[1].qkv.weight
+    fused = decoder._layers[1].mix.weight
     assert own.q_proj.weight.data_ptr() == fused.data_ptr()
     assert own.v_proj.weight.data_ptr() == fused[-own.v_proj.weight.shape[0] :].data_ptr()
 
 
 def test_who_gets_which_body() -> None:
     """Where nothing is asked for, our decoder belongs to Triton's attention."""
-    for options, kind in (
-        ({}, ModuleBody), ({"decoder": "fused"}, FusedDecoder), ({"decoder": "modules"}, ModuleBody)
-    ):  # fmt: skip
-        runner = runner_of("llama", **options)
+    for family, options, kind in (
+        ("llama", {}, ModuleBody),
+        ("llama", {"decoder": "fused"}, FusedDecoder),
+        ("llama", {"decoder": "modules"}, ModuleBody),
+        ("lfm2", {}, FusedDecoder),
+    ):
+        runner = runner_of(family, **options)
         assert isinstance(runner._body.body, kind)
         assert runner.info.decoder == runner._body.body.name
         runner.close()
@@ -210,6 +273,8 @@ def test_who_gets_which_body_on_the_kernels(family: str, decoder: str, found: st
 def test_a_decoder_that_does_not_compute_the_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="fused does not compute gpt2: it is none of o"):
         runner_over(generic_models.build("gpt2"), decoder="fused")
+    with pytest.raises(UnsupportedModelError, match="modules does not compute lfm2: its short con"):
+        runner_of("lfm2", decoder="modules")
 
 
 COMPILED = {
@@ -221,9 +286,10 @@ COMPILED = {
     },
     "_add_norm_rows": {"SIZE": 5120, "BLOCK": 8192, "HAS_POST": 1, "HAS_FOLLOWING": 1},
     "_gate_rows": {"SIZE": 2048, "BLOCK": 1024, "GELU": 1},
+    "_convolve_rows": {"SIZE": 2048, "BLOCK": 512, "NUM_TAPS": 3},
 }  # fmt: skip
-INTEGERS = {"ids", "token_from", "drawn", "positions", "slots"}
-WIDE = {"norm", "norms", "weight", "post", "following", "cos", "sin", "query_scales"}
+INTEGERS = {"ids", "token_from", "drawn", "positions", "slots", "sources"}
+WIDE = {"norm", "norms", "weight", "post", "following", "cos", "sin", "query_scales", "taps"}
 SCALARS = {"scale": "fp32", "eps": "fp32", "stride_row": "i32"}
 
 
@@ -231,7 +297,9 @@ SCALARS = {"scale": "fp32", "eps": "fp32", "stride_row": "i32"}
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [(name, 80) for name in COMPILED] + [("_place_heads", 90), ("_add_norm_rows", 100)],
+    [(name, 80) for name in COMPILED]
+    + [("_place_heads", 90), ("_add_norm_rows", 100)]
+    + [("_convolve_rows", capability) for capability in (89, 90, 100)],
 )
 def test_decoder_kernels_compile_for_a_gpu(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -306,6 +306,7 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
 
 def test_kv_memory_from_bytes() -> None:
     per_block = bytes_per_block(3, 2, 16, 16, torch.float32)
+    assert bytes_per_block(3, 2, 16, 16, torch.float32, kept=10) == per_block + 10 * 16 * 4
     cache = KvCache(
         num_layers=3,
         num_kv_heads=2,
@@ -358,13 +359,16 @@ def test_moves_read_before_they_write() -> None:
         block_size=4,
         dtype=torch.float32,
         device=CPU,
+        inputs=(3, 5),
     )
+    cache.inputs.copy_(torch.arange(20.0)[None, :, None].expand_as(cache.inputs))
     cache.memory.copy_(torch.arange(20.0)[None, None, :, None, None].expand_as(cache.memory))
     i32 = lambda *slots: np.asarray(slots, np.int32)  # noqa: E731
     cache.move_slots(i32(1, 2, 3), i32(2, 3, 1))
     for layer_id in range(2):
         keys, values = cache.layer(layer_id)
         assert keys[:5, 0, 0].tolist() == [0, 3, 1, 2, 4] == values[:5, 0, 3].tolist()
+    assert cache.inputs[2, :5, 4].tolist() == [0, 3, 1, 2, 4], "and what convolutions keep"
     cache.copy_blocks(i32(0, 3), i32(3, 2))
     assert cache.layer(1)[0][8:16, 0, 0].tolist() == [12, 13, 14, 15, 0, 3, 1, 2]
     for src, dst, message in [

@@ -453,7 +453,7 @@ def test_a_streamed_head_is_the_head(dtype: torch.dtype, chunk_rows: int) -> Non
     assert side.num_done == 2 * -(-150 // min(chunk_rows, 150)) and not side.waiting
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
 def test_embeddings_gathered_in_cpu_memory(family: str) -> None:
     """Logits are transformers' own, Gemma's scale included; a row that takes the id drawn by the
     step before waits for it."""
@@ -618,7 +618,8 @@ def _asked(requests: list[Request], rng: Random, modes: tuple[str, ...]) -> list
 
 
 @pytest.mark.parametrize(
-    ("family", "place"), [("llama", "stream"), ("gemma3", "device"), ("gemma3", "cpu")]
+    ("family", "place"),
+    [("llama", "stream"), ("gemma3", "device"), ("gemma3", "cpu"), ("lfm2", "device")],
 )
 def test_exact_is_full(family: str, place: str) -> None:
     """Texts and finish reasons, with and without drafts, beside other modes, with too few blocks
