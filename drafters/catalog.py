@@ -55,15 +55,15 @@ class Need(Enum):
     """What a drafter's class takes beside its options, by the keyword it takes it as.
 
     CORPUS: drafters.corpus.Corpus or None. LEARNED: a layer of learned outputs over it, or None.
-    EOS: ids that the drafter never proposes. LIKELY: the scope's drafters.auto.likely.LikelyTable,
-    or None: each session has its own. PREDICTION: no argument; its sessions use `prediction_ids`,
+    EOS: ids that the drafter never proposes. SEEN: what the scope's requests left behind
+    (drafters.auto.seen.Seen), or None. PREDICTION: no argument; its sessions use `prediction_ids`,
     which other drafters ignore.
     """
 
     CORPUS = "corpus"
     LEARNED = "learned"
     EOS = "eos_token_ids"
-    LIKELY = "likely"
+    SEEN = "seen"
     PREDICTION = "prediction_ids"
 
 

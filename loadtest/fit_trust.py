@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from drafters.auto.cells import LOGITS, NUM_CELLS, NUM_FACTORS, NUM_LEVELS, NUM_SOURCES
 from drafters.auto.drafter import AutoDrafter
-from drafters.auto.likely import LikelyTable
+from drafters.auto.seen import Seen
 from drafters.auto.trust import DEFAULT_TRUST, Trust, write_default_trust
 from drafters.corpus import build_corpus
 from drafters.replay import Recording, note_rows, read_recordings
@@ -69,9 +69,9 @@ def fit_logits(folder: Path) -> tuple[Floats, Floats]:
         evidence = np.zeros((2, NUM_CELLS))
         outcomes = np.zeros((3, NUM_FACTORS))
         for recordings in parts:
-            for likely in (LikelyTable(), None):
+            for seen in (Seen(), None):
                 trust = Trust(weights, factors, memory=1e12)
-                drafter = AutoDrafter(trust=trust, likely=likely)
+                drafter = AutoDrafter(trust=trust, seen=seen)
                 for recording in recordings:
                     _teach(drafter, recording)
                 evidence += trust.evidence

@@ -3,11 +3,12 @@
     python -m loadtest.learning_curves --data DIR --sets commits docstrings manifests
 
 Gold completions of test.jsonl, one after the other, the first token given. Columns: `auto` without
-a corpus that learns nothing; that learns the outputs before, as the server does by default (a
-layer is built anew every three requests; what the model's logits say is in no gold completion);
-with the corpus of train.jsonl; with that and learning; with the corpus of the next set, a wrong
-one. Arctic remembers every answer: its defaults, its trees, and its defaults with the corpus. Each
-figure is tokens per step of the first 30, 100 and all requests. The last line is JSON.
+a corpus that learns nothing; that learns the outputs before, as the server does by default (the
+last few at once, a layer of all every three requests; what the model's logits say is in no gold
+completion); with the corpus of train.jsonl; with that and learning; with the corpus of the next
+set, a wrong one. Arctic remembers every answer: its defaults, its trees, and its defaults with the
+corpus. Each figure is tokens per step of the first 30, 100 and all requests. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from drafters import Drafter, make_drafter
 from drafters.auto.held_out import build_calibrated
+from drafters.auto.seen import Seen
 from drafters.auto.trust import Trust
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs, build_layer
@@ -45,8 +47,8 @@ def in_turn(drafter: Drafter, tests: Sequence[Recording], budget: int) -> list[C
 def learning(
     corpus: Corpus | None, tests: Sequence[Recording], budget: int, eos: int
 ) -> list[Counts]:
-    """The same for `auto` with a layer of the outputs before."""
-    outputs = LearnedOutputs(MAX_LEARNED)
+    """The same for `auto` with a layer of the outputs before, and the last ones."""
+    outputs, seen = LearnedOutputs(MAX_LEARNED), Seen()
     trust = Trust()
     if corpus is not None:
         trust.start_from(corpus.evidence, corpus.outcomes)
@@ -54,10 +56,16 @@ def learning(
     counts: list[Counts] = []
     for number, test in enumerate(tests, 1):
         drafter = make_drafter(
-            "auto", corpus=corpus, learned=layer, trust=trust, eos_token_ids=(eos,)
+            "auto",
+            corpus=corpus,
+            learned=layer,
+            trust=trust,
+            eos_token_ids=(eos,),
+            seen=seen,
         )
         counts += in_turn(drafter, [test], budget)
         outputs.add(np.asarray(test.prompt_ids), np.asarray(test.output_ids))
+        seen.recent.add(test.output_ids)
         if number % BUILD_EVERY == 0:
             layer = build_layer(outputs.examples(), base=corpus, fingerprint="replay")
     return counts

@@ -208,9 +208,9 @@ def columns(eos: int) -> dict[str, Drafter]:
 
 
 def _sharing(eos: int) -> Drafter:
-    from drafters.auto.likely import LikelyTable
+    from drafters.auto.seen import Seen
 
-    return make_drafter("auto", eos_token_ids=(eos,), likely=LikelyTable())
+    return make_drafter("auto", eos_token_ids=(eos,), seen=Seen())
 
 
 def _tests(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Recording]]]:

@@ -23,7 +23,9 @@ from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.blend import learn_token
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.auto.retrieval import NUM_RETRIEVED, retrieve
 from drafters.auto.rival import Rivals
+from drafters.auto.seen import Seen
 from drafters.auto.text_index import START, TextIndex
 from drafters.auto.tree_builder import Workspace
 from drafters.auto.trust import Trust
@@ -45,11 +47,9 @@ if TYPE_CHECKING:
     from drafters.corpus import Corpus
 
 
-NUM_RETRIEVED = 12  # examples whose outputs are retrieved for a request
 RESYNC_TOKENS = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_TOKENS = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
-SHARPNESS = 4.0  # weight of a retrieved output: its likeness over the greatest, to this power
 TEMPLATE_WEIGHT = 0.15  # weight of a prompt position whose text stands in every prompt
 COMPARE_ALL = 1500  # so many first tokens are all compared with their chances without the corpus
 COMPARE_EVERY = 4  # ... and then one in so many
@@ -68,8 +68,8 @@ class AutoDrafter:
         By default the id that ends the corpus' outputs.
     learn: adapt the trust to the tokens that are emitted.
     num_likely: likeliest ids of a verified row that are kept and drafted from; 0 is off.
-    likely: what the model held likely in this scope so far, shared by its sessions; None: each
-        session has its own, which ends with it.
+    seen: what requests of this scope left behind, shared by its sessions; None: each session has
+        its own table of likely ids, which ends with it.
     """
 
     name = "auto"
@@ -85,7 +85,7 @@ class AutoDrafter:
         eos_token_ids: Sequence[int] | None = None,
         learn: bool = True,
         num_likely: int = NUM_LIKELY,
-        likely: LikelyTable | None = None,
+        seen: Seen | None = None,
     ) -> None:
         if not 0.0 <= min_survival < 1.0:
             raise ValueError(f"min_survival must be in [0, 1), not {min_survival}")
@@ -93,7 +93,7 @@ class AutoDrafter:
             raise ValueError(f"num_likely must be in 0..{NUM_LIKELY}, not {num_likely}")
         self.corpus = corpus
         self.num_likely = num_likely
-        self.likely = likely
+        self.seen = seen
         # Those whose examples are retrieved: what was learned stands beside the corpus.
         self.layers = tuple(
             layer
@@ -195,7 +195,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         self.num_likely = drafter.num_likely
         self._likely: LikelyTable | None = None
         if drafter.num_likely:
-            self._likely = drafter.likely if drafter.likely is not None else LikelyTable()
+            self._likely = LikelyTable() if drafter.seen is None else drafter.seen.likely
         # Rows of the last step, to be added once its tokens were learned from: what the model held
         # likely at a token is no evidence for how well it was foreseen.
         self._noted: tuple[Int32, Int32, Float32] | None = None
@@ -235,18 +235,15 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             first = drafter.layers[0]
             self._prompt_marks = first.nearest.template_weights(prompt, TEMPLATE_WEIGHT)
             first.copies.weigh(prompt, self._prompt_marks)
-            found: list[tuple[float, npt.NDArray[np.int32]]] = []
-            for layer in drafter.layers:
-                examples, likeness = layer.nearest.find(prompt, drafter.num_retrieved)
-                offset = layer.num_documents - layer.nearest.norms.shape[0]
-                for example, like in zip(examples, likeness, strict=True):
-                    found.append((float(like), layer.output(offset + int(example))))
-            found = sorted(found, key=lambda pair: -pair[0])[: drafter.num_retrieved]
-            # The least like first: newer text is looked at first where a walk is cut short.
-            for like, output in reversed(found):
-                documents.append(output)
-                weights.append((like / found[0][0]) ** SHARPNESS)
-                sources.append(RETRIEVED)
+        for weight, output in retrieve(
+            drafter.layers,
+            self._index.text[0, : self._num_prompt],
+            drafter.num_retrieved,
+            () if drafter.seen is None else drafter.seen.recent.newest_last(),
+        ):
+            documents.append(output)
+            weights.append(weight)
+            sources.append(RETRIEVED)
         if self._prediction:
             documents.append(np.asarray(self._prediction, np.int32))
             weights.append(1.0)

@@ -24,7 +24,7 @@ from server.types import NO_SCOPE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from drafters.auto.likely import LikelyTable
+    from drafters.auto.seen import Seen
     from drafters.base import Drafter
     from drafters.shared_counts import Counts, TableId
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 MAX_TABLES = 512  # a quarter of a MB each
 MAX_TABLES_TOLD = 64  # calibration files of one task that a report reads
-MAX_LIKELY = 64  # tables of likely ids, of 2.5 MB at most
+MAX_SEEN = 64  # scopes whose likely ids (2.5 MB at most) and last outputs are kept
 TALLY_MEMORY = 20_000.0  # steps after which a tally is halved
 
 
@@ -86,7 +86,7 @@ class Calibrations:
         self._told: dict[TableKey, Counts] = {}  # what others know of it, or have taught it
         self._totals: OrderedDict[tuple[str, str], Mapping[TableId, Counts]] = OrderedDict()
         self._tables: OrderedDict[TableKey, Table] = OrderedDict()
-        self._likely: OrderedDict[tuple[str, str], LikelyTable] = OrderedDict()  # (task, scope)
+        self._seen: OrderedDict[tuple[str, str], Seen] = OrderedDict()  # (task, scope)
         self._calibrated: set[tuple[str, str]] = set()  # (task, drafter's name)
         self._tallies: dict[tuple[str, str], _Tally] = {}
         self._restored_tallies = False
@@ -131,7 +131,7 @@ class Calibrations:
         comes on top."""
         self._totals[key] = totals
         self._totals.move_to_end(key)
-        if len(self._totals) > MAX_LIKELY:
+        if len(self._totals) > MAX_SEEN:
             self._totals.popitem(last=False)
         for table_key in self._tables:
             if (table_key[0], table_key[3]) == key:
@@ -150,21 +150,20 @@ class Calibrations:
             return
         self._told[key] = counts
 
-    def likely(self, task: str, scope: str) -> LikelyTable:
-        """The table of ids that the model held likely in a scope's requests of a task. Its drafters
-        write it."""
-        from drafters.auto.likely import LikelyTable
+    def seen(self, task: str, scope: str) -> Seen:
+        """What a scope's requests of a task left behind. Its drafters write the likely ids."""
+        from drafters.auto.seen import Seen
 
-        table = self._likely.setdefault((task, scope), LikelyTable())
-        self._likely.move_to_end((task, scope))
-        if len(self._likely) > MAX_LIKELY:
-            self._likely.popitem(last=False)
-        return table
+        seen = self._seen.setdefault((task, scope), Seen())
+        self._seen.move_to_end((task, scope))
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return seen
 
-    def forget_likely(self, task: str) -> None:
-        """Drop what the model held likely in a task's requests."""
-        for key in [key for key in self._likely if key[0] == task]:
-            del self._likely[key]
+    def forget_seen(self, task: str) -> None:
+        """Drop what a task's requests left behind."""
+        for key in [key for key in self._seen if key[0] == task]:
+            del self._seen[key]
 
     def observe(self, task: str, drafter: str, scope: str, num_steps: int, num_tokens: int) -> None:
         """A choice finished with so many tokens in so many decode steps."""

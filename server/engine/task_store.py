@@ -2,8 +2,8 @@
 
 *Calibration* is the drafters' own (drafters.auto.trust, drafters.calibration): one table per (task,
 drafter, corpus, scope), shared by all drafters made of these, so that making one anew forgets
-nothing. *Likely ids* are what the model held likely after the same few tokens, one table per (task,
-scope) of tasks that learn, in memory only (server/engine/calibrations.py has both). *Learned
+nothing. *Seen* (drafters.auto.seen) are ids that the model held likely and the last few outputs, by
+(task, scope) of tasks that learn, in memory only; server/engine/calibrations.py has both. *Learned
 outputs* are those of finished requests of tasks that learn, one reservoir per (task, scope). The
 scope is made of tenant and cache_salt, so that nobody's drafts are made of another's text, nor as
 many or as few as another's text made them. Learned outputs stay in memory unless the task says
@@ -104,7 +104,7 @@ class TaskStore:
         )
         self.calibrate = self._calibrations.calibrate
         self.observe = self._calibrations.observe
-        self.likely = self._calibrations.likely
+        self.seen = self._calibrations.seen
         self._num_put = 0
         self._num_learned: dict[str, int] = {}
         self._told_sizes: tuple[tuple[str, int, int], ...] = ()
@@ -178,6 +178,7 @@ class TaskStore:
         key = (task, scope)
         self._opened[key] = corpus
         self._num_learned[task] = self._num_learned.get(task, 0) + 1
+        self.seen(task, scope).recent.add(output_ids)
         self._sizes_changed = True
         self._put(
             Example(
@@ -207,7 +208,7 @@ class TaskStore:
         self._generations[task] = self._generations.get(task, 0) + 1
         for key in [key for key in self._opened if key[0] == task]:
             del self._opened[key]
-        self._calibrations.forget_likely(task)
+        self._calibrations.forget_seen(task)
         self._put(Forget(task))
 
     def refresh(self) -> None:

@@ -72,8 +72,8 @@ def make_task_drafter(
             speculation.learn_tokens,
             speculation.persists,
         )
-    if memory is not None and speculation.learn_tokens > 0 and Need.LIKELY in spec.needs:
-        given[Need.LIKELY.value] = memory.likely(task, speculation.scope)
+    if memory is not None and speculation.learn_tokens > 0 and Need.SEEN in spec.needs:
+        given[Need.SEEN.value] = memory.seen(task, speculation.scope)
     drafter = make_drafter(name, **given)
     if memory is not None and task != WARM_UP:
         memory.calibrate(task, drafter, corpus_id, speculation.scope)

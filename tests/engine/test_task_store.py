@@ -329,9 +329,9 @@ def test_likely_ids_are_kept_per_task_and_scope(engines: list[Engine]) -> None:
         request = _request(name, [2, 3, 5], **fields)
         _run(engine, [request])
         scopes[name] = request.scope
-    own = memory.likely("task", scopes["a"])
+    own = memory.seen("task", scopes["a"]).likely
     assert np.count_nonzero(own.keys) > 5
-    assert own is not memory.likely("task", scopes["salted"])
+    assert own is not memory.seen("task", scopes["salted"]).likely
     held = np.count_nonzero(own.keys)
     _run(engine, [_request("b", [2, 9, 40], tenant="b")])
     _run(engine, [_request("c", [2, 9, 40], tenant="a", task="other")])
@@ -340,9 +340,13 @@ def test_likely_ids_are_kept_per_task_and_scope(engines: list[Engine]) -> None:
     assert np.count_nonzero(own.keys) == held
     memory.wait()
     _run(engine, [_request("e", [7, 9, 41], tenant="a")])
-    assert memory.likely("task", scopes["a"]) is own and np.count_nonzero(own.keys) > held
+    assert memory.seen("task", scopes["a"]).likely is own and np.count_nonzero(own.keys) > held
+    # So are its last outputs: of this key and salt, of tasks that learn.
+    recent = memory.seen("task", scopes["a"]).recent
+    assert len(recent) == 2 and len(memory.seen("task", scopes["salted"]).recent) == 1
     engine.controls["task_forget"]({"task": "task"})
-    assert not memory.likely("task", scopes["a"]).keys.any()
+    assert not memory.seen("task", scopes["a"]).likely.keys.any()
+    assert not len(memory.seen("task", scopes["a"]).recent)
 
 
 def test_calibration_is_kept_per_scope_and_told_as_a_sum(

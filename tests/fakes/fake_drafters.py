@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.auto.drafter import AutoDrafter, AutoSession
-from drafters.auto.likely import LikelyTable
+from drafters.auto.seen import Seen
 from drafters.base import SessionClosedError
 from drafters.tree import DraftTree
 from tests.fakes.fake_runner import FakeModel
@@ -283,7 +283,7 @@ class OwnLogits(AutoDrafter):
     """`auto` without a corpus; its sessions share what the model held likely, and are counted."""
 
     def __init__(self) -> None:
-        super().__init__(likely=LikelyTable())
+        super().__init__(seen=Seen())
         self.sessions: list[AutoSession] = []
 
     def open(

@@ -12,6 +12,7 @@ import pytest
 from drafters.auto.cells import LOGITS, NUM_SOURCES, SOURCES
 from drafters.auto.drafter import AutoDrafter, AutoSession
 from drafters.auto.likely import MAX_SLOTS, NUM_LIKELY, LikelyTable, context_key, find_context
+from drafters.auto.seen import Seen
 from drafters.auto.trust import Trust
 from drafters.calibration import CalibrationError
 from drafters.replay import Recording, replay
@@ -93,7 +94,7 @@ def test_what_the_last_row_held_likely_may_come_one_later() -> None:
 def test_a_row_is_no_evidence_for_its_own_token() -> None:
     """A model that is sure of tokens that nothing foretells must not make the logits trusted."""
     rng = random.Random(3)
-    drafter = AutoDrafter(likely=LikelyTable())
+    drafter = AutoDrafter(seen=Seen())
     for _ in range(40):
         session = drafter.open([1, 2, 3])
         session.settle()
@@ -157,7 +158,7 @@ def _recordings(seed: int, num: int) -> list[Recording]:
 def test_requests_of_one_scope_draft_from_each_other_s_rows_and_no_others_do() -> None:
     told = _recordings(2, 60)
     off = replay(AutoDrafter(num_likely=0), told, budget=8)
-    shared = replay(AutoDrafter(likely=LikelyTable()), told, budget=8)
+    shared = replay(AutoDrafter(seen=Seen()), told, budget=8)
     alone = replay(AutoDrafter(), told, budget=8)
     assert "logits" not in off.by_source
     assert shared.by_source["logits"][1] > 100

@@ -1,0 +1,80 @@
+"""Which earlier outputs stand beside a request: those of the nearest prompts, and the newest ones.
+
+An example's weight is its likeness over the greatest, to the power of SHARPNESS. The newest outputs
+of a scope (`RecentOutputs`) are there before a layer is built of them, and weigh RECENT_WEIGHT at
+least: requests of one kind often come in a row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drafters.arrays import Int32
+
+if TYPE_CHECKING:
+    from drafters.corpus import Corpus
+
+NUM_RETRIEVED = 12  # examples whose outputs are retrieved for a request
+SHARPNESS = 4.0
+NUM_RECENT = 4
+MAX_RECENT = 1024  # tokens of a recent output, its first ones, that are kept
+RECENT_WEIGHT = 0.2
+
+
+class RecentOutputs:
+    """The last NUM_RECENT outputs that finished in a scope. One writer; any session reads."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self) -> None:
+        self._outputs: deque[Int32] = deque(maxlen=NUM_RECENT)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def add(self, output_ids: Sequence[int] | Int32) -> None:
+        """Take a finished output; the oldest goes, and an equal one, so that there are no two."""
+        output = np.array(output_ids[:MAX_RECENT], np.int32)
+        if output.shape[0]:
+            others = [own for own in self._outputs if not np.array_equal(own, output)]
+            self._outputs = deque([*others, output], NUM_RECENT)
+
+    def newest_last(self) -> tuple[Int32, ...]:
+        """int32 arrays of token ids; the caller must not write them."""
+        return tuple(self._outputs)
+
+
+def retrieve(
+    layers: Sequence[Corpus], prompt: Int32, num: int, recent: Sequence[Int32]
+) -> list[tuple[float, Int32]]:
+    """(weight, output) of the `num` nearest examples of all layers and of the recent outputs.
+
+    The least first: newer text is looked at first where a walk is cut short.
+    """
+    found: list[tuple[float, Int32]] = []
+    for layer in layers:
+        examples, likeness = layer.nearest.find(prompt, num)
+        offset = layer.num_documents - layer.nearest.norms.shape[0]
+        for example, like in zip(examples, likeness, strict=True):
+            found.append((float(like), layer.output(offset + int(example))))
+    found = sorted(found, key=lambda pair: -pair[0])[:num]
+    weighed = [((like / found[0][0]) ** SHARPNESS, output) for like, output in found]
+    for new in recent:
+        # A layer may hold it already: once is enough.
+        same = next((i for i, (_, own) in enumerate(weighed) if _begins_alike(own, new)), None)
+        if same is None:
+            weighed.append((RECENT_WEIGHT, new))
+        else:
+            weighed[same] = (max(weighed[same][0], RECENT_WEIGHT), weighed[same][1])
+    return sorted(weighed, key=lambda pair: pair[0])
+
+
+def _begins_alike(output: Int32, recent: Int32) -> bool:
+    """Whether a recent output, which may be cut off, is this one."""
+    num = recent.shape[0]
+    long_enough = output.shape[0] == num or (num == MAX_RECENT and output.shape[0] > num)
+    return long_enough and np.array_equal(output[:num], recent)
