@@ -371,7 +371,8 @@ class EngineStats:
     learned: (task, learned tokens held, outputs learned since the engine's start). shared: of tasks
     whose learned outputs travel in a fleet.
     draft_budget: the most draft rows that could have paid in the last step, had all been accepted.
-    device: None on a CPU.
+    num_steps_ahead, num_void_rows: steps launched before the one before them was accepted, and rows
+    of those whose draws nobody read, since the start. device: None on a CPU.
     """
 
     num_running: int = 0
@@ -391,6 +392,8 @@ class EngineStats:
     num_prefill_rows: int = 0
     num_draft_rows: int = 0
     draft_budget: int = 0
+    num_steps_ahead: int = 0
+    num_void_rows: int = 0
     slice_rows: int = 0
     slice_bytes: int = 0
     slice_hits: int = 0

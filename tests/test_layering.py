@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str] | None] = {
     },
     "server.model": {
         *EVERYONE,
+        "server.engine.ahead",
         "server.engine.batch",
         "server.engine.reference_sampler",
         "drafters.jit",

@@ -261,7 +261,8 @@ class EngineConfig(Section):
     steps_ahead: Literal["auto", 0, 1] = Field(
         "auto",
         description="how many steps are launched before the results of the one before them are "
-        "looked at, while all requests decode without drafts; auto: 1 on cuda, 0 on cpu",
+        "looked at, while all requests decode; behind drafts where the engine measures that it "
+        "pays (not on cuda yet); auto: 1 on cuda, 0 on cpu",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"

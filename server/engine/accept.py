@@ -1,6 +1,6 @@
 """What becomes of the drawn ids: pure functions, no engine state.
 
-`follow` walks the tree along the drawn ids (docs/DESIGN.md 1.1: only integers are compared).
+ahead.follow walks the tree along the drawn ids (docs/DESIGN.md 1.1: only integers are compared).
 `cut` is the one place where EOS, stop ids, stop strings, max_tokens and the context limit end a
 run; usage, logprobs, counts and learning all come from the run that `cut` leaves.
 """
@@ -40,26 +40,6 @@ class StopCut:
 
 
 _GOES_ON = StopCut(1)  # what most steps end with
-
-
-def follow(
-    root_drawn: int,
-    token_ids: Sequence[int],
-    parents: Sequence[int],
-    drawn: Sequence[int],
-) -> list[int]:
-    """Indexes of the accepted nodes, in path order.
-
-    root_drawn: the id drawn at the root's row. drawn[i]: the id drawn at node i's row. The node
-    under the current one whose token is the drawn id is accepted, until there is none.
-    """
-    path: list[int] = []
-    current, wanted = -1, root_drawn
-    for i, parent in enumerate(parents):  # parents come first: one pass finds the whole path
-        if parent == current and token_ids[i] == wanted:
-            path.append(i)
-            current, wanted = i, drawn[i]
-    return path
 
 
 def cut(

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from server.engine.ahead import Ahead
 from server.types import DeviceFigures, ModelInfo, SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -140,6 +141,9 @@ class Batch:
 
     num_prefill_rows, num_draft_rows: of the R rows, for metrics and the cost table.
 
+    ahead: None; or what this Batch takes from the draws of the Batch before, which were not known
+      when it was made: it is computed as ahead.resolve makes it. For a FollowingRunner.
+
     seq_adapters: None, or int32 [S]: the place of each sequence's adapter (AdaptingRunner), -1 for
       the base model. None in a step without adapters.
     """
@@ -171,6 +175,7 @@ class Batch:
     draw_keep: Int32 | None = None
     seq_adapters: Int32 | None = None
     num_likely: int = 0
+    ahead: Ahead | None = None
 
     @property
     def num_rows(self) -> int:
@@ -268,6 +273,17 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class FollowingRunner(Runner, Protocol):
+    """A Runner that takes Batches with `ahead`, whatever is sampled, and answers with the draws of
+    the Batch that they resolve to (ahead.resolve; `verify` and slices have no part in it).
+
+    follows_trees: whether it does so without waiting for the step before in `launch`.
+    """
+
+    follows_trees: bool
+
+
+@runtime_checkable
 class SlicingRunner(Runner, Protocol):
     """A Runner that can restrict its LM head to slices and verify what was drawn from one.
 
@@ -319,7 +335,8 @@ class MeasuredRunner(Runner, Protocol):
 
 @runtime_checkable
 class AdaptingRunner(Runner, Protocol):
-    """A Runner that computes several adapters of its base model in one Batch.
+    """A Runner that computes several adapters of its base model in one Batch. hold_adapter and
+    drop_adapter are called while no step is in flight.
 
     A row of a sequence without adapter has the bits that it has in a Batch without any.
     """
@@ -333,10 +350,10 @@ class AdaptingRunner(Runner, Protocol):
         flight. Raises ModelError and its kin."""
 
     def hold_adapter(self, place: int, adapter: Any) -> None:
-        """Put what pack_adapter gave at a free place, after the steps in flight."""
+        """Put what pack_adapter gave at a free place."""
 
     def drop_adapter(self, place: int) -> None:
-        """Forget what is at a place, after the steps in flight; an empty one is fine."""
+        """Forget what is at a place; an empty one is fine."""
 
 
 NO_TOKEN_LEFT = "no token is left to draw: the request's constraints exclude all ids"

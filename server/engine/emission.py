@@ -15,12 +15,12 @@ from server.engine.accept import (
     StopCut,
     count_step,
     cut,
-    follow,
     merge_counts,
     plain_step,
     rejected_paths,
     sources_of,
 )
+from server.engine.ahead import follow
 from server.engine.batch import NO_TOKEN_LEFT, Int32
 from server.engine.drafting import CheckedTree
 from server.engine.exact import ExactVerifier, Outcome

@@ -6,7 +6,7 @@ The engine owns its sequences, blocks and queues, runs on one thread, and knows 
 HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit` and `abort`, and
 `step` returns Deltas. A request that fails fails alone; the others of its step are computed again.
 
-While everybody decodes without drafts, the next step is launched before this one is waited for.
+With steps_ahead the next step may be launched before this one is waited for (flights.py).
 
 Its parts hand data back and never call it: admission.py (who may be served), step_drafts.py and
 planner.py (who drafts), flights.py (what was launched), emission.py (from drawn ids to tokens),
@@ -93,7 +93,8 @@ class Engine:
         self.memory = memory
         self.drafters = DrafterRegistry(drafters)
         self.tasks = TaskControl(self.drafters, memory)
-        self.adapters = AdapterShelf(runner, settings.max_adapters)
+        self.flights = Flights(runner, settings.steps_ahead)
+        self.adapters = AdapterShelf(runner, settings.max_adapters, lambda: not self.flights)
         self.controls: dict[str, Callable[[Any], Any]] = {
             **self.tasks.controls,
             **self.adapters.controls,
@@ -120,7 +121,6 @@ class Engine:
             adapters=self.adapters,
             vocabulary=Vocabulary(stop_table=stop_table, grammars=grammars),
         )  # fmt: skip
-        self.flights = Flights(runner, settings.steps_ahead)
         self._drafts = StepDrafts(
             self.scheduler, self.sessions, self.planner, settings.max_draft_rows
         )
@@ -148,6 +148,7 @@ class Engine:
             self.sessions.settle(item.sequence for item in flight.plan.items)
             results = self.flights.wait()
             self._accept(flight, results)
+            self.flights.accepted(flight, results, self._drafts)
             self._verify_exact()
             self._move()
         except StepFailedError as failure:
@@ -209,6 +210,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             **self.tasks.figures,
+            **self.flights.figures,
             adapters=self.adapters.figures,
         )
 
@@ -324,10 +326,11 @@ class Engine:
         if is_due or self.recovery.suspect is not None or not self.flights.can_follow(flight):
             return
         self._tend_queue()
-        items = following(flight, self.scheduler.running)
-        if items and self._drafts.are_off(items) and self.scheduler.reserve_next(items):
-            plan = Plan(items, num_rows=len(items))
-            self._launch(plan, Proposed([None] * len(items)), is_ahead=True)
+        items, trees = following(flight, self.scheduler.running)
+        follows = bool(items) and self.flights.may_follow_trees(flight)
+        drafts = self._drafts.go_on(trees, items, may_foresee=follows) if items else None
+        if drafts is not None:
+            self._launch(Plan(items, num_rows=len(items)), drafts, is_ahead=True)
 
     def _launch(self, plan: Plan, drafts: Proposed, *, is_ahead: bool = False) -> Flight:
         items, trees = plan.items, drafts.trees
@@ -335,6 +338,8 @@ class Engine:
         likely = self.sessions.num_likely(items, drafts.ceiling)
         built = build_batch(items, trees, plan.num_prefill_rows, masks, likely)
         batch = self.slices.attach(items, built.spans, built.batch, self.scheduler.running)
+        if drafts.foreseen is not None:
+            batch = replace(batch, ahead=drafts.foreseen.arrays(items))
         flight = Flight(plan, drafts, built, batch, is_ahead)
         self.flights.launch(flight)
         return flight
@@ -342,8 +347,9 @@ class Engine:
     def _accept(self, flight: Flight, results: Results) -> None:
         plan, built = flight.plan, flight.built
         for item, tree, span in zip(plan.items, flight.drafts.trees, built.spans, strict=True):
-            if item.sequence.status is Status.FINISHED:
-                continue  # another choice of its request has failed, and taken it along
+            num_rows = item.num_rows + (0 if tree is None else len(tree.token_ids))
+            if self.flights.is_void(flight, item, num_rows):
+                continue  # it ended while this step was under way, maybe with its request
             item.sequence.num_computed = item.start + item.num_rows
             take_scores(item.sequence, built.batch, results, span)
             if not item.draws:
@@ -410,15 +416,15 @@ class Engine:
         if end.finish_reason is not None:
             self._finish(sequence, Ending(end.finish_reason, end.stop_reason))
             return
-        if sequence.status is Status.RUNNING:
+        if sequence.status is Status.RUNNING and not self.flights:  # its rows may be in the air
             self.scheduler.trim(sequence)
         if sequence.num_verified > sequence.num_released:
             self._deltas.append(next_delta(sequence, self.slices))
 
     def _move(self) -> None:
-        """Copy the KV of accepted nodes to the slots of their positions."""
+        """Copy the KV of accepted nodes to their slots; a step launched ahead begins with that."""
         moves = self._emission.moves.take()
-        if moves is not None:
+        if moves is not None and not self.flights:
             guarded(self.runner.move_slots, *moves)
 
     def _observe(self, flight: Flight, began: float, results: Results) -> None:

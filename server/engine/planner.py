@@ -100,15 +100,18 @@ class DraftPlanner:
     def __init__(self, budget: DraftBudget, vocab_size: int) -> None:
         """vocab_size: bound on the ids of trees."""
         self.budget = budget
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def who_rests(self, records: Sequence[DraftRecord], shape: StepShape) -> list[bool]:
         """Which of the choices that may draft rest with their scope in a step. Called once a step,
         before `plan`."""
         return self.budget.who_rests(records, shape.num_draws, shape.mean_len)
 
-    def plan(self, asks: Sequence[Ask], shape: StepShape, room: int) -> DraftPlan:
-        """The trees of a step. room: most nodes, over all asks. Called once a step.
+    def plan(
+        self, asks: Sequence[Ask], shape: StepShape, room: int, *, is_judged: bool = True
+    ) -> DraftPlan:
+        """The trees of a step. room: most nodes, over all asks. Called once a step. is_judged:
+        whether the sessions are judged by what they propose, and by the time that it takes.
 
         It does not raise what a session raises: see DraftPlan.errors.
         """
@@ -128,15 +131,20 @@ class DraftPlanner:
         if plan.ceiling == 0:
             return plan
         price = self.budget.price(shape.num_draws, shape.mean_len)
+        began = time.thread_time()  # of the thread: a busy machine does not make drafts dear
         proposed = self._ask_all(turns, plan)
+        if is_judged:
+            self.budget.observe_asking(time.thread_time() - began, len(turns))
         for turn in turns:
             if turn.index not in proposed:
                 plan.reasons[turn.index] = "no_match" if turn.own_nodes else "cooldown"
-                if turn.own_nodes:
+                if turn.own_nodes and is_judged:
                     turn.ask.record.record_value(0.0, price)
                     turn.ask.record.asked_in_vain()
         heard = [turn for turn in turns if turn.index in proposed]
-        self._choose(heard, proposed, plan, shape, room, price)
+        self._choose(heard, proposed, plan, shape, room)
+        if is_judged:
+            self._credit(heard, proposed, plan, shape, price)
         return plan
 
     def nobody_drafts(self, records: Sequence[DraftRecord], shape: StepShape, room: int) -> bool:
@@ -154,34 +162,43 @@ class DraftPlanner:
         plan: DraftPlan,
         shape: StepShape,
         room: int,
-        price: float,
     ) -> None:
-        """Take the nodes of all trees that pay together, and credit who proposed them."""
-        if not turns:
-            return
+        """Take the nodes of all trees that pay together."""
         at = shape.num_draws, shape.num_rows, shape.mean_len
         chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in turns]
         taken = self.budget.choose(chances, *at, room, shape.num_waiting)
-        values = self.budget.values(chances, taken, *at)
+        for turn, num in zip(turns, taken, strict=True):
+            if num:
+                plan.trees[turn.index] = proposed[turn.index].prune(num)
+                plan.reasons[turn.index] = ""
+
+    def _credit(
+        self,
+        turns: Sequence[_Turn],
+        proposed: dict[int, CheckedTree],
+        plan: DraftPlan,
+        shape: StepShape,
+        price: float,
+    ) -> None:
+        """Weigh what was taken against what asking cost."""
+        chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in turns]
+        trees = [plan.trees[turn.index] for turn in turns]
+        taken = [0 if tree is None else len(tree.token_ids) for tree in trees]
+        values = self.budget.values(chances, taken, shape.num_draws, shape.num_rows, shape.mean_len)
         for turn, num, value in zip(turns, taken, values, strict=True):
             # Where nothing is taken because others wait, that is no evidence about the drafter.
             if turn.own_nodes and (num or not shape.num_waiting):
                 turn.ask.record.record_value(value, price)
                 if not num:
                     turn.ask.record.asked_in_vain()
-            if num:
-                plan.trees[turn.index] = proposed[turn.index].prune(num)
-                plan.reasons[turn.index] = ""
-            else:
+            if not num:
                 turn.ask.record.decay()
 
     # -- asking -----------------------------------------------------------------------------
 
     def _ask_all(self, turns: Sequence[_Turn], plan: DraftPlan) -> dict[int, CheckedTree]:
-        """The trees that were proposed, by the index of their ask. The time is the thread's CPU
-        time, so that a busy machine does not make drafts look dear."""
+        """The trees that were proposed, by the index of their ask."""
         proposed: dict[int, CheckedTree] = {}
-        began = time.thread_time()
         for turn in turns:
             nodes = min(turn.max_nodes, plan.ceiling)
             if turn.ask.grammar is None:
@@ -190,7 +207,6 @@ class DraftPlanner:
                 tree = self._propose_constrained(turn, turn.ask.grammar, nodes, plan)
             if tree is not None:
                 proposed[turn.index] = tree
-        self.budget.observe_asking(time.thread_time() - began, len(turns))
         return proposed
 
     def _propose(self, turn: _Turn, nodes: int, depth: int, plan: DraftPlan) -> CheckedTree | None:
@@ -199,7 +215,7 @@ class DraftPlanner:
             tree = turn.ask.session.propose(nodes, depth)
             if len(tree) == 0:
                 return None
-            checked = check_tree(tree, turn.ask.vocab_size or self._vocab_size, depth).prune(nodes)
+            checked = check_tree(tree, turn.ask.vocab_size or self.vocab_size, depth).prune(nodes)
             return checked if turn.ask.allowed is None else checked.within(turn.ask.allowed)
         except Exception as error:
             plan.errors.append((turn.index, error))

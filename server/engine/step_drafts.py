@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
+from drafters.base import DraftSession
 from server.engine.drafting import CheckedTree
+from server.engine.foresight import Foreseen, Foresight
 from server.engine.plan import Plan, Scheduled
-from server.engine.planner import DraftPlanner, StepShape
+from server.engine.planner import Ask, DraftPlanner, StepShape
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.engine.sessions import DraftSessions
@@ -21,12 +24,14 @@ from server.engine.sessions import DraftSessions
 class Proposed:
     """trees: one or None per item of the step's plan. seconds: that proposing took. ceiling: the
     most nodes that could have paid. has_asked: whether any session was asked, or could have been.
+    foreseen: of a step behind one with trees, whose own trees are known once that one's draws are.
     """
 
     trees: SequenceOf[CheckedTree | None]
     seconds: float = 0.0
     ceiling: int = 0
     has_asked: bool = False
+    foreseen: Foreseen | None = None
 
 
 class StepDrafts:
@@ -76,6 +81,108 @@ class StepDrafts:
                 trees[i] = self._fit(sequence, tree)
         has_asked = not all(resting)
         return Proposed(trees, time.perf_counter() - began, drafts.ceiling, has_asked)
+
+    def go_on(
+        self,
+        trees: SequenceOf[CheckedTree | None],
+        items: SequenceOf[Scheduled],
+        *,
+        may_foresee: bool,
+    ) -> Proposed | None:
+        """Drafts, with their blocks and those of the items, for a step that is launched before the
+        trees of the step before it are accepted; None where that cannot be, or would not pay.
+
+        trees: of the step before. items: of the same sequences, but for those that end by then.
+        may_foresee: whether the step may depend on trees.
+        """
+        is_plain = all(tree is None for tree in trees)
+        if not is_plain and not may_foresee:
+            return None
+        if not self.are_off(items):
+            return self._foresee(trees, items) if may_foresee else None
+        if is_plain:
+            return Proposed([None] * len(items)) if self._scheduler.reserve_next(items) else None
+        reasons = [reason or "cooldown" for reason in self._reasons(items)]
+        return self._proposed(Foreseen(trees, [[] for _ in items], reasons), items)
+
+    def settle(
+        self, drafts: Proposed, items: SequenceOf[Scheduled], options: list[int]
+    ) -> Proposed:
+        """The drafts that a foreseen step came to have. options: as in ahead.Resolved."""
+        foreseen = drafts.foreseen
+        assert foreseen is not None
+        flat = [option for of_item in foreseen.options for option in of_item]
+        trees = [flat[i].tree if i >= 0 else None for i in options]
+        for item, tree, reason in zip(items, trees, foreseen.reasons, strict=True):
+            item.sequence.no_draft_reason = "" if tree is not None else reason
+        return replace(drafts, trees=trees)
+
+    def _foresee(
+        self, trees: SequenceOf[CheckedTree | None], items: SequenceOf[Scheduled]
+    ) -> Proposed | None:
+        """Trees for what the step before may draw; None where none of them pays."""
+        began = time.perf_counter()
+        reasons = self._reasons(items)
+        foreseen = Foreseen(trees, [[] for _ in items], list(reasons))
+        places = [i for i, reason in enumerate(reasons) if not reason]
+        shape, room = self._shape(items, len(items)), self._room(len(items))
+        records = [items[i].sequence.draft_record for i in places]
+        for i, rests in zip(places, self._planner.who_rests(records, shape), strict=True):
+            if rests or items[i].sequence.is_resting:  # a session is told only when a step waits
+                foreseen.reasons[i] = "budget"
+        places = [i for i in places if not foreseen.reasons[i]]
+        asked: list[Foresight] = []
+        asks: list[Ask] = []
+        for i in places:
+            ask = self._sessions.ask(items[i].sequence)
+            asked.append(
+                Foresight(ask.session, trees[i], ask.max_depth + 1, self._planner.vocab_size)
+            )
+            proposes = cast("DraftSession", asked[-1])  # without a grammar no more is called
+            asks.append(replace(ask, session=proposes, max_depth=ask.max_nodes))
+        drafts = self._planner.plan(asks, shape, room, is_judged=False)
+        for at, error in drafts.errors:
+            self._sessions.disable(items[places[at]].sequence, error)
+        for i, behind, tree, reason in zip(
+            places, asked, drafts.trees, drafts.reasons, strict=True
+        ):
+            foreseen.reasons[i] = reason or "no_match"
+            if tree is not None:
+                num = len(tree.token_ids)
+                foreseen.options[i] = [
+                    replace(option, tree=option.tree.prune(num)) for option in behind.options
+                ]
+        if not any(foreseen.options):
+            return None
+        return self._proposed(foreseen, items, time.perf_counter() - began, drafts.ceiling)
+
+    def _proposed(
+        self,
+        foreseen: Foreseen,
+        items: SequenceOf[Scheduled],
+        seconds: float = 0.0,
+        ceiling: int = 0,
+    ) -> Proposed | None:
+        """With blocks for the rows, from free ones only; None where there are too few for those
+        that have no draft."""
+        for i, (item, tree) in enumerate(zip(items, foreseen.trees, strict=True)):
+            options = foreseen.options[i]
+            deepest = 1 + (max(tree.depths) if tree is not None else 0)
+            wanted = [deepest, *(o.num_path + 1 + len(o.tree.token_ids) for o in options)]
+            room = self._scheduler.reserve_drafts(item.sequence, max(wanted))
+            if room < deepest:
+                return None
+            foreseen.options[i] = [
+                replace(o, tree=o.tree.prune(room - o.num_path - 1))
+                for o in options
+                if room > o.num_path + 1
+            ]
+        has_asked = any(foreseen.options)
+        return Proposed([None] * len(items), seconds, ceiling, has_asked, foreseen)
+
+    def _reasons(self, items: SequenceOf[Scheduled]) -> list[str]:
+        """Why each has no tree in the step after the one in flight, whatever that draws, or ""."""
+        return [self._sessions.no_draft_reason(item.sequence) for item in items]
 
     def are_off(self, items: SequenceOf[Scheduled]) -> bool:
         """Whether nobody will draft in a step of these items, each of one row that draws. True

@@ -242,6 +242,10 @@ class EngineFamilies:
         )
         self.rows = to.sizes("step_rows", "Rows of a step", _ENGINE, ROW_BUCKETS)
         self.preemptions = to.counter("num_preemptions", "Preempted sequences", _ENGINE)
+        self.steps_ahead = to.counter(
+            "steps_ahead", "Steps launched before the last was accepted", _ENGINE
+        )
+        self.void_rows = to.counter("void_rows", "Rows of those that nobody read", _ENGINE)
         self.prefix_queries = to.counter("prefix_cache_queries", "Prompt tokens looked up", _ENGINE)
         self.prefix_hits = to.counter("prefix_cache_hits", "Prompt tokens found", _ENGINE)
         self.restarts = to.counter("engine_restarts", "Restarts of dead engines", _ENGINE)

@@ -111,6 +111,8 @@ class EngineSeries:
     host: Histogram
     rows: Histogram
     preemptions: Counter
+    steps_ahead: Counter
+    void_rows: Counter
     prefix_queries: Counter
     prefix_hits: Counter
     restarts: Counter
@@ -294,6 +296,8 @@ class Metrics:
                 host=self._engine_families.host.labels(*both),
                 rows=self._engine_families.rows.labels(*both),
                 preemptions=self._engine_families.preemptions.labels(*both),
+                steps_ahead=self._engine_families.steps_ahead.labels(*both),
+                void_rows=self._engine_families.void_rows.labels(*both),
                 prefix_queries=self._engine_families.prefix_queries.labels(*both),
                 prefix_hits=self._engine_families.prefix_hits.labels(*both),
                 restarts=self._engine_families.restarts.labels(*both),
@@ -345,7 +349,8 @@ class Metrics:
 
         Its step figures are those of the last step; an engine repeats them when it goes idle, so a
         step is counted only when one of them changed (they are clock readings in nanoseconds).
-        num_preemptions, prefix_queries and prefix_hits count from the engine's start.
+        num_preemptions, num_steps_ahead, num_void_rows, prefix_queries and prefix_hits count from
+        the engine's start.
         """
         s = self.engine(engine, model)
         last = s.last
@@ -379,6 +384,10 @@ class Metrics:
             s.slice_evictions.inc(stats.slice_evictions - last.slice_evictions)
         if stats.num_preemptions > last.num_preemptions:
             s.preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        if stats.num_steps_ahead > last.num_steps_ahead:
+            s.steps_ahead.inc(stats.num_steps_ahead - last.num_steps_ahead)
+        if stats.num_void_rows > last.num_void_rows:
+            s.void_rows.inc(stats.num_void_rows - last.num_void_rows)
         if stats.prefix_queries > last.prefix_queries:
             s.prefix_queries.inc(stats.prefix_queries - last.prefix_queries)
         if stats.prefix_hits > last.prefix_hits:

@@ -343,7 +343,8 @@ def fake_runner(work: Workload) -> FakeRunner:
         max_num_batched_tokens=work.settings.max_num_batched_tokens,
         eos_token_ids=EOS,
     )
-    return FakeRunner(work.model, info, max_in_flight=1 + work.settings.steps_ahead)
+    ahead = work.settings.steps_ahead
+    return FakeRunner(work.model, info, max_in_flight=1 + ahead, follows_trees=ahead > 0)
 
 
 def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engine, FakeRunner]:

@@ -108,6 +108,15 @@ def test_any_schedule_gives_the_one_token_loop(seed: int) -> None:
 
 
 @settings(max_examples=examples(200), deadline=None, print_blob=True)
+@given(SEEDS)
+def test_steps_ahead_wait_for_grammars(seed: int) -> None:
+    """Beside requests without one, whose steps go ahead when they are alone."""
+    work = _constrained_workload(Random(seed))
+    work.settings = replace(work.settings, steps_ahead=1)
+    _run(work)
+
+
+@settings(max_examples=examples(200), deadline=None, print_blob=True)
 @given(SEEDS, st.integers(1, 6))
 def test_unverified_tokens_roll_back(seed: int, every: int) -> None:
     rng = Random(seed)

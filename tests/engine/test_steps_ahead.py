@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from drafters.tree import DraftTree
-from server.engine.batch import Batch
+from server.engine.ahead_policy import AheadPolicy
+from server.engine.batch import Batch, Float32
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
@@ -40,6 +44,7 @@ def _run(work: Workload) -> tuple[dict[tuple[str, int], Result], Engine]:
     expected = work.expected()
     drafter = make_drafter(work, expected)
     engine, _ = make_engine(work, drafter)
+    engine.flights.policy = AheadPolicy(is_always=True)
     results = drive(work, engine)
     compare(work, expected, results)
     assert engine.num_failed_steps == 0, "a broken Batch was hidden by recovery"
@@ -96,6 +101,52 @@ def test_steps_ahead_beside_drafts_slices_and_exact(seed: int, kind: int) -> Non
         work = with_slices(_plain(work), rng, ("slice", "slice", "full", "exact")[: kind - 1])
     note(f"{work}")
     _run(work)
+
+
+@settings(max_examples=examples(1200), deadline=None, print_blob=True)
+@given(SEEDS, st.sampled_from(["random", "likely", "oracle", "liar", "broken", "auto"]))
+def test_steps_behind_trees_give_the_one_token_loop(seed: int, drafter: str) -> None:
+    """Drafted and plain ones together: stops and ends within accepted paths, aborts, chunks and
+    preemption, sampled and greedy, with trees that were prepared for what may be drawn."""
+    work = random_workload(Random(seed))
+    work.drafter = drafter
+    work.requests = [
+        (
+            at,
+            replace(
+                request,
+                speculation=SpeculationParams(drafter, 6) if i % 3 else SpeculationParams(),
+                sampling=replace(
+                    request.sampling,
+                    max_tokens=max(9, request.sampling.max_tokens),
+                    presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
+                ),
+            ),
+            abort,
+        )
+        for i, (at, request, abort) in enumerate(work.requests, seed % 3)
+    ]  # fmt: skip
+    work.num_blocks = max(work.num_blocks, -(-work.max_model_len // work.block_size))
+    note(f"{work}")
+    _run(work)
+
+
+def test_many_steps_are_launched_behind_trees() -> None:
+    """The test above means something: trees are followed by trees, and KV is moved on the way."""
+    num_behind = num_void = num_accepted = 0
+    for seed in range(80):
+        work = random_workload(Random(seed))
+        work.drafter = "oracle" if seed % 2 else "liar"
+        work.requests = [
+            (at, replace(r, speculation=SpeculationParams(work.drafter, 8)), abort)
+            for at, r, abort in work.requests
+        ]
+        results, engine = _run(work)
+        num_behind += engine.flights.num_ahead_trees
+        num_void += engine.stats().num_void_rows
+        num_accepted += sum(c.num_accepted for r in results.values() for c in r.counts)
+        assert engine.stats().num_steps_ahead == engine.flights.num_ahead
+    assert num_behind > 80 and num_void > 5 and num_accepted > 200
 
 
 def test_many_steps_are_launched_ahead() -> None:
@@ -257,6 +308,111 @@ def test_a_launch_that_raises_fails_its_own_step() -> None:
         engine.submit(request)
     assert _texts(engine) == want
     assert engine.num_failed_steps == 1
+
+
+def _endless(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
+    """How the model's own text goes on, known for certain."""
+    text = list(tokens)
+    for _ in range(min(budget, max_depth)):
+        text.append(int(np.argmax(MODEL.logits(int(MODEL.hashes(text)[-1])))))
+    return DraftTree.chain(text[len(tokens) :])
+
+
+def test_a_tree_follows_a_tree() -> None:
+    """A drafter that knows the text: every step but the last ones goes ahead with a whole tree, so
+    there are as few steps as with trees that wait for one another."""
+    want = _alone(_request("a", 60))
+    num_steps = []
+    for steps_ahead in (0, 1):
+        engine, runner = _engine(
+            {"max_in_flight": 2, "follows_trees": True},
+            {"fake": FakeDrafter(_endless)},
+            steps_ahead=steps_ahead,
+        )
+        engine.flights.policy = AheadPolicy(is_always=True)
+        engine.submit(_request("a", 60, "fake"))
+        assert _texts(engine) == want
+        num_steps.append(runner.num_steps)
+    assert engine.flights.num_ahead_trees >= num_steps[1] - 2
+    assert num_steps[0] <= num_steps[1] <= num_steps[0] + 1  # one launched in vain
+
+
+def test_a_draw_without_an_answer_behind_an_accepted_node() -> None:
+    """Its step is followed by one whose row is nobody's; the tokens before it stand."""
+    text = _alone(_request("a"))["a"]
+    bad = int(MODEL.hashes([3, 4, 1, *text[:7]])[-1])
+
+    class Broken(FakeModel):
+        def logits(self, row_hash: int, recent: Sequence[int] = ()) -> Float32:
+            out = super().logits(row_hash, recent)
+            return out * np.float32("nan") if row_hash == bad else out
+
+    engine, runner = _engine({"follows_trees": True}, {"fake": FakeDrafter(_endless)})
+    runner.model = Broken(16, seed=5)
+    engine.flights.policy = AheadPolicy(is_always=True)
+    for request in (_request("a", 20, "fake"), _request("b", 30, "fake")):
+        engine.submit(request)
+    collector = Collector()
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.check()
+    failed, other = collector.results["a", 0], collector.results["b", 0]
+    assert failed.finish_reason == "error" and failed.ids == text[:7]
+    assert other.ids == _alone(_request("b", 30))["b"]
+    assert engine.flights.num_ahead_trees > 2 and engine.num_failed_steps == 0
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_failed_step_behind_a_tree_is_computed_again() -> None:
+    requests = [_request("a", 40, "fake"), _request("b", 30, "fake")]
+    want = _alone(*requests)
+    for nth in (2, 3, 4):
+        seen = 0
+
+        def fail(_: Batch, nth: int = nth) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == nth:
+                raise RuntimeError("lost")
+
+        engine, _ = _engine({"follows_trees": True, "fail": fail}, {"fake": FakeDrafter(_endless)})
+        engine.flights.policy = AheadPolicy(is_always=True)
+        for request in requests:
+            engine.submit(request)
+        assert _texts(engine) == want
+        assert engine.num_failed_steps == 1 and engine.flights.num_ahead_trees > 2
+
+
+def test_the_better_way_is_taken_and_the_other_one_tried_now_and_then() -> None:
+    for ahead_s, waiting_s in ((0.5, 1.0), (1.0, 0.5)):
+        policy = AheadPolicy()
+        taken = []
+        for _ in range(2000):
+            is_ahead = policy.pays()
+            taken.append(is_ahead)
+            seconds = ahead_s if is_ahead else waiting_s
+            policy.observe(is_ahead=is_ahead, num_tokens=4, num_choices=2, seconds=seconds)
+        share = sum(taken[100:]) / len(taken[100:])
+        assert share > 0.95 if ahead_s < waiting_s else share < 0.05
+        assert 0.0 < share < 1.0
+
+
+def test_an_adapter_is_not_taken_into_memory_while_a_step_is_in_flight() -> None:
+    """Registered, read and asked for between two steps, of which one was launched ahead before."""
+    engine, runner = _engine()
+    runner.models["f"] = FakeModel(16, seed=6)
+    engine.submit(_request("a"))
+    for _ in range(4):
+        engine.step()
+    assert len(engine.flights) == 1
+    engine.adapters.register(AdapterOrder("a@", "f", 16))
+    for adapter in engine.adapters._known.values():
+        wait([future for future in (adapter.reading, adapter.packed) if future is not None])
+    state = engine.controls["adapter_states"](None)
+    assert state[0]["pending"] and runner.num_adapters == 0
+    _texts(engine)
+    assert engine.controls["adapter_states"](None)[0]["in_memory"] and runner.num_adapters == 1
+    engine.close()
 
 
 def test_no_step_goes_ahead_where_adapters_come_and_go() -> None:

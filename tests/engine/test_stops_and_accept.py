@@ -12,11 +12,11 @@ from server.engine.accept import (
     StopRules,
     count_step,
     cut,
-    follow,
     merge_counts,
     rejected_paths,
     sources_of,
 )
+from server.engine.ahead import follow
 from server.engine.stops import StopMatcher, StopTable
 from server.types import StepCounts
 

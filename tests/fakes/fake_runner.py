@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from server.engine.ahead import resolve
 from server.engine.batch import Batch, DrawError, Drawn, Float32, HeadSlice, Int32, Likely
 from server.engine.reference_sampler import draw, token_logprob
 from server.types import ModelInfo
@@ -132,7 +133,8 @@ class FakeRunner:
     fail: called with each Batch before it runs; raises to simulate a broken device (an
     out-of-memory, say). load_fails: whether the device has no room for head rows, asked at each
     load. row_s, step_s: simulated device seconds a row and a step. max_in_flight: steps launched
-    before one is waited for; they run in order, each at the latest possible moment.
+    before one is waited for; they run in order, each at the latest possible moment. follows_trees:
+    whether a step may hang on the trees of the step before.
     """
 
     def __init__(
@@ -144,8 +146,10 @@ class FakeRunner:
         row_s: float = 0.0,
         step_s: float = 0.0,
         max_in_flight: int = 1,
+        follows_trees: bool = False,
     ) -> None:
         self.max_in_flight = max_in_flight
+        self.follows_trees = follows_trees
         self.model = model
         self.info = info
         self.fail = fail
@@ -182,14 +186,13 @@ class FakeRunner:
         return FakeAdapter(self.models[folder])
 
     def hold_adapter(self, place: int, adapter: FakeAdapter) -> None:
-        """After the steps in flight, at a free place."""
-        self._run_all()
-        assert place not in self._adapters
+        """At a free place."""
+        assert self._is_idle and place not in self._adapters
         self._adapters[place] = adapter.model
 
     def drop_adapter(self, place: int) -> None:
-        """After the steps in flight."""
-        self._run_all()
+        """Between steps."""
+        assert self._is_idle
         self._adapters.pop(place, None)
 
     @property
@@ -253,9 +256,13 @@ class FakeRunner:
         in_flight = len(self._launched) + len(self._computed)
         assert in_flight < self.max_in_flight, "too many steps are in flight already"
         assert not self.closed
+        assert batch.ahead is None or (self.follows_trees and in_flight)
+        self._check_size(batch)
+        self._launched.append(batch)
+
+    def _check_size(self, batch: Batch) -> None:
         assert batch.num_rows <= self.info.max_num_batched_tokens
         assert len(set(batch.slots.tolist())) == batch.num_rows, "two rows write one slot"
-        self._launched.append(batch)
 
     def wait(self) -> Drawn:
         """Run the oldest step."""
@@ -284,18 +291,24 @@ class FakeRunner:
             self._computed.append(drawn)
         except Exception as error:
             if isinstance(error, DrawError):
-                self._last_ids = np.maximum(error.drawn.token_ids, 0)
+                self._last_ids = error.drawn.token_ids
             self._computed.append(error)
 
     def _step(self, batch: Batch) -> Drawn:
         if self.fail is not None:
             self.fail(batch)
         self.num_steps += 1
+        if batch.ahead is not None:
+            resolved = resolve(batch, self._last_ids, self.info.block_size)
+            self._copy(resolved.src, resolved.dst)
+            batch = resolved.batch
+            self._check_size(batch)
         self.num_rows += batch.num_rows
         taken = batch.token_from >= 0
         if taken.any():
             assert self.max_in_flight > 1 and (batch.token_ids[taken] == 0).all()
-            ids = np.where(taken, self._last_ids[batch.token_from], batch.token_ids)
+            last_ids = np.maximum(self._last_ids, 0)  # a failed draw's row is nobody's
+            ids = np.where(taken, last_ids[batch.token_from], batch.token_ids)
             batch = replace(batch, token_ids=ids)
         began = time.perf_counter()
         hashes, recents = self._forward(batch)
@@ -309,6 +322,9 @@ class FakeRunner:
     def move_slots(self, src: Int32, dst: Int32) -> None:
         """Gather, then scatter."""
         self._run_all()
+        self._copy(src, dst)
+
+    def _copy(self, src: Int32, dst: Int32) -> None:
         assert len(set(dst.tolist())) == dst.shape[0], "two moves into one slot"
         self._kv[dst] = self._kv[src]
         self._token_at[dst] = self._token_at[src]

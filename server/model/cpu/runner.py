@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from server.engine.ahead import resolve
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.cpu import forward as cpu_forward
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
@@ -139,6 +140,7 @@ class CpuRunner:
     """
 
     max_in_flight = 2
+    follows_trees = True
 
     def __init__(
         self,
@@ -271,6 +273,11 @@ class CpuRunner:
     def _step(self, batch: Batch) -> Drawn:
         started = time.perf_counter()
         self._kernel_threads.wake()
+        if batch.ahead is not None:
+            resolved = resolve(batch, self._last_ids, BLOCK_SIZE)
+            if resolved.src.shape[0]:
+                self.move_slots(resolved.src, resolved.dst)
+            batch = resolved.batch
         self._forward(batch)
         after_body = time.perf_counter()
         if batch.draw_keep is not None:
@@ -285,7 +292,7 @@ class CpuRunner:
             )
             drawn = answers.drawn(time.perf_counter() - started, after_head - after_body)
         except DrawError as error:
-            self._last_ids = np.maximum(error.drawn.token_ids, 0)  # a step ahead may read it
+            self._last_ids = error.drawn.token_ids  # a step ahead may read it
             raise
         finally:
             self._kernel_threads.rest()
@@ -306,7 +313,8 @@ class CpuRunner:
         taken = batch.token_from >= 0
         if not taken.any():
             return batch.token_ids
-        return np.where(taken, self._last_ids[batch.token_from], batch.token_ids)
+        # A draw without an answer has id 0 here: its row is nobody's.
+        return np.where(taken, np.maximum(self._last_ids[batch.token_from], 0), batch.token_ids)
 
     def _forward(self, batch: Batch) -> None:
         """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
