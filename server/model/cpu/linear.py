@@ -39,7 +39,15 @@ from server.model.cpu.kernels import (
 )
 from server.model.cpu.records import Int64, Work
 from server.model.cpu.soft_cap import soft_cap
-from server.model.cpu.team import Team, barrier, make_job, run, take
+from server.model.cpu.team import (
+    Team,
+    barrier,
+    begin_items,
+    make_job,
+    run,
+    take,
+    take_near,
+)
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -110,30 +118,28 @@ def _product_share(task, work):
     num_whole = num_panels
     if num_spans == 1:
         num_whole -= num_panels % work.threads
-    whole_items = num_whole * num_spans
-    num_items = whole_items + (num_panels - num_whole) * HALVES * num_spans
-    item = work.thread
-    while item < num_items:
-        then = take(work) + work.threads
-        if item < whole_items:
-            p = item // num_spans
-            first = item % num_spans * span
-            following = panels + then // num_spans * size if then < whole_items else 0
-            own = PanelTask(
-                x + first * k * 4, k, panels + p * size, k, out + (first * ldo + p * PANEL) * 4,
-                ldo, following, 0,
-            )  # fmt: skip
-            panel_product(own, min(span, num_rows - first), bf16)
-        else:
-            part = item - num_whole
-            column = (num_whole + part // HALVES) * PANEL + part % HALVES * (PANEL // HALVES)
-            p = column // PANEL
-            own = PanelTask(
-                x, k, panels + p * size + column % PANEL * item_bytes, k, out + column * 4, ldo,
-                0, 0,
-            )  # fmt: skip
-            half_panel_product(own, num_rows, bf16)
+    num_items = num_whole * num_spans
+    item = take_near(work, num_items)
+    while item >= 0:
+        then = take_near(work, num_items)
+        p = item // num_spans
+        first = item % num_spans * span
+        following = panels + then // num_spans * size if then >= 0 else 0
+        own = PanelTask(
+            x + first * k * 4, k, panels + p * size, k, out + (first * ldo + p * PANEL) * 4,
+            ldo, following, 0,
+        )  # fmt: skip
+        panel_product(own, min(span, num_rows - first), bf16)
         item = then
+    part = take(work)
+    while part < (num_panels - num_whole) * HALVES:
+        column = (num_whole + part // HALVES) * PANEL + part % HALVES * (PANEL // HALVES)
+        p = column // PANEL
+        own = PanelTask(
+            x, k, panels + p * size + column % PANEL * item_bytes, k, out + column * 4, ldo, 0, 0
+        )
+        half_panel_product(own, num_rows, bf16)
+        part = take(work)
 
 
 @_serial
@@ -145,15 +151,15 @@ def _gated_share(task, gelu, work):
     num_spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     span = _even_span(num_rows, num_spans)
     num_items = num_panels // 2 * num_spans
-    item = work.thread
-    while item < num_items:
-        then = take(work) + work.threads
+    item = take_near(work, num_items)
+    while item >= 0:
+        then = take_near(work, num_items)
         p = item // num_spans
         first = item % num_spans * span
         num = min(span, num_rows - first)
         rows = x + first * k * 4
         at = panels + 2 * p * size
-        following = panels + then // num_spans * 2 * size if then < num_items else 0
+        following = panels + then // num_spans * 2 * size if then >= 0 else 0
         gate = PanelTask(rows, k, at, k, pairs, 2 * PANEL, at + size, 0)
         panel_product(gate, num, bf16)
         up = PanelTask(rows, k, at + size, k, pairs + PANEL * 4, 2 * PANEL, following, 0)
@@ -195,6 +201,7 @@ def _float_linear(x, num_rows, weights, layer, out, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, work):
+        begin_items(work)
         barrier(work)
         task = _Task(
             x.ctypes.data, num_rows, x.shape[1], weights.addresses[layer], weights.num_panels,
@@ -212,6 +219,7 @@ def _float_gated_linear(x, num_rows, weights, layer, out, gelu, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, gelu, work):
+        begin_items(work)
         barrier(work)
         task = _Task(
             x.ctypes.data, num_rows, x.shape[1], weights.addresses[layer], weights.num_panels,

@@ -10,8 +10,8 @@ rows or panels a thread takes.
 Rules for a share:
   - All threads call it with the same arguments but for the thread's number, and meet at the same
     barriers.
-  - It takes items from `take`, which every barrier sets back to 0, or its own rows: row r belongs
-    to thread r % threads. What another thread wrote is read after a barrier.
+  - It takes items from `take`, which every barrier sets back to 0, from `take_near`, or its own
+    rows: row r belongs to thread r % threads. What another thread wrote is read after a barrier.
   - It raises only where all threads raise at the same place; `run` raises RuntimeError then.
 
 What the threads share is one int64 array, `sync`: words 128 bytes apart, each on cache lines of its
@@ -38,15 +38,18 @@ from numba.core import cgutils
 from server.model.cpu.records import Int64
 from server.model.cpu.vector_ir import I32, I64, i64, intrinsic
 
-__all__ = ["Team", "barrier", "make_job", "run", "take"]
+__all__ = ["Team", "barrier", "begin_items", "make_job", "run", "take", "take_near"]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
 # Bytes from the start of `sync` to its words.
 _JOB, _SHARE, _ARGUMENTS, _STOP, _FAILED, _SPINS = (8 * i for i in range(6))
 _JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in range(1, 6))
-_CORES = 128 * 6  # one word a thread: the core that it began its last job on
-_WORDS = _CORES // 8
+# Behind them 128 bytes a thread, with the core that it began its last job on, and how many of its
+# own items were taken.
+_THREADS, _EACH = 128 * 6, 128
+_CORES, _TAKEN = _THREADS, _THREADS + 8
+_WORDS = _THREADS // 8
 
 # Some 2 ms. The kernel's scheduler leaves threads that sleep at every barrier where they are.
 _BARRIER_SPINS = 50_000
@@ -304,6 +307,31 @@ def take(work):
 
 
 @_serial
+def begin_items(work):
+    """Make this thread's own items of the next part untaken; before the barrier that it follows."""
+    _store(work.sync.ctypes.data + _TAKEN + _EACH * work.thread, 0)
+
+
+@_serial
+def take_near(work, num_items):
+    """The next of num_items items for this thread, -1 when all are taken.
+
+    A thread has items that follow each other, and takes of others' when its own are gone. So each
+    core reads one stretch of memory from its beginning on: where threads took items in turn, each
+    core's prefetcher ran into what the other one reads.
+    """
+    sync = work.sync.ctypes.data + _TAKEN
+    for k in range(work.threads):
+        owner = work.thread + k
+        if owner >= work.threads:
+            owner -= work.threads
+        item = num_items * owner // work.threads + _take(sync + _EACH * owner)
+        if item < num_items * (owner + 1) // work.threads:
+            return item
+    return -1
+
+
+@_serial
 def _spread(sync, thread):
     """Note this thread's core, and leave it if an earlier thread of the team is on it.
 
@@ -311,12 +339,12 @@ def _spread(sync, thread):
     and a step of 7 ms takes 27. Which cores this thread may use is afterwards what it was.
     """
     core = _core()
-    noted = sync + _CORES + 8 * thread
+    noted = sync + _CORES + _EACH * thread
     _store(noted, core)
     if core < 0:
         return
     for other in range(thread):
-        if _load(sync + _CORES + 8 * other) == core:
+        if _load(sync + _CORES + _EACH * other) == core:
             own = np.zeros(_CORES_MASK // 8, np.int64)
             if _read_cores(own.ctypes.data) != 0:
                 return
@@ -385,9 +413,10 @@ class Team:
     """
 
     def __init__(self, threads: int) -> None:
-        memory = np.zeros(_WORDS + threads + 16, np.int64)
+        num_words = _WORDS + threads * _EACH // 8
+        memory = np.zeros(num_words + 16, np.int64)
         skip = -memory.ctypes.data % 128 // 8
-        words = memory[skip : skip + _WORDS + threads]
+        words = memory[skip : skip + num_words]
         words[_SPINS // 8] = _BARRIER_SPINS if threads <= len(os.sched_getaffinity(0)) else 0
         self.sync: Int64 = words.view()
         members = [

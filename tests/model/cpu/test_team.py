@@ -13,7 +13,17 @@ from numba import njit
 
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Work
-from server.model.cpu.team import _CORES, _SPINS, barrier, make_job, run, take
+from server.model.cpu.team import (
+    _CORES,
+    _EACH,
+    _SPINS,
+    barrier,
+    begin_items,
+    make_job,
+    run,
+    take,
+    take_near,
+)
 
 
 @njit(nogil=True)
@@ -48,6 +58,43 @@ def test_every_item_is_taken_once_and_no_thread_passes_a_barrier_early(threads: 
         _go(200, items, sums, False, work)
         assert ((items >= 1) & (items <= threads)).all()
         assert (sums == items.size).all()
+
+
+@njit(nogil=True)
+def _near_share(thread, rounds, items, order, work):
+    """Each round takes all items by take_near; the last thread is late to its own."""
+    work = Work(work.sync, work.pairs, work.threads, thread)
+    for k in range(rounds):
+        begin_items(work)
+        barrier(work)
+        if thread == work.threads - 1 and thread > 0:
+            while items[k].sum() < order:  # somebody else's work
+                take(work)
+        item = take_near(work, items.shape[1])
+        while item >= 0:
+            items[k, item] += 1
+            item = take_near(work, items.shape[1])
+        barrier(work)
+
+
+_near_job = make_job(_near_share)
+
+
+@njit(nogil=True)
+def _go_near(rounds, items, order, work):
+    run(_near_job((rounds, items, order, work)), work)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_items", [0, 1, 4, 23])
+def test_near_items_are_taken_once_also_those_of_a_thread_that_is_late(
+    threads: int, num_items: int
+) -> None:
+    work = new_work(threads)
+    items = np.zeros((50, num_items), np.int64)
+    # The late thread begins when the others have taken all, its own items too.
+    _go_near(50, items, num_items, work)
+    assert (items == 1).all()
 
 
 def test_a_share_that_raises_is_told_and_the_team_goes_on() -> None:
@@ -95,7 +142,7 @@ def test_a_thread_leaves_the_core_of_an_earlier_one_and_may_use_the_same_cores_a
             os.sched_setaffinity(member.native_id, {core})
             os.sched_setaffinity(member.native_id, own)
             _go(1, np.zeros((1, 3), np.int64), np.zeros(2, np.int64), False, work)
-            first, second = work.sync[_CORES // 8 :][:2].tolist()
+            first, second = work.sync[_CORES // 8 :: _EACH // 8][:2].tolist()
             assert first == core != second
             assert os.sched_getaffinity(member.native_id) == own
     finally:

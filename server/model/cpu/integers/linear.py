@@ -19,6 +19,7 @@ from numba.extending import overload
 from server.model.cpu.integers.forms import PANEL
 from server.model.cpu.integers.kernels import call_kernel
 from server.model.cpu.integers.product import (
+    FEW_ROWS,
     IntegerMatrix,
     even_span,
     fetch_first,
@@ -31,7 +32,7 @@ from server.model.cpu.integers.quantise import Activations, quantise_rows
 from server.model.cpu.kernels import gelu_gate, silu_gate
 from server.model.cpu.linear import gated_linear, is_kind, linear
 from server.model.cpu.records import Int64
-from server.model.cpu.team import barrier, take
+from server.model.cpu.team import barrier, begin_items, take_near
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -70,10 +71,10 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
     job[8] = 8 * PANEL
     pairs = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
     total = num_panels(parts, layer, 0) * spans
-    alike = parts[layer, 0, 2] == parts[layer, 1, 2]
-    item = work.thread
-    while item < total:
-        following = take(work) + work.threads
+    alike = num_rows > FEW_ROWS and parts[layer, 0, 2] == parts[layer, 1, 2]
+    item = take_near(work, total)
+    while item >= 0:
+        following = take_near(work, total)
         p = item // spans
         first = item % spans * span
         num = min(span, num_rows - first)
@@ -83,7 +84,7 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
             job[9] = 0
             if half == 0 and alike:
                 job[9] = parts[layer, 1, 0] + p * size
-            elif alike and following < total:
+            elif alike and following >= 0:
                 job[9] = parts[layer, 0, 0] + following // spans * size
             job[5] = parts[layer, half, 0] + p * size
             job[6] = parts[layer, half, 3]
@@ -104,6 +105,7 @@ def _prepare(x, num_rows, weights, layer, work):
     """The inputs of all rows as integers."""
     if num_rows > weights.rows.q.shape[0]:
         raise ValueError("more rows than the buffer of quantised inputs has")
+    begin_items(work)
     fetch_first(weights, layer, work)
     width = min(weights.inputs, x.shape[1])
     quantise_rows(

@@ -20,10 +20,10 @@ from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, p
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, fetch, kernel_address
 from server.model.cpu.integers.weights import Stored, pack_rows
 from server.model.cpu.kernels import float_at
-from server.model.cpu.team import take
+from server.model.cpu.team import take_near
 
 __all__ = [
-    "ROW_SPAN", "IntegerMatrix", "Part", "count_of", "even_span", "fetch_first",
+    "FEW_ROWS", "ROW_SPAN", "IntegerMatrix", "Part", "count_of", "even_span", "fetch_first",
     "matrix_of", "new_job", "num_panels", "pack", "product_share", "set_rows",
 ]  # fmt: skip
 
@@ -31,6 +31,10 @@ _serial = njit(nogil=True, cache=True, error_model="numpy")
 
 ROW_SPAN = 96
 """Most rows of one work item: their inputs stay in a core's L2."""
+
+FEW_ROWS = 4
+"""So many rows are multiplied faster than a panel comes from memory: the core's own prefetcher is
+always ahead, and asking for the next panel gets in its way."""
 
 _FIRST_BYTES = 8192
 
@@ -164,7 +168,7 @@ def _narrow_panel(job, kernel, width, out, first, column, work):
 def product_share(weights, layer, num_rows, out, work):
     """One thread's share of out[:num_rows, :outputs] = W @ rows. weights: IntegerLinear.
 
-    Item t is thread t's first; views of arrays are not made here (kernels.rms_norm).
+    Views of arrays are not made here (kernels.rms_norm).
     """
     parts = weights.parts
     span, spans = even_span(num_rows)
@@ -173,13 +177,13 @@ def product_share(weights, layer, num_rows, out, work):
     total = 0
     for part in range(parts.shape[1]):
         total += num_panels(parts, layer, part) * spans
-    item = work.thread
-    while item < total:
-        following = take(work) + work.threads
+    item = take_near(work, total)
+    while item >= 0:
+        following = take_near(work, total)
         first = item % spans * span
         set_rows(job, q, figures, first, min(span, num_rows - first))
         part, p = _find_panel(parts, layer, item // spans)
-        then = following // spans if following < total else -1
+        then = following // spans if following >= 0 and num_rows > FEW_ROWS else -1
         _set_panels(job, parts, layer, part, p, then)
         width = min(PANEL, parts[layer, part, 5] - p * PANEL)
         column = parts[layer, part, 4] + p * PANEL
@@ -194,7 +198,11 @@ def product_share(weights, layer, num_rows, out, work):
 @_serial
 def fetch_first(weights, layer, work):
     """Have this thread's first panel on its way before the inputs are integers: its first bytes."""
-    part, p = 0, work.thread
-    if p < num_panels(weights.parts, layer, 0):
+    parts, total = weights.parts, 0
+    for part in range(parts.shape[1]):
+        total += num_panels(parts, layer, part)
+    first = total * work.thread // work.threads
+    if first < total:
+        part, p = _find_panel(parts, layer, first)
         size = weights.parts[layer, part, 2]
         fetch(weights.parts[layer, part, 0] + p * size, min(size, _FIRST_BYTES))
