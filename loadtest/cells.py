@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadtest.completion import ServerRefused, Timing, request_body, stream
-from loadtest.peer import CpuMeter, Peer, ServerKeys, shuffled
+from loadtest.peer import CpuMeter, Peer, PeerFailed, ServerKeys, shuffled
 from loadtest.prompts import Example
 from loadtest.trace import Arrival
 
@@ -25,16 +26,20 @@ KV_USAGE = re.compile(r"^(?:tailor_|vllm:)kv_cache_usage_perc(?:\{[^}]*\})?\s+(\
 @dataclass(frozen=True, slots=True)
 class Level:
     """One load level: N clients (closed loop), requests a second, or a trace at so many times its
-    own speed (open loop)."""
+    own speed (open loop). share: of the first server's capacity that `rate` is, where it was
+    given so."""
 
     concurrency: int | None = None
     rate: float | None = None
     speed: float | None = None
+    share: float | None = None
 
     @property
     def label(self) -> str:
         if self.speed is not None:
             return f"trace x{self.speed:g}"
+        if self.share is not None:
+            return f"{self.share:.0%} of capacity"
         return f"{self.concurrency} clients" if self.rate is None else f"{self.rate:g} req/s"
 
 
@@ -247,6 +252,19 @@ async def run_cell(
         await asyncio.gather(*(a_client() for _ in range(level.concurrency)))
     cell.wall_s = time.perf_counter() - began
     return cell
+
+
+async def capacity(
+    peer: Peer, num_clients: int, plan: Plan, conduct: Conduct, console: Console
+) -> float:
+    """Requests a second that a server answers in a closed loop of so many clients: the median of
+    the rounds. Raises PeerFailed when a request fails."""
+    cells: list[Cell] = []
+    await measure([peer], [Level(concurrency=num_clients)], plan, conduct, cells, console)
+    for cell in cells:
+        if cell.failures:
+            raise PeerFailed(f"{peer.name}: {cell.failures[0]}")
+    return statistics.median(len(cell.timings) / cell.wall_s for cell in cells)
 
 
 class IdleShares:

@@ -18,8 +18,10 @@ One stream against peers, and several streams at once:
 Closed loop (`--concurrency`): N clients, each sends its next request when its last one is done.
 Open loop (`--rate`): requests come at Poisson times whatever the server does, as users do; times
 are drawn once per cell and round, so every server meets the same arrivals, and latency counts from
-the time a request was *due*. A trace (`--trace`; loadtest.trace has its form, Tailor's own JSON log
-is one) is an open loop too: its times, divided by `--trace-speed`, its tasks and lengths. Every
+the time a request was *due*. `--rate 50%,80%` is of the first server's capacity: the requests a
+second that it answers in a closed loop of `--capacity-clients`, measured first. A trace (`--trace`;
+loadtest.trace has its form, Tailor's own JSON log is one) is an open loop too: its times, divided
+by `--trace-speed`, its tasks and lengths. Every
 (level, round) runs all servers one after the other, in an order drawn anew (a server that works on
 after its answer, as vLLM's threads do for a second, would else disturb the same follower each
 time), with the same requests.
@@ -48,13 +50,14 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from loadtest import machine
-from loadtest.cells import Cell, Conduct, Level, Plan, measure, trace_examples
+from loadtest.cells import Cell, Conduct, Level, Plan, capacity, measure, trace_examples
 from loadtest.load_figures import parse_slo, print_report, report, text_groups
 from loadtest.options import (
     add_server_options,
@@ -95,15 +98,22 @@ def fixed_examples(names: str, levels: Sequence[Level]) -> list[Example]:
 def levels_of(options: argparse.Namespace) -> list[Level]:
     """The levels that were named; one client for fixed prompts without. Raises ValueError."""
     levels = [Level(concurrency=int(n)) for n in filter(None, options.concurrency.split(","))]
-    levels += [Level(rate=float(r)) for r in filter(None, options.rate.split(","))]
+    for text in filter(None, options.rate.split(",")):
+        value = float(text.removesuffix("%"))
+        levels.append(Level(share=value / 100) if text.endswith("%") else Level(rate=value))
     if options.trace is not None:
         levels += [Level(speed=float(x)) for x in filter(None, options.trace_speed.split(","))]
     if not levels and options.prompts:
         levels = [Level(concurrency=1)]
     if not levels:
         raise ValueError("name levels with --concurrency, --rate or --trace")
-    if any(not (level.speed or level.rate or level.concurrency or 0) > 0 for level in levels):
+    if any(
+        not (level.speed or level.rate or level.share or level.concurrency or 0) > 0
+        for level in levels
+    ):
         raise ValueError("levels must be positive")
+    if options.capacity_clients < 1:
+        raise ValueError("--capacity-clients wants at least 1")
     return levels
 
 
@@ -172,7 +182,14 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"fixed prompts instead: {', '.join(FIXED)}, or {DISTINCT}",
     )  # fmt: skip
     parser.add_argument("--concurrency", default="", metavar="N,N,...", help="closed-loop levels")
-    parser.add_argument("--rate", default="", metavar="R,R,...", help="open-loop requests a second")
+    parser.add_argument(
+        "--rate", default="", metavar="R,R%,...",
+        help="open-loop requests a second, or per cent of the first server's capacity",
+    )  # fmt: skip
+    parser.add_argument(
+        "--capacity-clients", type=int, default=8, metavar="N",
+        help="clients of the closed loop that capacity is measured with (8)",
+    )  # fmt: skip
     parser.add_argument("--trace", type=Path, help="file of arrivals to replay (loadtest.trace)")
     parser.add_argument("--trace-speed", default="1", metavar="X,X,...", help="times its own speed")
     parser.add_argument(
@@ -201,10 +218,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(
-    options: argparse.Namespace, peers: Sequence[Peer], levels: Sequence[Level], plan: Plan
+    options: argparse.Namespace, peers: Sequence[Peer], levels: list[Level], plan: Plan
 ) -> tuple[list[Cell], dict[str, float], bool]:
-    """(cells, the servers' CPU use while others ran, whether nothing interrupted it). Raises
-    PeerFailed."""
+    """(cells, the servers' CPU use while others ran, whether nothing interrupted it). Levels that
+    are shares of the capacity get their rate. Raises PeerFailed."""
     cells: list[Cell] = []
     conduct = Conduct(
         options.rounds, options.warmups, options.pause, options.max_foreign, options.tries
@@ -213,6 +230,11 @@ def _run(
 
     async def run() -> dict[str, float]:
         await bring_up(peers, options.log_dir)
+        if any(level.share for level in levels):
+            closed = replace(conduct, num_rounds=min(2, conduct.num_rounds), pause_s=0.0)
+            most = await capacity(peers[0], options.capacity_clients, plan, closed, console)
+            console.print(f"{peers[0].name} answers {most:.3g} requests a second")
+            levels[:] = [replace(v, rate=v.share * most) if v.share else v for v in levels]
         return await measure(peers, levels, plan, conduct, cells, console)
 
     try:
@@ -259,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "num_rounds": options.rounds,
         "complete": complete,
         "max_tokens": options.tokens,
+        "rates": {level.label: level.rate for level in levels if level.share},
         **report(cells, peers, levels, slo),
         "texts": {
             name: text_groups(cells, name, peers[0].name) for name in fixed if name != DISTINCT

@@ -80,7 +80,7 @@ def _account(
 
 def by_round(cells: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, list[float | None]]:
     """One figure a cell of: tokens/s, good requests/s, and the median of the streams' decode speed
-    and of each latency (TTFT: the p99, too). None where a cell has none."""
+    and of each latency (TTFT: p95 and p99, too). None where a cell has none."""
     found: dict[str, list[float | None]] = {}
     for cell in cells:
         samples = latencies(cell.timings, cell.late_s)
@@ -97,13 +97,14 @@ def by_round(cells: Sequence[Cell], slo: Mapping[str, float]) -> dict[str, list[
             told = summarize(samples[name])
             figures[name] = None if told is None else told.p50
             if name == "ttft_s":
+                figures["ttft_p95_s"] = None if told is None else told.p95
                 figures["ttft_p99_s"] = None if told is None else told.p99
         for name, value in figures.items():
             found.setdefault(name, []).append(value)
     return found
 
 
-RATIOS = ("tokens_per_s", "decode_tokens_per_s", *LATENCIES)
+RATIOS = ("tokens_per_s", "decode_tokens_per_s", *LATENCIES, "ttft_p95_s")
 
 
 def _ratios(

@@ -212,8 +212,8 @@ LOAD_CHARTS = (
     ("itl_s", "gap between chunks, median", 1000, "ms"),
 )
 LOAD_RATIOS = {
-    "tokens_per_s": "tok/s", "decode_tokens_per_s": "decode", "ttft_s": "TTFT", "tpot_s": "TPOT",
-    "itl_s": "ITL", "e2e_s": "end to end",
+    "tokens_per_s": "tok/s", "decode_tokens_per_s": "decode", "ttft_s": "TTFT",
+    "ttft_p95_s": "TTFT p95", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "end to end",
 }  # fmt: skip
 
 

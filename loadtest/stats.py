@@ -48,6 +48,7 @@ class Summary:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     low: float
     high: float
@@ -61,9 +62,9 @@ def summarize(values: Sequence[float]) -> Summary | None:
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)
-    p50, p90, p99 = (float(q) for q in np.percentile(sample, [50, 90, 99]))
+    quantiles = (float(q) for q in np.percentile(sample, [50, 90, 95, 99]))
     return Summary(
-        len(values), float(sample.mean()), p50, p90, p99, float(sample.min()), float(sample.max())
+        len(values), float(sample.mean()), *quantiles, float(sample.min()), float(sample.max())
     )
 
 

@@ -329,6 +329,28 @@ def test_load_closed_and_open_loop(capsys: pytest.CaptureFixture[str], data_dir:
     assert "100 req/s" in result["figures"]
 
 
+def test_load_at_shares_of_the_capacity(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
+    with ScriptedServer(pace_s=0.01) as base, ScriptedServer(pace_s=0.01) as other:
+        arguments = load_args([base.url, other.url], data_dir, "--rate", "50%,200%")
+        assert load.main([*arguments, "--capacity-clients", "2", "--pause", "0"]) == 0
+        num_asked = len(base.bodies), len(other.bodies)
+    result = last_json(capsys)
+    half, twice = result["rates"]["50% of capacity"], result["rates"]["200% of capacity"]
+    # Two clients, answers of six chunks and 60 ms: at most 33 requests a second.
+    assert 0.5 < half < 17.0 and twice == pytest.approx(4 * half)
+    assert num_asked == (8 * 2 * 3, 8 * 2 * 2), "only the first server's capacity is measured"
+    row = result["figures"]["50% of capacity"]["tailor-1"]
+    assert row["num_requests"] == 16
+    for name in ("ttft_s", "ttft_p95_s", "tokens_per_s", "e2e_s"):
+        assert row["ratios"][name]["num_pairs"] == 2, name
+
+
+@pytest.mark.parametrize("rate", ["0%", "x%", "-3"])
+def test_bad_rates_are_refused(rate: str, data_dir: Path) -> None:
+    with pytest.raises(SystemExit):
+        load.main(load_args(["http://127.0.0.1:9"], data_dir, "--rate", rate))
+
+
 def test_load_tells_the_draft_budget(capsys: pytest.CaptureFixture[str], data_dir: Path) -> None:
     with ScriptedServer(pace_s=0.001, tokens_per_chunk=3) as server:
         arguments = load_args([server.url], data_dir, "--concurrency", "2")
