@@ -1,4 +1,4 @@
-"""Replay: recorded outputs through a drafter, no model run, mean tokens per step over all steps.
+"""Replay: recorded outputs through a drafter, no model run, tokens per step over all steps.
 
     python -m drafters.replay --drafter auto --corpus task.corpus --data recorded.jsonl
 
@@ -7,11 +7,12 @@ ends with its EOS id. Verification is exact: the tree's longest path that the ou
 accepted, and the step emits one token more (the bonus token), unless the output ends. The last
 line printed is JSON.
 
-Two figures: *first token given* (the prefill step emits one token and carries no tree: what most
-papers report) and *first tree in prefill* (a tree hangs off the last prompt row). Both are output
-tokens after the first over the decode steps behind the prefill step, so that no speculation is
-exactly 1 in both. A server counts the prefill step and its token as well: its
-`mean_tokens_per_step` is `served_tokens_per_step` here, nearer to 1 the shorter the outputs are.
+Two ways: *first token given* (the prefill step emits one token and carries no tree: what most
+papers report) and *first tree in prefill* (a tree hangs off the last prompt row).
+
+Two units, the same as in a server's answers: `decode_tokens_per_step` is output tokens after the
+first over the decode steps behind the prefill step; `mean_tokens_per_step` counts that step and its
+token as well, and is nearer to 1 the shorter the outputs are. No speculation is exactly 1 in both.
 """
 
 from __future__ import annotations
@@ -71,13 +72,14 @@ class ReplayResult:
     extend_s: list[float] = field(default_factory=list)
 
     @property
-    def tokens_per_step(self) -> float:
-        """Over all steps, drafted or not; the number of tokens when there was no step at all."""
+    def decode_tokens_per_step(self) -> float:
+        """Over all steps behind the prefill step, drafted or not, without the first token; the
+        number of tokens when there was no step at all."""
         return sum(self.num_tokens) / max(1, sum(self.num_steps))
 
     @property
-    def served_tokens_per_step(self) -> float:
-        """As a server counts: the prefill step and its token count as well."""
+    def mean_tokens_per_step(self) -> float:
+        """The prefill step and its token count as well."""
         num = len(self.num_steps)
         return (sum(self.num_tokens) + num) / max(1, sum(self.num_steps) + num)
 
@@ -94,8 +96,8 @@ class ReplayResult:
             "recordings": len(self.num_steps),
             "tokens": sum(self.num_tokens),
             "steps": sum(self.num_steps),
-            "tokens_per_step": round(self.tokens_per_step, 4),
-            "served_tokens_per_step": round(self.served_tokens_per_step, 4),
+            "decode_tokens_per_step": round(self.decode_tokens_per_step, 4),
+            "mean_tokens_per_step": round(self.mean_tokens_per_step, 4),
             "drafted": self.num_drafted,
             "accepted": self.num_accepted,
             "acceptance_by_depth": [
@@ -301,7 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_prefill=arguments.prefill,
     )
     summary = result.summary()
-    print(f"{summary['tokens_per_step']:.3f} tokens per step over {summary['steps']} steps")
+    print(
+        f"{summary['decode_tokens_per_step']:.3f} tokens per decode step over {summary['steps']} "
+        f"steps; {summary['mean_tokens_per_step']:.3f} with the step that ends the prompt"
+    )
     for depth, share in enumerate(summary["acceptance_by_depth"], 1):
         print(f"  depth {depth:2d}: accepted in {100 * share:.1f} % of the drafts that reach it")
     for name, counts in summary["by_source"].items():

@@ -229,7 +229,9 @@ def replayed(arguments: argparse.Namespace) -> dict[str, Any]:
         for budget in arguments.budgets:
             cell: dict[str, Any] = {"data": name, "budget": budget}
             for column, drafter in columns(eos).items():
-                cell[column] = round(replay(drafter, tests, budget=budget).tokens_per_step, 3)
+                cell[column] = round(
+                    replay(drafter, tests, budget=budget).decode_tokens_per_step, 3
+                )
             cells.append(cell)
             print(json.dumps(cell), flush=True)
     gains = {

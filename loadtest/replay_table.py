@@ -121,13 +121,15 @@ def measure_cell(
         in_prefill=True,
     )
     others = {c: r for c, r in results.items() if c != "auto"}
-    best = max(others, key=lambda c: others[c].tokens_per_step)
+    best = max(others, key=lambda c: others[c].decode_tokens_per_step)
     low, high = ratio_interval(results["auto"], results[best], seed=0)
     return {
-        "tokens_per_step": {c: round(r.tokens_per_step, 3) for c, r in results.items()},
-        "auto_prefill": round(prefill.tokens_per_step, 3),
+        "tokens_per_step": {c: round(r.decode_tokens_per_step, 3) for c, r in results.items()},
+        "auto_prefill": round(prefill.decode_tokens_per_step, 3),
         "best_other": best,
-        "ratio": round(results["auto"].tokens_per_step / results[best].tokens_per_step, 3),
+        "ratio": round(
+            results["auto"].decode_tokens_per_step / results[best].decode_tokens_per_step, 3
+        ),
         "ratio_95": [round(low, 3), round(high, 3)],
         "propose_us": results["auto"].summary()["propose_us"],
         "extend_us": results["auto"].summary()["extend_us_per_token"],

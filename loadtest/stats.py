@@ -62,10 +62,9 @@ def summarize(values: Sequence[float]) -> Summary | None:
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)
-    quantiles = (float(q) for q in np.percentile(sample, [50, 90, 95, 99]))
-    return Summary(
-        len(values), float(sample.mean()), *quantiles, float(sample.min()), float(sample.max())
-    )
+    p50, p90, p95, p99 = (float(q) for q in np.percentile(sample, [50, 90, 95, 99]))
+    least, most = float(sample.min()), float(sample.max())
+    return Summary(len(values), float(sample.mean()), p50, p90, p95, p99, least, most)
 
 
 def ratio(

@@ -81,6 +81,9 @@ def adapter_of(scope: str) -> str:
     return own if is_there else ""
 
 
+CORPUS_FITS = 1.02
+"""A corpus fits a task if `auto` makes so many times the tokens a step with it as without it."""
+
 NO_SCOPE = scope_of("", "")
 """The scope without API keys and cache_salt."""
 

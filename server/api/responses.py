@@ -113,8 +113,9 @@ class Speculation(Shape, kw_only=True):
     """Sums over all prompts and choices (include_speculation).
 
     mean_tokens_per_step counts every decode step, drafted or not, and the step that ends the prompt
-    with the token it makes; it is null when no step was made. `vocabulary` is there unless the mode
-    is "full".
+    with the token it makes; it is null when no step was made. decode_tokens_per_step leaves that
+    step and its first token out; null when no step came after it. `vocabulary` is there unless the
+    mode is "full".
     """
 
     drafter: str
@@ -123,6 +124,7 @@ class Speculation(Shape, kw_only=True):
     drafted_tokens: Count
     accepted_tokens: Count
     mean_tokens_per_step: float | None
+    decode_tokens_per_step: float | None
     accepted_by_depth: list[Count]
     offered_by_depth: list[Count]
     by_source: dict[str, SourceSums]

@@ -146,10 +146,11 @@ class CalibrationRow(Shape, kw_only=True):
 
 
 class CorpusFit(Shape, kw_only=True):
-    """Whether outputs follow the task's corpus. tokens: compared. gain: the mean difference in the
-    log of a token's chance with the corpus and without."""
+    """Whether outputs follow the task's corpus. steps: whose trees were grown with the corpus and
+    without, and followed. gain: tokens a step of those with it over those without, as `corpus_gain`
+    of `tailor tasks tune`; fits: it is at least 1.02."""
 
-    tokens: Count
+    steps: Count
     gain: float
     fits: bool
     message: str

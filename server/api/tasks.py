@@ -56,6 +56,7 @@ from server.errors import (
     echoed,
 )
 from server.metrics.series import Metrics
+from server.types import CORPUS_FITS
 
 log = logging.getLogger("tailor.tasks")
 
@@ -107,8 +108,7 @@ class TaskAdmin(Protocol):
     async def delete(self, task: str) -> Mapping[str, TaskConfig]: ...
 
 
-_MIN_COMPARED = 100  # tokens before the answer says whether a corpus fits
-_FITS = 0.02  # of log chance a token: what the best other tasks' corpora bring is below it
+_MIN_COMPARED = 60  # steps before the answer says whether a corpus fits, as before `auto` judges
 
 
 @dataclass(slots=True)
@@ -117,8 +117,9 @@ class _Report:
 
     num_steps: float = 0.0
     num_tokens: float = 0.0
-    corpus_tokens: float = 0.0
-    corpus_gain: float = 0.0
+    corpus_steps: float = 0.0
+    tokens_with: float = 0.0
+    tokens_without: float = 0.0
     learned: Learned = field(default_factory=lambda: Learned(tokens=0, outputs=0, scopes=0))
     engines: list[EngineReport] = field(default_factory=list)
     calibration: list[CalibrationRow] = field(default_factory=list)
@@ -127,21 +128,22 @@ class _Report:
         """One engine's answer."""
         self.num_steps += float(value.get("num_steps", 0.0))
         self.num_tokens += float(value.get("num_tokens", 0.0))
-        self.corpus_tokens += float(value.get("corpus_tokens", 0.0))
-        self.corpus_gain += float(value.get("corpus_gain", 0.0))
+        self.corpus_steps += float(value.get("corpus_steps", 0.0))
+        self.tokens_with += float(value.get("tokens_with", 0.0))
+        self.tokens_without += float(value.get("tokens_without", 0.0))
         self.learned.tokens += int(value.get("num_learned_tokens", 0))
         self.learned.outputs += int(value.get("num_learned_outputs", 0))
         self.learned.scopes += int(value.get("num_learned_scopes", 0))
 
     def corpus_fit(self) -> CorpusFit | None:
-        """Whether the corpus fits; None before enough tokens came."""
-        if self.corpus_tokens < _MIN_COMPARED:
+        """Whether the corpus fits; None before enough steps were compared."""
+        if self.corpus_steps < _MIN_COMPARED:
             return None
-        gain = self.corpus_gain / self.corpus_tokens
-        fits = gain >= _FITS
+        gain = self.tokens_with / self.tokens_without
+        fits = gain >= CORPUS_FITS
         return CorpusFit(
-            tokens=round(self.corpus_tokens),
-            gain=round(gain, 4),
+            steps=round(self.corpus_steps),
+            gain=round(gain, 3),
             fits=fits,
             message="outputs follow the corpus"
             if fits

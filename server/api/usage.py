@@ -117,6 +117,11 @@ class RequestAccount:
                 series.per_output_token.observe(decode_s / (total - 1))
 
     @property
+    def num_begun(self) -> int:
+        """Choices that have a token."""
+        return len(self._first_s)
+
+    @property
     def first_token_s(self) -> float | None:
         """time.monotonic() of the first token of any choice; None before that."""
         return min(self._first_s.values(), default=None)
@@ -185,7 +190,7 @@ def usage_report(
 def speculation_report(accounts: Iterable[RequestAccount]) -> Speculation:
     """The `speculation` object (include_speculation): sums over all prompts and choices."""
     accounts = list(accounts)
-    steps = drafts = drafted = accepted = tokens = 0
+    steps = drafts = drafted = accepted = tokens = firsts = 0
     by_depth: list[int] = []
     offered: list[int] = []
     sources: dict[str, SourceSums] = {}
@@ -197,6 +202,7 @@ def speculation_report(accounts: Iterable[RequestAccount]) -> Speculation:
         drafted += account.num_drafted
         accepted += account.num_accepted
         tokens += account.num_completion_tokens
+        firsts += account.num_begun
         _add(by_depth, tuple(account.accepted_by_depth))
         _add(offered, tuple(account.offered_by_depth))
         for source, (num_drafted, num_accepted) in account.by_source.items():
@@ -210,6 +216,7 @@ def speculation_report(accounts: Iterable[RequestAccount]) -> Speculation:
         drafted_tokens=drafted,
         accepted_tokens=accepted,
         mean_tokens_per_step=tokens / steps if steps else None,
+        decode_tokens_per_step=(tokens - firsts) / (steps - firsts) if steps > firsts else None,
         accepted_by_depth=by_depth,
         offered_by_depth=offered,
         by_source=dict(sorted(sources.items())),

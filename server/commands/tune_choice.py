@@ -17,6 +17,7 @@ from server.commands.tune_material import (
     Progress,
     TuneSettings,
 )
+from server.types import CORPUS_FITS
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 _TIE = 0.01  # speedups this close are equal: the choice is then made by what is sturdier
 WORTH = 1.01  # below this expected speedup a task drafts nothing
-_FITS = 1.02  # times the tokens a step without it, below which a corpus does not fit
 _SLACK = 1.5  # the head may take so many times its share of the bytes
 _WORTH_EXACT = 1.05  # ... and a task's text does not come in groups
 
@@ -210,7 +210,7 @@ def corpus_fit(choices: Sequence[Choice]) -> dict[str, Any]:
     ]
     if not gains:
         return {}
-    return {"corpus_gain": round(max(gains), 3), "corpus_fits": max(gains) >= _FITS}
+    return {"corpus_gain": round(max(gains), 3), "corpus_fits": max(gains) >= CORPUS_FITS}
 
 
 def prompt_coverage(held: Sequence[Recording]) -> float:

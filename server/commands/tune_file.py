@@ -48,7 +48,7 @@ def task_text(
     else:
         chosen = best.forecast
         lines.append(
-            f"Expected: {chosen.tokens_per_step:.2f} tokens a step, "
+            f"Expected: {chosen.tokens_per_step:.2f} tokens a decode step, "
             f"{chosen.decode_speedup:.2f}x in decoding, {chosen.speedup:.2f}x a whole request "
             f"(one at a time); {report[f'expected_speedup_{MANY_STREAMS}_streams']:.2f}x with "
             f"{MANY_STREAMS} at once."
@@ -56,7 +56,7 @@ def task_text(
     lines += _why_lines(report["why"])
     lines += _vocabulary_lines(report["vocabulary"])
     lines += form_lines(report["weights"], engine.info.dtype)
-    lines += ["", "Expected tokens a step / speedup of a request, by most draft tokens a step:"]
+    lines += ["", "Expected tokens a decode step / speedup of a request, by most draft tokens:"]
     lines += _table(settings, choices, best)
     comments = [f"# {_printable(line)}".rstrip() for line in lines]
     return "\n".join([*comments, *_body(settings, material, best, report)]) + "\n"

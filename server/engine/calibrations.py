@@ -185,12 +185,16 @@ class Calibrations:
         """
         return _summed(self._tables_like(table))
 
-    def corpus_fit(self, table: Table) -> tuple[float, float]:
-        """(tokens compared, sum of gains in nats) of a table and those of all other scopes in
-        memory: what the corpus gains by drafters.auto.trust.CorpusFit; zeros for tables that do not
-        compare."""
+    def corpus_fit(self, table: Table) -> tuple[float, float, float]:
+        """(steps compared, tokens that trees with the corpus made in them, and those without it)
+        of a table and those of all other scopes in memory, as drafters.auto.trust.CorpusFit counts
+        them; zeros for tables that do not compare."""
         fits = [fit for known in self._tables_like(table) if (fit := getattr(known, "fit", None))]
-        return sum(fit.num_tokens for fit in fits), sum(fit.gain for fit in fits)
+        return (
+            sum(fit.num_steps for fit in fits),
+            sum(fit.tokens_with for fit in fits),
+            sum(fit.tokens_without for fit in fits),
+        )
 
     def tally(self, task: str, drafter: str) -> tuple[float, float]:
         """Decayed (decode steps, emitted tokens) of finished requests of every scope."""

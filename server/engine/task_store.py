@@ -135,20 +135,21 @@ class TaskStore:
         calibration: rows of source, min_match_length, predicted_share, offered, accepted, chance;
         the most offered first; the sums of all scopes, of which each began with what the corpus
         says. num_steps, num_tokens: decayed, of finished requests.
-        corpus_tokens, corpus_gain: tokens that were given a chance with the corpus and without,
-        and the sum of the differences in its log. num_learned_tokens: held now;
+        corpus_steps: steps whose trees were grown with the corpus and without; tokens_with,
+        tokens_without: what these made of the text that came. num_learned_tokens: held now;
         num_learned_outputs: ever learned.
         """
         name = "off" if drafter is None else drafter.name
         table = getattr(drafter, "trust", None) or getattr(drafter, "calibration", None)
         rows = [] if table is None else self._calibrations.rows(table)[:MAX_ROWS]
-        fit = (0.0, 0.0) if table is None else self._calibrations.corpus_fit(table)
+        fit = (0.0, 0.0, 0.0) if table is None else self._calibrations.corpus_fit(table)
         num_steps, num_tokens = self._calibrations.tally(task, name)
         sizes = [size for key, size in list(self._sizes.items()) if key[0] == task]
         return {
             "calibration": rows,
-            "corpus_tokens": round(fit[0], 1),
-            "corpus_gain": round(fit[1], 3),
+            "corpus_steps": round(fit[0], 1),
+            "tokens_with": round(fit[1], 1),
+            "tokens_without": round(fit[2], 1),
             "num_steps": round(num_steps, 1),
             "num_tokens": round(num_tokens, 1),
             "num_learned_tokens": sum(tokens for tokens, _ in sizes),

@@ -299,6 +299,10 @@ def test_speculation_is_reported_only_when_asked(
     body = server.post(max_tokens=8, include_speculation=True).json()
     report = body["speculation"]
     assert report["mean_tokens_per_step"] == 4.0
+    # The step that ends the prompt and its first token left out: 7 tokens of one step.
+    assert (report["steps"], report["decode_tokens_per_step"]) == (2, 7.0)
+    one = server.post(max_tokens=4, include_speculation=True).json()["speculation"]
+    assert one["decode_tokens_per_step"] is None, "its only step ended the prompt"
     assert (report["steps"], report["drafts"]) == (2, 2)
     assert (report["drafted_tokens"], report["accepted_tokens"]) == (8, 6)
     assert report["by_source"] == {"suffix": {"drafted_tokens": 8, "accepted_tokens": 6}}

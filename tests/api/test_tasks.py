@@ -20,6 +20,7 @@ from drafters.corpus import Corpus, build_corpus
 from drafters.learned import LearnedOutputs
 from server.api.engines.slot import EngineSpec
 from server.api.protocol import CompletionBody, CorpusBody
+from server.api.tasks import _Report
 from server.config import KeyConfig, LimitsConfig, ServerConfig, VocabularyConfig, load_tasks
 from server.engine.engine import Engine
 from server.engine.host import start_thread
@@ -27,6 +28,7 @@ from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.errors import ConfigError
+from server.types import CORPUS_FITS
 from server.wiring import task_set as task_set_module
 from server.wiring.drafter import make_task_drafter
 from server.wiring.task_set import BuildOrder, TaskSet, build_upload
@@ -230,6 +232,34 @@ def test_names_that_are_no_task_reach_nothing(live: LiveServer, place: Place, na
         assert response.status_code in (404, 405, 403), response.text
         assert len(response.text) < 1000
     assert not (place.kept / "uploads").exists()
+
+
+def test_whether_a_corpus_fits_is_told_by_the_tokens_a_step_with_it_and_without(
+    live: LiveServer,
+) -> None:
+    assert call(live, "GET", "/v1/tasks/sql")["corpus_fit"] is None, "there is none"
+    said = complete(live, "sql", return_token_ids=True)["choices"][0]
+    told = [{"prompt_ids": encode("the"), "output_ids": said["token_ids"]}] * 4
+    call(live, "POST", "/v1/tasks/sql/corpus", json={"examples": told})
+    assert call(live, "GET", "/v1/tasks/sql")["corpus_fit"] is None, "too little was compared"
+    for i in range(30):
+        complete(live, "sql", prompt=f"a b c d a b {i}")
+    fit = call(live, "GET", "/v1/tasks/sql")["corpus_fit"]
+    assert fit["steps"] >= 60 and 0.5 < fit["gain"] < 2.0
+    assert fit["fits"] is (fit["gain"] >= CORPUS_FITS)
+    assert fit["fits"] is not fit["message"].startswith("this corpus does not fit")
+
+
+@pytest.mark.parametrize(("with_it", "fits"), [(102.5, True), (101.5, False), (60.0, False)])
+def test_a_corpus_fits_at_the_gain_at_which_tune_says_so(with_it: float, fits: bool) -> None:
+    report = _Report()
+    counts = {"corpus_steps": 30.0, "tokens_with": with_it / 2, "tokens_without": 50.0}
+    report.add(counts)
+    assert report.corpus_fit() is None, "two engines' counts make enough"
+    report.add(counts)
+    found = report.corpus_fit()
+    assert found is not None and found.fits is fits
+    assert found.gain == round(with_it / 100, 3) and found.steps == 60
 
 
 # --- corpora ---

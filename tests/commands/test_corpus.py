@@ -67,7 +67,7 @@ def test_build_show_and_replay(
         main(["replay", "--drafter", "mix", "--corpus", str(output), "--data", str(recorded)]) == 0
     )
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert summary["tokens_per_step"] > 2.0, "the corpus holds this very output"
+    assert summary["decode_tokens_per_step"] > 2.0, "the corpus holds this very output"
 
 
 def test_completions_are_tokenized_behind_their_prompt() -> None:

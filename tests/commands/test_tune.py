@@ -109,7 +109,7 @@ def test_a_task_that_repeats_itself_gets_its_corpus(tmp_path: Path) -> None:
     assert report["vocabulary"]["miss_rate"] == 0.0
     # The reasons are in the file, as comments.
     text = (tmp_path / "tasks" / "town.yaml").read_text()
-    assert f"# Expected: {report['tokens_per_step']:.2f} tokens a step" in text
+    assert f"# Expected: {report['tokens_per_step']:.2f} tokens a decode step" in text
     assert "bigram entropy" in text and "K80" in text
     for name in ("auto", "mix", "suffix", "prompt", "trie", "grammys"):
         assert f"# {name} " in text

@@ -70,8 +70,8 @@ def test_steps_are_counted_drafted_or_not() -> None:
     drafter = Scripted(trees)
     result = replay(drafter, [Recording([0], [1, 2, 3, 4, 5, 6, 7])], budget=4)
     assert result.num_tokens == [6] and result.num_steps == [4]
-    assert result.tokens_per_step == 1.5
-    assert result.served_tokens_per_step == 7 / 5  # the prefill step and its token count there
+    assert result.decode_tokens_per_step == 1.5
+    assert result.mean_tokens_per_step == 7 / 5  # the prefill step and its token count there
     assert (result.num_drafted, result.num_accepted) == (6, 3)
     assert result.offered_by_depth == [3, 2, 1]
     assert result.accepted_by_depth == [2, 1, 0]
@@ -86,7 +86,7 @@ def test_a_tree_in_the_prefill_step_saves_decode_steps() -> None:
 
 def test_no_speculation_is_exactly_one() -> None:
     drafter = Scripted([DraftTree.empty() for _ in range(9)])
-    assert replay(drafter, [Recording([0], list(range(10)))]).tokens_per_step == 1.0
+    assert replay(drafter, [Recording([0], list(range(10)))]).decode_tokens_per_step == 1.0
 
 
 def test_the_longest_path_is_followed() -> None:

@@ -141,7 +141,8 @@ function headline(drafts) {
   if (perStep === null) return "Nothing to show yet: ask something in the playground.";
   if (!(drafts.drafted > 0)) return "One token a step: nothing was drafted.";
   const saved = 1 - 1 / perStep;
-  return `${number(perStep)} tokens a step: the same text in ${percent(saved)} fewer steps of the model.`;
+  return `${number(perStep)} tokens a step, those that end prompts counted: ` +
+    `the same text in ${percent(saved)} fewer steps of the model.`;
 }
 
 function drawTiles(newest, span, drafts, tasks, engines) {

@@ -54,7 +54,7 @@ def test_the_nearest_examples_are_worth_tokens(corpus: Corpus) -> None:
     alone = AutoDrafter(corpus=corpus)
     alone.num_retrieved = 0
     without = replay(alone, tests, budget=8)
-    assert with_them.tokens_per_step > 1.2 * without.tokens_per_step
+    assert with_them.decode_tokens_per_step > 1.2 * without.decode_tokens_per_step
     assert with_them.by_source["retrieved"][1] > 0
 
 
@@ -62,8 +62,11 @@ def test_all_sources_beat_the_text_alone(corpus: Corpus) -> None:
     tests = recordings(30, 4)
     both = replay(AutoDrafter(corpus=corpus), tests, budget=16)
     alone = replay(SuffixDrafter(), tests, budget=16)
-    assert both.tokens_per_step > 2.0 * alone.tokens_per_step
-    assert replay(AutoDrafter(), tests, budget=16).tokens_per_step >= alone.tokens_per_step
+    assert both.decode_tokens_per_step > 2.0 * alone.decode_tokens_per_step
+    assert (
+        replay(AutoDrafter(), tests, budget=16).decode_tokens_per_step
+        >= alone.decode_tokens_per_step
+    )
 
 
 def test_eos_is_never_drafted(corpus: Corpus) -> None:
@@ -244,7 +247,7 @@ def test_rollback_with_a_prediction_equals_a_fresh_session(corpus: Corpus) -> No
 
 
 def _tokens_per_step(drafter: AutoDrafter, tests: list[Recording]) -> float:
-    return replay(drafter, tests, budget=8, in_prefill=True).tokens_per_step
+    return replay(drafter, tests, budget=8, in_prefill=True).decode_tokens_per_step
 
 
 def _strays(num: int, seed: int) -> list[Recording]:

@@ -162,8 +162,8 @@ def test_requests_of_one_scope_draft_from_each_other_s_rows_and_no_others_do() -
     alone = replay(AutoDrafter(), told, budget=8)
     assert "logits" not in off.by_source
     assert shared.by_source["logits"][1] > 100
-    assert shared.tokens_per_step > 1.3 * off.tokens_per_step
-    assert alone.tokens_per_step < 1.1 * off.tokens_per_step
+    assert shared.decode_tokens_per_step > 1.3 * off.decode_tokens_per_step
+    assert alone.decode_tokens_per_step < 1.1 * off.decode_tokens_per_step
 
 
 def test_a_calibration_of_the_sources_before_goes_on() -> None:
