@@ -5,7 +5,8 @@
 A corpus of 5M output tokens is made of the data sets' train outputs: themselves first, then
 crossings of two of one set at a token that both hold, so that it repeats itself as a task's does.
 It is built by `tailor corpus build` in a process of its own (time and peak memory are that
-process's), mapped, and held-back train examples of each set are replayed on it. Timings are
+process's), mapped, and held-back train examples of each set are replayed on it. Then each drafter
+proposes and is told, token by token, with 1 session and with 8 in turn. Timings are
 medians; run it on a machine that does nothing else. The last line is JSON, with each figure beside
 its bound; the exit status is 1 when one is missed.
 """
@@ -19,17 +20,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from drafters import make_drafter
+from drafters import Need, make_drafter
+from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.catalog import OURS, that_use
 from drafters.corpus import Corpus
 from drafters.replay import Recording, replay
 from loadtest import machine
 from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter, LikelySession
 
 PROPOSE_US, EXTEND_US, TRIE_MS = 50.0, 10.0, 3.0
 COUNT_S_PER_MILLION = 10.0
@@ -37,6 +43,7 @@ PEAK_GIB = 8.0
 BUDGET = 16
 TRIE_TOKENS = 2000
 NUM_HELD = 20  # a set
+NUM_SESSIONS = 8  # at once, where every drafter is measured
 
 
 def crossings(examples: Sequence[Recording], rng: random.Random) -> Iterator[Recording]:
@@ -132,6 +139,71 @@ def propose_and_extend(
     )
 
 
+def costs_of(
+    drafter: Drafter, held: Sequence[Recording], num_sessions: int, *, with_rows: bool = False
+) -> dict[str, float]:
+    """Median us of a propose and of an extend by one token, of so many sessions in turn, as the
+    choices of a step are. with_rows: each step's row comes with likeliest ids, as a server's does;
+    then `note_us` is what telling it takes, and extend_us has what adding it takes.
+    """
+    taken: dict[str, list[float]] = {"propose_us": [], "extend_us": [], "note_us": []}
+
+    def timed(name: str, call: Callable[..., object], *arguments: Any) -> None:
+        began = time.perf_counter()
+        call(*arguments)
+        taken[name].append(1e6 * (time.perf_counter() - began))
+
+    rng = np.random.default_rng(0)
+    chances = np.sort(rng.dirichlet(np.ones(NUM_LIKELY)).astype(np.float32))[::-1][None]
+    for first in range(0, len(held) - num_sessions + 1, num_sessions):
+        group = held[first : first + num_sessions]
+        sessions = [drafter.open(recording.prompt_ids) for recording in group]
+        for at in range(max(len(recording.output_ids) for recording in group)):
+            for session, recording in zip(sessions, group, strict=True):
+                if at >= len(recording.output_ids):
+                    continue
+                session.settle()
+                timed("propose_us", session.propose, BUDGET, BUDGET)
+                token = recording.output_ids[at]
+                if with_rows:
+                    ids = rng.integers(0, 40_000, (1, NUM_LIKELY), np.int32)
+                    ids[0, 0] = token
+                    note = cast("LikelySession", session).note_likely
+                    timed("note_us", note, (), (), ids, chances)
+                timed("extend_us", session.extend, [token])
+        for session in sessions:
+            session.close()
+    return {name: round(float(np.median(us)), 2) for name, us in taken.items() if us}
+
+
+def costs_by_drafter(
+    corpus: Corpus, held: Sequence[Recording], eos: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """costs_of every drafter of ours, with the corpus where it takes one, by name and number of
+    sessions. `auto` has no rows and no corpus; `auto, logits` rows; `auto, corpus` a corpus."""
+    takes_corpus, takes_eos = that_use(Need.CORPUS), that_use(Need.EOS)
+    ends = {"eos_token_ids": (eos,)}
+    made = {
+        spec.name: make_drafter(
+            spec.name,
+            **({"corpus": corpus} if spec.name in takes_corpus and spec.name != "auto" else {}),
+            **(ends if spec.name in takes_eos else {}),
+            **({"num_likely": 0} if spec.name == "auto" else {}),
+        )
+        for spec in OURS
+    }
+    made["auto, logits"] = make_drafter("auto", likely=LikelyTable(), **ends)
+    made["auto, corpus"] = make_drafter("auto", corpus=corpus, num_likely=0, **ends)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, drafter in made.items():
+        rows = name == "auto, logits"
+        costs_of(drafter, held[:NUM_SESSIONS], NUM_SESSIONS, with_rows=rows)  # compiled code
+        found[name] = {
+            str(num): costs_of(drafter, held, num, with_rows=rows) for num in (1, NUM_SESSIONS)
+        }
+    return found
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     root = Path(__file__).resolve().parent.parent
@@ -201,6 +273,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "extend_us": round(extend, 2),
                     }
                     print(f"{name}: {figures[name]}", flush=True)
+                some = [r for turn in zip(*held.values(), strict=False) for r in turn]
+                figures["drafters"] = costs_by_drafter(corpus, some[: 3 * NUM_SESSIONS], eos)
+                for name, by_number in figures["drafters"].items():
+                    print(f"{name}, by sessions at once: {by_number}", flush=True)
                 of_sets = [figures[name] for name in names]
                 for key, bound in (("propose_us", PROPOSE_US), ("extend_us", EXTEND_US)):
                     every = [figure[key] for figure in of_sets]

@@ -18,6 +18,7 @@ S = 0 is the plain decode path. This module computes with numbers only: no clock
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -66,8 +67,14 @@ class CostTable:
             raise ValueError("costs must be positive and finite")
         self._rows = np.asarray(rows, np.float64)
         self._raw = np.asarray(seconds, np.float64)
-        self._seconds: Float64 = np.minimum.accumulate(self._raw[::-1])[::-1]
         self._key_s = key_s
+        self._row_list: list[float] = self._rows.tolist()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take the measured seconds over: it never falls as rows grow."""
+        self._seconds: Float64 = np.minimum.accumulate(self._raw[::-1])[::-1]
+        self._second_list: list[float] = self._seconds.tolist()
 
     @property
     def key_s(self) -> float:
@@ -118,7 +125,14 @@ class CostTable:
 
     def cost(self, num_rows: float, keys: float = 0.0) -> float:
         """Seconds of a step."""
-        return float(self.costs(np.asarray([num_rows], np.float64))[0]) + self._key_s * keys
+        rows, seconds = self._row_list, self._second_list
+        if num_rows < 1:
+            return self._key_s * keys
+        if num_rows >= rows[-1]:
+            return seconds[-1] * num_rows / rows[-1] + self._key_s * keys
+        at = bisect_right(rows, num_rows)
+        share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1]) + self._key_s * keys
 
     def costs(self, num_rows: Float64) -> Float64:
         """float64 [n] rows -> float64 [n] seconds, without the KV term. 0 rows cost 0."""
@@ -160,7 +174,7 @@ class CostTable:
         for cell, weight in cells:
             self._raw[cell] *= 1.0 + _CELL_REFRESH * weight * (ratio - 1.0)
         self._raw *= 1.0 + _SCALE_REFRESH * (ratio - 1.0)
-        self._seconds = np.minimum.accumulate(self._raw[::-1])[::-1]
+        self._settle()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a cache file (keyed by device, model, dtype and threads elsewhere)."""
@@ -312,9 +326,8 @@ class DraftBudget:
         rate = self._plain_rate(num_draws, mean_len)
 
         def node_cost(num_nodes: float) -> float:
-            rows = np.array([num_draws, num_draws + num_nodes], np.float64)
-            before, after = cost.costs(rows)
-            return (float(after - before) + cost.key_s * mean_len * num_nodes) * rate
+            extra_s = cost.cost(num_draws + num_nodes) - cost.cost(num_draws)
+            return (extra_s + cost.key_s * mean_len * num_nodes) * rate
 
         ask_cost = self.host.extra(num_draws) / num_draws * rate
         rests = who_rests(cells, node_cost, ask_cost)
@@ -344,9 +357,8 @@ class DraftBudget:
         total = sum(kept)
         node = 0.0
         if total and self.cost is not None:
-            at = np.array([base_rows, base_rows + total], np.float64)
-            before, after = self.cost.costs(at)
-            extra_s = float(after - before) / total + self.cost.key_s * mean_len
+            after, before = self.cost.cost(base_rows + total), self.cost.cost(base_rows)
+            extra_s = (after - before) / total + self.cost.key_s * mean_len
             node = extra_s * self._plain_rate(num_draws, mean_len)
         return [
             float(np.sort(s)[s.shape[0] - num :].sum()) - node * num if num else 0.0

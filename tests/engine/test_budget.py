@@ -34,6 +34,15 @@ def test_cost_interpolates_keeps_the_jump_never_falls_and_extrapolates() -> None
     assert table.cost(1, keys=10) == pytest.approx(2.0)
 
 
+@given(st.floats(0.0, 40.0), st.floats(0.0, 1e5))
+def test_one_row_count_costs_what_an_array_of_them_says(rows: float, keys: float) -> None:
+    table = CostTable([1, 2, 4, 8, 24], [1.0, 3.0, 9.0, 5.0, 8.0], key_s=0.25)
+    for _ in range(2):
+        expected = float(table.costs(np.array([rows]))[0]) + 0.25 * keys
+        assert table.cost(rows, keys) == pytest.approx(expected)
+        table.observe(6, 0.0, 7.0)
+
+
 def test_rows_within_is_the_inverse_of_cost() -> None:
     table = _line(0.01, 0.001)
     for rows in (1, 2, 5, 40, 300, 900):

@@ -56,5 +56,12 @@ def test_figures_beside_their_bounds(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(figures["beta"]) == {"propose_us", "propose_p90_us", "extend_us"}
     assert figures["propose_us"] > 0 and figures["trie_build_ms"] > 0
     assert figures["machine"]["commit"]
+    by_drafter = figures["drafters"]
+    assert {"auto", "auto, logits", "auto, corpus", "suffix", "trie", "mix"} <= set(by_drafter)
+    for name, by_number in by_drafter.items():
+        assert list(by_number) == ["1", "8"]
+        for costs in by_number.values():
+            assert all(us > 0 for us in costs.values()), name
+            assert ("note_us" in costs) == (name == "auto, logits")
     left = sorted(file.name for file in tmp_path.iterdir())
     assert left == ["data", "model"]
