@@ -9,6 +9,11 @@ completion); with the corpus of train.jsonl; with that and learning; with the co
 set, a wrong one. Arctic remembers every answer: its defaults, its trees, and its defaults with the
 corpus. Each figure is tokens per step of the first 30, 100 and all requests. The last line is
 JSON.
+
+    python -m loadtest.learning_curves --recorded DIR
+
+replays DIR/SET/test.jsonl instead, a model's own answers with what it held likely at each token
+(python -m loadtest.own_runs record), without a corpus. One column more learns without the logits.
 """
 
 from __future__ import annotations
@@ -24,11 +29,12 @@ import numpy as np
 
 from drafters import Drafter, make_drafter
 from drafters.auto.held_out import build_calibrated
+from drafters.auto.likely import NUM_LIKELY
 from drafters.auto.seen import Seen
 from drafters.auto.trust import Trust
 from drafters.corpus import Corpus
 from drafters.learned import LearnedOutputs, build_layer
-from drafters.replay import Recording, replay
+from drafters.replay import Recording, read_recordings, replay
 from loadtest import machine
 from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split
 
@@ -36,6 +42,7 @@ BUILD_EVERY = 3
 MAX_LEARNED = 200_000  # tokens, as a task's by default
 Counts = tuple[int, int]
 """(tokens after the first, decode steps) of one request."""
+Answer = Callable[[Sequence[Recording], int], list[Counts]]
 
 
 def in_turn(drafter: Drafter, tests: Sequence[Recording], budget: int) -> list[Counts]:
@@ -45,7 +52,11 @@ def in_turn(drafter: Drafter, tests: Sequence[Recording], budget: int) -> list[C
 
 
 def learning(
-    corpus: Corpus | None, tests: Sequence[Recording], budget: int, eos: int
+    corpus: Corpus | None,
+    tests: Sequence[Recording],
+    budget: int,
+    eos: int,
+    num_likely: int = NUM_LIKELY,
 ) -> list[Counts]:
     """The same for `auto` with a layer of the outputs before, and the last ones."""
     outputs, seen = LearnedOutputs(MAX_LEARNED), Seen()
@@ -62,6 +73,7 @@ def learning(
             trust=trust,
             eos_token_ids=(eos,),
             seen=seen,
+            num_likely=num_likely,
         )
         counts += in_turn(drafter, [test], budget)
         outputs.add(np.asarray(test.prompt_ids), np.asarray(test.output_ids))
@@ -71,23 +83,25 @@ def learning(
     return counts
 
 
-def columns(
-    corpus: Corpus, wrong: Corpus, eos: int
-) -> dict[str, Callable[[Sequence[Recording], int], list[Counts]]]:
-    """How each column answers the requests."""
+def columns(corpus: Corpus | None, wrong: Corpus | None, eos: int) -> dict[str, Answer]:
+    """How each column answers the requests. None: no columns with a corpus."""
 
-    def auto(of: Corpus | None) -> Callable[[Sequence[Recording], int], list[Counts]]:
+    def auto(of: Corpus | None) -> Answer:
         return lambda tests, budget: in_turn(
             make_drafter("auto", corpus=of, eos_token_ids=(eos,)), tests, budget
         )
 
-    made = {
+    made: dict[str, Answer] = {
         "auto, cold": auto(None),
         "auto, learning": lambda tests, budget: learning(None, tests, budget, eos),
-        "auto, corpus": auto(corpus),
-        "auto, corpus and learning": lambda tests, budget: learning(corpus, tests, budget, eos),
-        "auto, wrong corpus": auto(wrong),
     }
+    if corpus is not None:
+        made["auto, corpus"] = auto(corpus)
+        made["auto, corpus and learning"] = lambda t, budget: learning(corpus, t, budget, eos)
+    else:
+        made["auto, learning, no logits"] = lambda t, budget: learning(None, t, budget, eos, 0)
+    if wrong is not None:
+        made["auto, wrong corpus"] = auto(wrong)
     try:
         from loadtest.peer_drafters import ArcticSuffix
 
@@ -96,12 +110,13 @@ def columns(
         print("arctic-inference is not installed: its columns are left out")
         return made
 
-    def arctic(**options: Any) -> Callable[[Sequence[Recording], int], list[Counts]]:
+    def arctic(**options: Any) -> Answer:
         return lambda tests, budget: in_turn(ArcticSuffix(remembers=True, **options), tests, budget)
 
     made["arctic"] = arctic()
     made["arctic tree 4"] = arctic(use_tree_spec=True, max_spec_factor=4.0)
-    made["arctic, corpus"] = arctic(corpus=corpus)
+    if corpus is not None:
+        made["arctic, corpus"] = arctic(corpus=corpus)
     return made
 
 
@@ -113,20 +128,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
     parser.add_argument("--sets", nargs="*", help="data sets (default: all); at least two")
     parser.add_argument("--only", nargs="*", help="those of the sets that are replayed now")
+    parser.add_argument("--recorded", type=Path, help="a model's own answers in place of --data")
     parser.add_argument("--budgets", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--examples", type=int, default=300, help="requests a set")
     parser.add_argument("--corpus-examples", type=int, default=2000)
     arguments = parser.parse_args(argv)
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
-        names = arguments.sets or data_sets(arguments.data)
+        names = arguments.sets or (
+            data_sets(arguments.data)
+            if arguments.recorded is None
+            else sorted(path.parent.name for path in arguments.recorded.glob("*/test.jsonl"))
+        )
     except OSError as error:
         parser.error(str(error))
-    if len(names) < 2:
+    if len(names) < 2 and arguments.recorded is None:
         parser.error("--sets: at least two, so that there is a wrong corpus")
     eos = int(tokenizer.token_to_id(EOS))
 
-    def corpus_of(name: str) -> Corpus:
+    def corpus_of(name: str) -> Corpus | None:
+        if arguments.recorded is not None:
+            return None
         train = read_split(tokenizer, arguments.data, name, "train", arguments.corpus_examples)
         return build_calibrated(
             ((e.prompt_ids, e.output_ids) for e in train), fingerprint="replay", p_min=5
@@ -136,7 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for place, name in enumerate(names):
         if arguments.only and name not in arguments.only:
             continue
-        tests = read_split(tokenizer, arguments.data, name, "test", arguments.examples)
+        if arguments.recorded is not None:
+            path = arguments.recorded / name / "test.jsonl"
+            tests = list(read_recordings(path))[: arguments.examples]
+        else:
+            tests = read_split(tokenizer, arguments.data, name, "test", arguments.examples)
         answer = columns(corpus_of(name), corpus_of(names[(place + 1) % len(names)]), eos)
         for budget in arguments.budgets:
             cell: dict[str, Any] = {"data": name, "budget": budget, "requests": len(tests)}

@@ -4,10 +4,13 @@
         --server vllm-ngram=loadtest/peers/vllm_ngram.sh \\
         --server llamacpp-mod=loadtest/peers/llamacpp_ngram_mod.sh
 
-Starts Tailor itself, one server with two tasks a data set (loadtest.task_sets): `cold` drafts from
-the request alone, `warm` also from a corpus of the model's own outputs for train prompts. Every
-test prompt is asked in every way, off, cold and warm, in an order drawn anew, one request at a
-time, greedy; no prompt is used twice, so that nothing learns the answers. A pair is the sum over
+Starts Tailor itself, one server with a task for each way of answering a data set
+(loadtest.task_sets): `cold` drafts from the request alone, `warm` also from a corpus of the model's
+own outputs for train prompts (--train 0: left out), `learned` has answered --learned train prompts
+before, as a server does that has run for a while. Every test prompt is asked in every way and off,
+in an order drawn anew, one request at a time, greedy; no prompt is used twice, so that nothing
+learns the answers. What is learned is kept by cache_salt: requests of `learned` share one, so that
+their template's blocks may be cached; all others have one each. A pair is the sum over
 --prompts prompts; the ratio of a pair's times is the speedup (median over pairs, 95 % bootstrap
 interval). In the last --peer-rounds pairs the other servers answer the same prompts too.
 
@@ -64,6 +67,7 @@ from loadtest.peer import (
 from loadtest.prompts import Example
 from loadtest.speedup_figures import (
     COLD,
+    LEARNED,
     OFF,
     WARM,
     Answer,
@@ -77,12 +81,21 @@ from loadtest.speedup_figures import (
     summary_of,
     told_interval,
 )
-from loadtest.task_sets import SETS, Places, TaskSet, examples_of, prepare, tasks_dir
+from loadtest.task_sets import (
+    SETS,
+    Places,
+    TaskSet,
+    examples_of,
+    prepare,
+    tasks_dir,
+    train_prompts,
+)
 
 SERVER = "tailor"
+LEARNERS = 4  # requests in flight while a task learns
 
 
-def variants_of(tailor: Peer, task_set: TaskSet, warm: bool) -> list[Peer]:
+def variants_of(tailor: Peer, task_set: TaskSet, warm: bool, learned: bool = False) -> list[Peer]:
     """Tailor's ways of answering as peers: names of one server with different bodies."""
 
     def variant(name: str, task: str, extra: dict[str, Any]) -> Peer:
@@ -93,7 +106,34 @@ def variants_of(tailor: Peer, task_set: TaskSet, warm: bool) -> list[Peer]:
         )  # fmt: skip
 
     found = [variant(OFF, COLD, {"speculation": {"drafter": "off"}}), variant(COLD, COLD, {})]
+    if learned:
+        found.append(variant(LEARNED, LEARNED, {"cache_salt": f"{task_set.name} learns"}))
     return [*found, variant(WARM, WARM, {})] if warm else found
+
+
+async def teach(
+    client: httpx.AsyncClient,
+    variants: Sequence[Peer],
+    options: argparse.Namespace,
+    task_set: TaskSet,
+) -> None:
+    """Have the train prompts answered that `learned` is to have answered before, LEARNERS at a
+    time. Raises PeerFailed when one is refused."""
+    waiting = train_prompts(options.data, task_set, options.learned)[::-1]
+    learner = next((variant for variant in variants if variant.name == LEARNED), None)
+
+    async def go_on() -> None:
+        while waiting and learner is not None:
+            body = request_body(
+                learner.dialect, learner.model, waiting.pop(), max_tokens=options.tokens, salt="",
+                extra=learner.extra,
+            )  # fmt: skip
+            await stream(client, learner.url, body)
+
+    try:
+        await asyncio.gather(*(go_on() for _ in range(LEARNERS)))
+    except (ServerRefused, httpx.HTTPError) as error:
+        raise PeerFailed(f"{task_set.name}: {error or type(error).__name__}") from error
 
 
 class Amounts(NamedTuple):
@@ -189,14 +229,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer-rounds", type=int, default=3, help="pairs that peers take part in")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens an answer")
     parser.add_argument("--nodes", type=int, default=16, help="most draft nodes a step")
-    parser.add_argument("--train", type=int, default=120, help="train prompts to record a set")
+    parser.add_argument("--train", type=int, default=120,
+                        help="train prompts to record a set; 0: no `warm`")  # fmt: skip
+    parser.add_argument("--learned", type=int, default=0,
+                        help="train prompts that `learned` has answered; 0: none")  # fmt: skip
     parser.add_argument("--prepare", action="store_true", help="only build what is missing")
     return parser
 
 
 def _model_folder(model: str) -> str:
-    """Where a model is, so that a server with an empty cache need not convert it again."""
-    if Path(model).is_dir():
+    """Where a model is, so that a server with an empty cache need not convert it again. A GGUF file
+    is served as it is."""
+    if Path(model).exists():
         return str(Path(model).resolve())
     done = subprocess.run(
         [sys.executable, "-m", "server.commands.cli", "models", "fetch", model, "--form=float32"],
@@ -244,7 +288,9 @@ async def run_group(
             with Progress(console=console) as progress:
                 for task_set in sets:
                     began = time.perf_counter()
-                    variants = variants_of(tailor, task_set, task_set.name in corpora)
+                    warm = task_set.name in corpora
+                    variants = variants_of(tailor, task_set, warm, options.learned > 0)
+                    await teach(client, variants, options, task_set)
                     sitting = await measure_set(
                         client, task_set, variants, beside, meter,
                         examples_of(options.data, task_set), amounts, progress,
@@ -288,6 +334,8 @@ def sets_of(options: argparse.Namespace) -> list[TaskSet]:
     options.peer_rounds = max(0, min(options.peer_rounds, options.pairs))
     sets = [SETS[name] for name in names]
     for task_set in sets:
+        if len(train_prompts(options.data, task_set, options.learned)) < options.learned:
+            raise ValueError(f"{task_set.name}: not {options.learned} train prompts")
         if len(examples_of(options.data, task_set)) < 2:
             raise ValueError(f"{task_set.name}: no test prompts in {options.data}")
     return sets

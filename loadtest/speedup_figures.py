@@ -16,7 +16,8 @@ from loadtest.completion import Timing
 from loadtest.peer import PeerFailed
 from loadtest.stats import ratio
 
-OFF, COLD, WARM = "off", "cold", "warm"
+OFF, COLD, LEARNED, WARM = WAYS = "off", "cold", "learned", "warm"
+"""Ways of answering: no drafts; `auto` alone; after requests before; with a corpus."""
 
 
 @dataclass(slots=True)
@@ -180,7 +181,7 @@ def forecasts_of(
     ]
     found: dict[str, Any] = {}
     for name in variants:
-        if name == OFF:
+        if name in (OFF, LEARNED):  # a replay does not know what was learned before
             continue
         own = Corpus.load(corpus, fingerprint=None) if name == WARM and corpus is not None else None
         drafter: Any = make_drafter("auto", **({} if own is None else {"corpus": own}))
@@ -222,7 +223,7 @@ def read_done(path: Path) -> dict[str, dict[str, Any]]:
 def summary_of(done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Medians over the data sets, and the sets that miss a rule, by variant."""
     found: dict[str, Any] = {}
-    for name in (COLD, WARM):
+    for name in WAYS[1:]:
         rows = {key: row for key, row in done.items() if name in row["ratios"]}
         if not rows:
             continue
@@ -230,6 +231,7 @@ def summary_of(done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         kept = {
             key: row["ratios"][name]["total"] / row["forecast"][name]["speedup"]
             for key, row in rows.items()
+            if name in row["forecast"]
         }
         found[name] = {
             "num_sets": len(rows),
@@ -254,7 +256,7 @@ def summary_of(done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                     ]
                 )
             )
-            for name in (OFF, COLD, WARM)
+            for name in WAYS
         }
         for peer in peers
     }
@@ -271,7 +273,11 @@ def table_cells(done: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[
     rows = []
     for key, row in done.items():
         for name, found in row["ratios"].items():
-            own, expected = row["variants"][name], row["forecast"][name]
+            own, expected = row["variants"][name], row["forecast"].get(name)
+            promised, share = "-", "-"
+            if expected is not None:
+                promised = f"{expected['speedup']:.2f} ({expected['tokens_per_step']:.2f}/step)"
+                share = f"{found['total'] / expected['speedup']:.2f}"
             rows.append(
                 [
                     key,
@@ -282,8 +288,8 @@ def table_cells(done: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[
                     f"{own['tokens_per_step']:.2f}",
                     f"{own['rows_per_token']:.2f}",
                     f"{own['nodes_per_step']:.1f}",
-                    f"{expected['speedup']:.2f} ({expected['tokens_per_step']:.2f}/step)",
-                    f"{found['total'] / expected['speedup']:.2f}",
+                    promised,
+                    share,
                     f"{row['foreign_cores']:.2f}",
                 ]
             )
@@ -295,14 +301,20 @@ def peer_cells(done: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[l
     peers = sorted({peer for row in done.values() for peer in row["peers"]})
     if not peers:
         return [], []
-    columns = ["set", *(f"Tailor, {name}" for name in (OFF, COLD, WARM)), *peers]
+    told = [row for row in done.values() if row["peers"]]
+    ways = [
+        name
+        for name in WAYS
+        if any(name in found["ratio"] for row in told for found in row["peers"].values())
+    ]
+    columns = ["set", *(f"Tailor, {name}" for name in ways), *peers]
     rows = []
     for key, row in done.items():
         if not row["peers"]:
             continue
         first = next(iter(row["peers"].values()))
         cells = [key]
-        for name in (OFF, COLD, WARM):
+        for name in ways:
             speed = first["tailor_tokens_per_s"].get(name)
             cells.append("-" if speed is None else f"{speed:.1f}")
         for peer in peers:
@@ -318,9 +330,8 @@ def peer_cells(done: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[l
         rows.append(cells)
     medians = summary_of(done)["peers"]
     rows.append(
-        ["median ratio", "", "", "",
-         *(" / ".join(f"{medians[peer][name]:.2f}" for name in (OFF, COLD, WARM))
-           for peer in peers)]
+        ["median ratio", *("" for _ in ways),
+         *(" / ".join(f"{medians[peer][name]:.2f}" for name in ways) for peer in peers)]
     )  # fmt: skip
     return columns, rows
 
@@ -339,7 +350,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def print_tables(console: Console, done: Mapping[str, Mapping[str, Any]]) -> None:
     """To the console for a person, to stdout for docs/benchmarks."""
-    titles = ("off / auto, times faster", "tokens/s (Tailor off / cold / warm over the server)")
+    titles = ("off / auto, times faster", "tokens/s (Tailor's ways over the server)")
     for title, (columns, rows) in zip(titles, (table_cells(done), peer_cells(done)), strict=True):
         if not rows:
             continue

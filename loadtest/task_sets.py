@@ -1,14 +1,16 @@
 """The data sets that speculation is measured on end to end, their corpora and their task files.
 
 A set is a folder of the data (`test.jsonl`, `train.jsonl`), or one category of it. `prepare` makes
-what a server needs to draft for it: two tasks, NAME-cold (`auto` without a corpus) and NAME-warm
-(`auto` with the model's own outputs for the first train prompts). They are two tasks and not one
-with two requests, because what a task learns about its drafts (calibration) must not pass from
-warm to cold. A set without a train split has no warm task.
+what a server needs to draft for it: three tasks, NAME-cold and NAME-learned (`auto` without a
+corpus) and NAME-warm (`auto` with the model's own outputs for the first train prompts). They are
+not one with three requests, because what a task learns about its drafts (calibration) must not pass
+from one to another. A set without a train split, or with no train prompts asked for, has no warm
+task.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -64,6 +66,14 @@ def examples_of(data_dir: Path, task_set: TaskSet) -> list[Example]:
     ]
 
 
+def train_prompts(data_dir: Path, task_set: TaskSet, num: int) -> list[str]:
+    """The first `num` train prompts of a set; fewer where there are fewer."""
+    if num == 0 or not (data_dir / task_set.folder / "train.jsonl").is_file():
+        return []
+    examples = read_examples(data_dir, task_set.folder, "train")
+    return [example.prompt for example in itertools.islice(examples, num)]
+
+
 def _tailor(*arguments: str) -> None:
     """Run a `tailor` command; its progress goes to stderr. Raises RuntimeError when it fails."""
     done = subprocess.run(
@@ -96,8 +106,8 @@ def prepare(
 ) -> dict[str, Path]:
     """Build the corpora that are missing in work/corpora and write work/tasks.
 
-    Sets whose outputs are not in `recorded` are recorded now, num_train prompts each. Returns the
-    corpus of each set that has one. Raises RuntimeError when a command fails.
+    Sets whose outputs are not in `recorded` are recorded now, num_train prompts each; 0 makes no
+    corpora. Returns the corpus of each set that has one. Raises RuntimeError when a command fails.
     """
     work_dir, recorded_dir = places.work, places.recorded
     corpora, recordings = work_dir / "corpora", work_dir / "recordings"
@@ -106,7 +116,7 @@ def prepare(
     found: dict[str, Path] = {}
     for task_set in sets:
         train = places.data / task_set.folder / "train.jsonl"
-        if not train.is_file():
+        if not train.is_file() or num_train == 0:
             continue
         corpus = corpora / f"{task_set.name}.corpus"
         found[task_set.name] = corpus
@@ -144,7 +154,8 @@ def _write_tasks(folder: Path, task_set: TaskSet, corpus: Path | None, max_nodes
     head = "sampling:\n  temperature: 0\nspeculation:\n  drafter: auto\n"
     head += f"  max_draft_tokens: {max_nodes}\n"
     name = task_set.name
-    (folder / f"{name}-cold.yaml").write_text(f"name: {name}-cold\n{head}")
+    for kind in ("cold", "learned"):
+        (folder / f"{name}-{kind}.yaml").write_text(f"name: {name}-{kind}\n{head}")
     if corpus is not None:
         at = json.dumps(str(corpus.resolve()))
         (folder / f"{name}-warm.yaml").write_text(f"name: {name}-warm\n{head}  corpus: {at}\n")

@@ -351,8 +351,17 @@ class AutoSession(IndexedSession["AutoDrafter"]):
                 drafter.trust.fit.compare_steps(*rivals.accepted)
         self._rivals = alive
 
-    def _context(self, drafter: AutoDrafter) -> ContextFields:
+    @property
+    def place(self) -> tuple[int, int]:
+        """State of the corpus' automaton, and length of the match, after what was emitted."""
+        return self._places[-1]
+
+    def context(self) -> ContextFields:
         """What the next token is guessed from."""
+        return self._context(self._owner())
+
+    def _context(self, drafter: AutoDrafter) -> ContextFields:
+        """The same."""
         index, docs = self._index, self._retrieved
         state, length = self._places[-1]
         states, edges, tops = drafter.corpus_arrays

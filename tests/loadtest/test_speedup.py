@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ from loadtest import speedup_figures as figures
 from loadtest.completion import Timing
 from loadtest.peer import CpuMeter, Peer
 from loadtest.prompts import Example
-from loadtest.task_sets import SETS, Places, examples_of, prepare
+from loadtest.task_sets import SETS, Places, examples_of, prepare, train_prompts
 from tests.loadtest.scripted_server import ScriptedServer
 
 EXAMPLES = [Example("alpha", f"alpha-{i}", f"alpha {i}", "") for i in range(8)]
@@ -68,6 +69,50 @@ def test_pairs_ask_the_same_prompts_once_and_find_the_ratio() -> None:
         assert asked == [f"alpha {i}" for i in range(7)]
     assert len({body["cache_salt"] for body in server.bodies}) == len(server.bodies)
     assert [b["prompt"] for b in other.bodies] == ["alpha 0", "alpha 5", "alpha 6"]
+
+
+def test_a_learner_has_answered_train_prompts_under_the_salt_that_it_is_measured_with(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "squad").mkdir()
+    lines = [json.dumps({"id": i, "prompt": f"train {i}"}) + "\n" for i in range(9)]
+    (tmp_path / "squad" / "train.jsonl").write_text("".join(lines))
+    prompts = train_prompts(tmp_path, SETS["squad"], 7)
+    assert prompts == [f"train {i}" for i in range(7)]
+    assert train_prompts(tmp_path, SETS["squad"], 20) == [f"train {i}" for i in range(9)]
+    assert train_prompts(tmp_path, SETS["spec_bench-rag"], 7) == []
+    with ScriptedServer(tokens_per_chunk=4) as server:
+        tailor = Peer("tailor", "x.sh", "tailor", url=server.url)
+        variants = speedup.variants_of(tailor, SETS["squad"], warm=False, learned=True)
+        assert [variant.name for variant in variants] == ["off", "cold", "learned"]
+
+        async def run() -> figures.Sitting:
+            async with httpx.AsyncClient() as client:
+                told = argparse.Namespace(data=tmp_path, learned=7, tokens=12)
+                await speedup.teach(client, variants, told, SETS["squad"])
+                with Progress(console=Console(quiet=True)) as progress:
+                    return await speedup.measure_set(
+                        client, SETS["squad"], variants, [], CpuMeter([]), EXAMPLES,
+                        speedup.Amounts(2, 2, 0, max_tokens=12), progress,
+                    )  # fmt: skip
+
+        sitting = asyncio.run(run())
+        own = [body for body in server.bodies if body["model"] == "squad-learned"]
+    assert sorted(body["prompt"] for body in own[:7]) == prompts
+    assert len(own) == 7 + 1 + 4 and len({body["cache_salt"] for body in own}) == 1
+    names = [variant.name for variant in variants]
+    found = figures.figures_of(sitting, names, [])
+    assert found["ratios"]["learned"]["end_to_end"]["num_pairs"] == 2
+    # Told beside the others; nobody forecasts what was learned.
+    row = {
+        **found,
+        "set": "squad",
+        "peers": {},
+        "forecast": {"cold": {"speedup": 1.0, "tokens_per_step": 2.0}},
+    }
+    _, rows = figures.table_cells({"squad": row})
+    assert [cells[1] for cells in rows] == ["cold", "learned"] and rows[1][8:10] == ["-", "-"]
+    assert figures.summary_of({"squad": row})["learned"]["below_forecast"] == []
 
 
 def test_an_answer_that_ends_at_once_is_one_token() -> None:
@@ -176,7 +221,10 @@ def test_a_category_is_a_set_of_its_own_and_has_no_warm_task(tmp_path: Path) -> 
         max_tokens=8, max_nodes=16, tell=print,
     )  # fmt: skip
     assert corpora == {}
-    assert [p.name for p in (work / "tasks/base").iterdir()] == ["spec_bench-rag-cold.yaml"]
+    assert sorted(p.name for p in (work / "tasks/base").iterdir()) == [
+        "spec_bench-rag-cold.yaml",
+        "spec_bench-rag-learned.yaml",
+    ]
     from server.config import load_task
 
     assert load_task(work / "tasks/base/spec_bench-rag-cold.yaml").speculation.drafter == "auto"

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import learning_curves, repository_sets
+from drafters.auto.describe import CHANCE
+from drafters.auto.drafter import AutoDrafter
+from drafters.corpus import build_corpus
+from drafters.replay import Recording
+from loadtest import choice_bound, learning_curves, repository_sets
 from loadtest.recordings import EOS
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 
@@ -70,8 +74,9 @@ def test_what_is_no_repository_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "git log" in capsys.readouterr().err
 
 
-def test_curves_of_requests_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Answers of one kind: who remembers them makes more of each request than who does not."""
+@pytest.fixture
+def told(tmp_path: Path) -> list[str]:
+    """The arguments of two sets, each with answers of one kind, and of their tokenizer."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([EOS])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -84,7 +89,11 @@ def test_curves_of_requests_in_turn(tmp_path: Path, capsys: pytest.CaptureFixtur
             ]
             file = tmp_path / name / f"{split}.jsonl"
             file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = ["--data", str(tmp_path), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    return ["--data", str(tmp_path), "--tokenizer", str(tmp_path / "tokenizer.json")]
+
+
+def test_curves_of_requests_in_turn(told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Who remembers answers of one kind makes more of each request than who does not."""
     assert learning_curves.main([*told, "--only", "alpha", "--budgets", "8"]) == 0
     (cell,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
     assert (cell["data"], cell["budget"], cell["requests"]) == ("alpha", 8, 40)
@@ -97,3 +106,58 @@ def test_a_wrong_corpus_needs_a_second_set(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         learning_curves.main(["--data", ".", "--sets", "alpha"])
     assert "at least two" in capsys.readouterr().err
+
+
+def test_curves_of_a_models_own_answers(
+    told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the model held likely is noted as the answers are replayed; there is no corpus."""
+    (tmp_path / "own" / "alpha").mkdir(parents=True)
+    output = [*range(40, 60), 1]
+    entry = {
+        "prompt_ids": [5, 6, 7],
+        "output_ids": output,
+        "likely_ids": [[token, 2, 3] for token in output],
+        "likely_chances": [[0.8, 0.1, 0.05]] * len(output),
+    }
+    (tmp_path / "own" / "alpha" / "test.jsonl").write_text((json.dumps(entry) + "\n") * 3)
+    own = ["--recorded", str(tmp_path / "own"), *told[2:]]
+    assert learning_curves.main([*own, "--budgets", "8"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    assert cell["requests"] == 3 and "auto, corpus" not in cell
+    assert min(cell["auto, learning"][-1], cell["auto, learning, no logits"][-1]) > 2.0
+    assert cell["auto, cold"][-1] < 1.5
+
+
+def test_no_choice_is_better_than_the_oracles(
+    told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--sets", "alpha", "--budgets", "4", "--examples", "6"]
+    assert choice_bound.main([*told, *few]) == 0
+    (cell,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    assert 1.5 < cell["auto"] <= cell["oracle"] <= 5.0
+
+
+def test_the_chance_that_is_described_is_the_trees() -> None:
+    examples = [([5, 6, i], [9, 10, 11 + i % 3, 12, 30 + i, 2]) for i in range(30)]
+    corpus = build_corpus(examples, fingerprint="x", n_max=2, p_min=1)
+    text = choice_bound.Replayed(
+        AutoDrafter(corpus=corpus, eos_token_ids=(2,), min_survival=0.0),
+        Recording([5, 6, 7, 9, 10], [9, 10, 11, 12, 40, 2]),
+    )
+    while text.position < 5:
+        tree = text.session.propose(8, 1)
+        tokens, features = text.candidates(())
+        known = dict(zip(tokens.tolist(), features[:, CHANCE].tolist(), strict=True))
+        told = dict(zip(tree.token_ids.tolist(), tree.survival.tolist(), strict=True))
+        assert told and {token: known[token] for token in told} == pytest.approx(told, rel=1e-4)
+        # And behind a drafted token, where the tree is two deep.
+        tree = text.session.propose(8, 2)
+        behind = [i for i, parent in enumerate(tree.parents) if parent == 0]
+        tokens, features = text.candidates([int(tree.token_ids[0])])
+        chances = dict(zip(tokens.tolist(), features[:, CHANCE].tolist(), strict=True))
+        for i in behind:
+            own = chances[int(tree.token_ids[i])] * tree.survival[0]
+            assert own == pytest.approx(float(tree.survival[i]), rel=1e-4)
+        text.emit(1)
+    text.session.close()
