@@ -607,25 +607,23 @@ VOCABULARY = Dashboard(
 
 
 def of_engines(expr: str, by: str = "engine") -> str:
-    """A figure of an engine, which each ingress tells alike: once, whoever was asked."""
+    """A figure of an engine, once, also where several ingresses on one port tell it."""
     return f"max by ({by}) ({expr})"
 
 
-R = '{model=~"$model",engine!~".+/fleet"}'
-"""Replicas: an ingress tells their sum, too, as the engine MODEL/fleet."""
 LEARNED = "0 or nothing where replicas do not learn from each other."
 
 FLEET = Dashboard(
     "fleet",
     "Tailor: Fleet",
     "All replicas of a fleet and its ingresses, by replica and by task. Figures of engines are "
-    "told by every ingress and counted once; figures of requests are summed over the ingresses. A "
-    "single server is a fleet of one.",
+    "counted once, whoever tells them; figures of requests are summed over the ingresses. A single "
+    "server is a fleet of one.",
     {
         "Replicas": (
             Panel(
                 "Replicas that serve", "Engines that are up, by model.",
-                (Query(f"sum by (model) ({of_engines(f'tailor_engine_up{R}', 'engine, model')})",
+                (Query(f"sum by (model) ({of_engines(f'tailor_engine_up{E}', 'engine, model')})",
                        "{{model}}"),),
                 "stat", width=6,
             ),
@@ -635,8 +633,8 @@ FLEET = Dashboard(
                 "and few tasks it is higher, and pays as long as nobody waits.",
                 (
                     Query(
-                        f"max({of_engines(f'tailor_num_requests_running{R}')}) / clamp_min("
-                        f"avg({of_engines(f'tailor_num_requests_running{R}')}), 0.001)"
+                        f"max({of_engines(f'tailor_num_requests_running{E}')}) / clamp_min("
+                        f"avg({of_engines(f'tailor_num_requests_running{E}')}), 0.001)"
                     ),
                 ),
                 "stat", width=6,
@@ -664,30 +662,30 @@ FLEET = Dashboard(
             ),
             Panel(
                 "Sequences by replica", "In the running batch.",
-                (Query(of_engines(f"tailor_num_requests_running{R}"), "{{engine}}"),),
+                (Query(of_engines(f"tailor_num_requests_running{E}"), "{{engine}}"),),
                 stacked=True,
             ),
             Panel(
                 "Waiting by replica", "Requests that have no seat; the autoscaler looks at them.",
-                (Query(of_engines(f"tailor_num_requests_waiting{R}"), "{{engine}}"),),
+                (Query(of_engines(f"tailor_num_requests_waiting{E}"), "{{engine}}"),),
                 stacked=True,
             ),
             Panel(
                 "Prompt tokens that wait, by replica",
                 "What the autoscaler turns into seconds by the measured cost of a step.",
-                (Query(of_engines(f"tailor_num_tokens_waiting{R}"), "{{engine}}"),),
+                (Query(of_engines(f"tailor_num_tokens_waiting{E}"), "{{engine}}"),),
                 stacked=True,
             ),
             Panel(
                 "KV cache by replica", "Used share of blocks.",
-                (Query(of_engines(f"tailor_kv_cache_usage_perc{R}"), "{{engine}}"),),
+                (Query(of_engines(f"tailor_kv_cache_usage_perc{E}"), "{{engine}}"),),
                 unit="percentunit",
             ),
             Panel(
                 "Steps a second by replica", "A slow machine makes fewer under the same load.",
                 (
                     Query(
-                        of_engines(f"rate(tailor_engine_steps_total{R}[$__rate_interval])"),
+                        of_engines(f"rate(tailor_engine_steps_total{E}[$__rate_interval])"),
                         "{{engine}}",
                     ),
                 ),
@@ -698,9 +696,9 @@ FLEET = Dashboard(
                 "routing by task and by prompt brings.",
                 (
                     Query(
-                        of_engines(f"rate(tailor_prefix_cache_hits_total{R}[$__rate_interval])")
+                        of_engines(f"rate(tailor_prefix_cache_hits_total{E}[$__rate_interval])")
                         + " / (max by (engine) "
-                        f"(rate(tailor_prefix_cache_queries_total{R}[$__rate_interval])) > 0)",
+                        f"(rate(tailor_prefix_cache_queries_total{E}[$__rate_interval])) > 0)",
                         "{{engine}}",
                     ),
                 ),

@@ -201,6 +201,13 @@ class ClusterConfig(Section):
         default_factory=dict, description="`replicas` for one model, by its name, all keys anew"
     )
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    drain_s: float = Field(
+        3600.0,
+        ge=0,
+        le=86400,
+        description="seconds that a replica which an update replaces, or which is given up, may "
+        "take to end what is open; where all of the fleet ends, server.yaml's limits.drain_s",
+    )
     learning: LearningConfig | None = Field(
         None, description="without this section, each replica learns for itself"
     )

@@ -50,6 +50,7 @@ each change of threads, four a request, delays a first token. Nothing of ours bl
 _QUIET = {"enable_access_log": False}  # requests are in the log of the ingress's own application
 _TELL_S = 1.0
 _READY_S = 30.0
+_ASK_S = 2.0
 _SCALING = "server.fleet.scaling:WorkPolicy"
 _ROUTER = "server.fleet.task_router:TaskRouter"
 
@@ -81,6 +82,15 @@ class DeskDeployment:
         self._budgets = Budgets(num_ingresses)
         self._changes = ChangeLog()
         self._owner = ""
+        self._is_ending = False
+
+    async def end(self) -> None:
+        """All of the fleet is about to be taken away."""
+        self._is_ending = True
+
+    async def is_ending(self) -> bool:
+        """For ingresses that end: whether the others do, too."""
+        return self._is_ending
 
     async def own(self, owner: str) -> None:
         """Who has deployed the fleet last, and takes it away in the end."""
@@ -254,11 +264,14 @@ class IngressDeployment:
         desk: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
     ) -> None:
-        place = parts.server.listen
-        self._ingress = await _ingress(parts, cluster, desk, engines)
-        ports = [place.port]
+        place, rank = parts.server.listen, serve.get_replica_context().rank.rank
+        self._desk = desk.options(_by_reference=False)
+        self._drain_s = (cluster.drain_s, parts.server.limits.drain_s)
+        ports, requests_only = [place.port], None
         if cluster.ingress.own_ports is not None:
-            ports.append(cluster.ingress.own_ports + serve.get_replica_context().rank.rank)
+            ports.append(cluster.ingress.own_ports + rank)
+            requests_only = ports[-1] if rank > 0 else None
+        self._ingress = await _ingress(parts, cluster, desk, engines, requests_only)
         listeners = [listen(place.host, port, is_shared=True) for port in ports]
         self._serving = asyncio.create_task(self._ingress.run(*listeners))
         with contextlib.suppress(TimeoutError):  # a model that sleeps has no engine yet
@@ -272,8 +285,17 @@ class IngressDeployment:
 
     async def __del__(self) -> None:
         if hasattr(self, "_serving"):
-            self._ingress.stop()
+            self._ingress.stop(self._drain_s[await self._fleet_ends()])
             await self._serving
+
+    async def _fleet_ends(self) -> bool:
+        """Whether no other one takes the place of this ingress."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                is_ending: bool = await self._desk.is_ending.remote()
+                return is_ending
+        except Exception:  # the desk has gone already
+            return True
 
 
 @serve.ingress()
@@ -298,6 +320,7 @@ async def _ingress(
     cluster: ClusterConfig,
     desk: DeploymentHandle,
     engines: Mapping[str, DeploymentHandle],
+    requests_only_port: int | None = None,
 ) -> IngressApp:
     """engines: the handles of the engine deployments, by model."""
     logs.configure(parts.server.log.format, parts.server.log.level)
@@ -318,7 +341,7 @@ async def _ingress(
             on_state=on_state,
         )
 
-    return IngressApp(parts.server, front, start, others)
+    return IngressApp(parts.server, front, start, others, requests_only_port)
 
 
 def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
@@ -347,12 +370,17 @@ def application(cluster: ClusterConfig, parts: FleetParts) -> Application:
         },
         max_ongoing_requests=100_000,
         logging_config=_QUIET,
-        graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
+        graceful_shutdown_timeout_s=_drain_s(cluster, parts),
         health_check_period_s=2.0,
         max_surge_percent=cluster.ingress.surge_percent,
     )
     ingress = _versioned(ingress, parts.ingress_version(), cluster.ingress, cluster.routing)
     return ingress.bind(parts, cluster, desk, engines)
+
+
+def _drain_s(cluster: ClusterConfig, parts: FleetParts) -> float:
+    """How long a replica that ends may take; where ingresses end, engines have nothing open."""
+    return max(cluster.drain_s, parts.server.limits.drain_s) + 5.0
 
 
 def _versioned(deployment: Any, *told: object) -> Any:
@@ -404,7 +432,7 @@ def _engines(
         },
         max_ongoing_requests=replicas.max_ongoing_requests,
         logging_config=_QUIET,
-        graceful_shutdown_timeout_s=parts.server.limits.drain_s + 5.0,
+        graceful_shutdown_timeout_s=_drain_s(cluster, parts),
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=replicas.health_check_s,
         max_surge_percent=replicas.surge_percent,

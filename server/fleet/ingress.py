@@ -18,12 +18,15 @@ from server.api.engines.slot import EngineSpec
 from server.api.keys import OwnUse
 from server.api.serving import serve
 from server.config import ServerConfig
+from server.errors import DrainingError
 from server.fleet.budgets import Claim, FleetUses, Grant
 from server.fleet.changes import ChangeDesk, SharedTasks
 from server.fleet.far_engine import FleetHandle, FleetState
+from server.fleet.figures import FleetMetrics, WithoutEngines
 from server.fleet.parts import Front
-from server.metrics.series import Metrics
 from server.tracing import TraceSink, open_tracer
+
+_DRAIN_S = 7 * 86400.0  # `stop` says how long it is
 
 StartFleet = Callable[[str, Callable[[FleetState], None]], FleetHandle]
 """(model, who is told how its replicas are) -> its fleet. Called in a thread."""
@@ -50,7 +53,8 @@ class IngressApp:
 
     start: starts the fleet of a model. others: with whom keys' limits and changes of tasks are
     shared; None is nobody. The metrics of each replica have its engine's name, `model/rank`, so
-    that dashboards and alerts of a single server hold for a fleet.
+    that dashboards and alerts of a single server hold for a fleet. requests_only_port: where
+    /metrics leaves engines to another ingress (figures.py).
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class IngressApp:
         front: Front,
         start: StartFleet,
         others: Others | None = None,
+        requests_only_port: int | None = None,
     ) -> None:
         self._config = config
         self._uses: FleetUses | None = None
@@ -72,7 +77,7 @@ class IngressApp:
                     front.task_admin, others.desk, others.ingress_id, front.forget
                 )
         self._stop = asyncio.Event()
-        self._metrics = Metrics(vllm_aliases=config.metrics.vllm_aliases)
+        self._metrics = FleetMetrics(vllm_aliases=config.metrics.vllm_aliases)
         self._known: dict[str, set[str]] = {}
         self.client = EngineClient(
             [
@@ -102,6 +107,8 @@ class IngressApp:
             traces=self._traces,
             key_use=OwnUse if self._uses is None else self._uses.of,
         )
+        if requests_only_port is not None:
+            self._app.add_middleware(WithoutEngines, port=requests_only_port)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. The engines are started with the lifespan and stopped at its end."""
@@ -121,14 +128,16 @@ class IngressApp:
             await serve(
                 self._app,
                 self.client,
-                limits=self._config.limits,
+                limits=self._config.limits.model_copy(update={"drain_s": _DRAIN_S}),
                 sockets=listeners,
                 stop=self._stop,
             )
 
-    def stop(self) -> None:
-        """End `run`: /ready turns 503, what is open goes on for limits.drain_s seconds."""
+    def stop(self, drain_s: float) -> None:
+        """End `run`: /ready turns 503, what is open goes on for so many seconds. On the loop."""
         self._stop.set()
+        error = DrainingError("The server is shutting down.")
+        asyncio.get_running_loop().call_later(drain_s, self.client.abort_all, error)
 
     @contextlib.asynccontextmanager
     async def _beside(self) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ status = up(cluster, parts, on_ready=...)     # until SIGTERM or SIGINT
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -81,8 +82,10 @@ class Fleet:
         from ray import serve
 
         if self._own_ray:
+            self._say_end()
             serve.shutdown()
         elif self._is_mine():
+            self._say_end()
             serve.delete(APPLICATION)
         if self._keeper is not None:
             self._keeper.let_go()
@@ -94,6 +97,14 @@ class Fleet:
         """
         self._cluster, self._parts = cluster, parts
         self._deploy()
+
+    def _say_end(self) -> None:
+        """Ingresses that end are not replaced: they wait for server.yaml's limits.drain_s alone."""
+        from ray import serve
+
+        with contextlib.suppress(Exception):  # it has not started, or its head is away
+            desk = serve.get_deployment_handle("desk", APPLICATION)
+            desk.end.remote().result(timeout_s=5.0)
 
     def _is_mine(self) -> bool:
         """Whether nobody else has deployed it since."""
@@ -200,15 +211,24 @@ def up(
         _catch(stop, hup)  # Ray has put its own there, which ends the process
         if on_ready is not None:
             on_ready()
+        updating: threading.Thread | None = None
         while not stop.wait(0.5):
-            if hup.is_set() and again is not None:
+            if hup.is_set() and again is not None and not (updating and updating.is_alive()):
                 hup.clear()
-                try:
-                    fleet.update(*again())
-                    log.info("the fleet is up to date")
-                except ConfigError as error:
-                    log.error("the fleet was not changed: %s", error.message)
+                # It lasts as long as what replaced replicas have open; a signal ends it all.
+                updating = threading.Thread(target=_update, args=(fleet, again), daemon=True)
+                updating.start()
     return 0
+
+
+def _update(fleet: Fleet, again: Callable[[], tuple[ClusterConfig, FleetParts]]) -> None:
+    try:
+        fleet.update(*again())
+        log.info("the fleet is up to date")
+    except ConfigError as error:
+        log.error("the fleet was not changed: %s", error.message)
+    except Exception as error:  # whatever Ray raises, when the fleet ends meanwhile
+        log.error("the fleet was not changed: %s: %s", type(error).__name__, error)
 
 
 def _with_surge(num: int, percent: int) -> int:

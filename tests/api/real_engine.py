@@ -6,7 +6,6 @@ A process that is started imports this module: it leaves the API and its clients
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,19 +31,19 @@ CONTEXT = 256
 
 def make_engine(
     *,
-    step_s: float = 0.0,
-    row_s: float = 0.0,
     max_waiting_requests: int = 1024,
     drafts: bool = True,
     max_num_seqs: int = 16,
-    fail: Callable[[Batch], None] | None = None,
     drafters: dict[str, Any] | None = None,
     memory: TaskStore | None = None,
+    seed: int = 0,
+    **runner: Any,
 ) -> Engine:
     """An Engine whose texts repeat themselves, so that drafts are often right.
 
-    drafts: False leaves numba out, which takes seconds to start in a new process. fail: the
-    FakeRunner's. drafters: in place of `suffix`. memory: what it keeps of tasks.
+    drafts: False leaves numba out, which takes seconds to start in a new process. drafters: in
+    place of `suffix`. memory: what it keeps of tasks. seed: of the model; another one writes other
+    texts. runner: FakeRunner's step_s, row_s and fail.
     """
     info = fake_info(
         vocab_size=TABLE.vocab_size,
@@ -55,10 +54,9 @@ def make_engine(
         max_num_batched_tokens=128,
         eos_token_ids=(0,),
     )
-    model = FakeModel(TABLE.vocab_size, context=1, boost=9.0)
-    runner = FakeRunner(model, info, step_s=step_s, row_s=row_s, fail=fail)
+    model = FakeModel(TABLE.vocab_size, context=1, boost=9.0, seed=seed)
     return Engine(
-        runner,
+        FakeRunner(model, info, **runner),
         drafters or ({"suffix": make_drafter("suffix")} if drafts else {}),
         EngineSettings(
             max_num_seqs=max_num_seqs,

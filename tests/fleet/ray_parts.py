@@ -77,7 +77,7 @@ class FakeParts:
     the engines; other weights are another version, which writes the same here. shared: a folder by
     which the engines learn from each other; then all tasks draft by `auto` and say learn: persist.
     drafts: the engines draft and learn, each alone (learning_engine). slow: (rank, seconds) of a
-    replica whose steps take longer.
+    replica whose steps take longer. text: another one is another model, which writes other texts.
     """
 
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -88,6 +88,7 @@ class FakeParts:
     shared: str | None = None
     row_s: float = 0.0
     slow: tuple[int, float] | None = None
+    text: int = 0
 
     @property
     def sharing(self) -> Sharing | None:
@@ -100,7 +101,7 @@ class FakeParts:
         return version_of(self.server.model_dump_json())
 
     def engine_version(self, model: str) -> str:
-        return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights)
+        return version_of(self.step_s, self.row_s, self.slow, self.drafts, self.weights, self.text)
 
     def front(self) -> Front:
         tasks = self.tasks()
@@ -141,7 +142,7 @@ class FakeParts:
         """One engine."""
         if self.drafts:
             return learning_engine(step_s=step_s, row_s=self.row_s)
-        return make_engine(step_s=step_s, row_s=self.row_s, drafts=False)
+        return make_engine(step_s=step_s, row_s=self.row_s, drafts=False, seed=self.text)
 
 
 def fake_server(**sections: object) -> ServerConfig:

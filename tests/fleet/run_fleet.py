@@ -4,6 +4,7 @@ It says READY and then does what it is told, a line each:
 
     deploy OPTIONS   runs another fleet on the same Ray, on the same port; READY
     kill [NAME]      ends an engine replica's process as kill -9 does; KILLED and its id
+    rewrite          deploys a model that writes other texts; REWRITTEN
     update           deploys other weights; UPDATED and how often that was
     learned TASK     LEARNED and JSON: what each engine has learned of a task
     lose             ends all processes of a node that has engine replicas, not the first; LOST
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--own-ports", type=int)
     parser.add_argument("--more-tasks", type=Path)
     parser.add_argument("--shared", help="folder by which the engines learn from each other")
+    parser.add_argument("--drain-s", type=float, default=30.0, help="server.yaml's")
     parser.add_argument("--keys", action="store_true", help="those of KEYS are needed")
     return parser
 
@@ -72,9 +74,9 @@ def _fleet_of(
     options: argparse.Namespace, address: str | None = None
 ) -> tuple[ClusterConfig, FakeParts]:
     keys = KEYS if options.keys else ()
-    server: ServerConfig = fake_server(keys=keys, limits=LIMITS).model_copy(
-        update={"listen": ListenConfig(port=options.port)}
-    )
+    server: ServerConfig = fake_server(
+        keys=keys, limits={**LIMITS, "drain_s": options.drain_s}
+    ).model_copy(update={"listen": ListenConfig(port=options.port)})
     cluster = fake_cluster(
         options.replicas,
         options.ingresses,
@@ -114,6 +116,10 @@ def main() -> None:
                     parts = replace(parts, weights=parts.weights + 1)
                     fleet.update(cluster, parts)
                     _say(f"UPDATED {parts.weights}")
+                elif command == "rewrite":
+                    parts = replace(parts, text=parts.text + 1)
+                    fleet.update(cluster, parts)
+                    _say("REWRITTEN")
                 elif command == "behead":
                     _say(f"BEHEADED {_behead(keeper)}")
                 elif not _obey(command, rest, fleet, nodes):

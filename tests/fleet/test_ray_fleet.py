@@ -106,10 +106,39 @@ def test_the_state_of_every_replica_is_told(fleet: FleetProcess) -> None:
     metrics = _get(fleet.url + "/metrics").text
     for name in ("tiny/0", "tiny/1"):
         assert f'tailor_num_requests_running{{engine="{name}",model="tiny"}}' in metrics
-    health = _get(fleet.url + "/health").json()
+    health = _get(fleet.url + "/health").json()  # as a single server's, the fleet one engine
     assert health["status"] == "ok"
     assert [engine["name"] for engine in health["engines"]] == ["tiny/fleet"]
     assert _get(fleet.url + "/v1/models").status_code == 200
+
+
+def test_sums_over_all_that_are_scraped_count_nothing_twice(fleet: FleetProcess) -> None:
+    """What Prometheus scrapes: each ingress on its own port."""
+    before, num = _sums(), 12
+    for i in range(num):
+        _post(f"http://127.0.0.1:{OWN_PORTS + i % 2}", _body(i))
+    wait_until(lambda: _sums()["steps"] > before["steps"], 20)
+    after = _sums()
+    assert after["up"] == 2.0
+    assert after["requests"] - before["requests"] == num
+    on_main = _get(fleet.url + "/metrics").text
+    assert "/fleet" not in on_main
+    assert abs(_total(on_main, "tailor_engine_steps_total") - _sums()["steps"]) < 5
+
+
+def _sums() -> dict[str, float]:
+    texts = [_get(f"http://127.0.0.1:{OWN_PORTS + i}/metrics").text for i in range(2)]
+    assert any("tailor_time_to_first_token_seconds_bucket{" in text for text in texts)
+    return {
+        "up": sum(_total(text, "tailor_engine_up") for text in texts),
+        "steps": sum(_total(text, "tailor_engine_steps_total") for text in texts),
+        "requests": sum(_total(text, "tailor_request_success_total") for text in texts),
+    }
+
+
+def _total(metrics: str, name: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith(f"{name}{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def test_a_client_that_leaves_frees_its_engine(fleet: FleetProcess) -> None:

@@ -88,3 +88,32 @@ def test_an_update_loses_no_request(fleet: FleetProcess) -> None:
             thread.result(60)
     status = fleet.ask("status", "STATUS")
     assert status.count("HEALTHY") == 4 and "UNHEALTHY" not in status  # a builder among them
+
+
+def test_a_stream_ends_on_the_weights_that_began_it(fleet: FleetProcess) -> None:
+    """It takes longer than server.yaml's drain_s, and the new model writes another text."""
+    body = {
+        "model": "task-1", "prompt": "the quick", "max_tokens": 200, "temperature": 0.0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    options = ["--replicas", "1", "--step-s", "0.015", "--drain-s", "0.5"]
+
+    def text(begun: threading.Event | None = None) -> str:
+        told = ""
+        with httpx.stream("POST", fleet.url + "/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    told += json.loads(line[6:])["choices"][0]["text"]
+                    if begun is not None:
+                        begun.set()
+        return told
+
+    fleet.deploy(*options)
+    with ThreadPoolExecutor(1) as threads:
+        wanted = text()
+        begun = threading.Event()
+        answer = threads.submit(text, begun)
+        assert begun.wait(30)
+        fleet.ask("rewrite", "REWRITTEN", timeout_s=120)
+        assert answer.result(60) == wanted
+        assert text() != wanted
