@@ -398,6 +398,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def _learn(self, drafter: AutoDrafter, token: int) -> None:
         """Learn from a token that came, before it is appended, and whether the corpus helps."""
         trust, scratch = drafter.trust, drafter.workspace.gathered
+        trust.has_news = True
         if not drafter.has_corpus:
             evidence = (trust.evidence, trust.outcomes)
             learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
@@ -405,6 +406,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
         # Both ways of drafting learn from every token at first; later the one that is not in use
         # does from one in COMPARE_EVERY, so that it is there when the task changes.
         fit, without = trust.fit, trust.without
+        without.has_news = True
         drafter.num_seen += 1
         is_compared = fit.num_tokens < COMPARE_ALL or drafter.num_seen % COMPARE_EVERY == 0
         chance = chance_without = 0.0

@@ -137,6 +137,7 @@ class Trust:
     evidence: float64 [2, NUM_CELLS]: expected times a level was asked, and answered.
     outcomes: float64 [3, NUM_FACTORS]: sum of claimed chances, times right, times claimed.
 
+    has_news: whether evidence came that update_if_due has not looked at; set by who adds it.
     prior_strength, factor_strength: asks, and expected hits, that the defaults count for.
     memory: a cell's evidence is halved once it holds more than this.
     """
@@ -167,6 +168,7 @@ class Trust:
         self.factor_strength = factor_strength
         self.memory = memory
         self._next_update = 0.0
+        self.has_news = True
         self.fit = CorpusFit()
         self._without: Trust | None = None
 
@@ -195,7 +197,11 @@ class Trust:
         self.forget()
 
     def update_if_due(self, every: float = 256.0) -> None:
-        """update(), unless evidence of less than `every` asks came since the last one."""
+        """update(), unless evidence of less than `every` asks came since the last one. Looks only
+        where a token was learned from since the last call: the sessions of a step all call it."""
+        if not self.has_news:
+            return
+        self.has_news = False
         asked = float(self.evidence[0].sum())
         if asked >= self._next_update:
             self.update()
@@ -232,6 +238,7 @@ class Trust:
         self.evidence[:] = 0.0
         self.outcomes[:] = 0.0
         self._next_update = 0.0
+        self.has_news = True
         self.fit = CorpusFit()
         self._without = None
         self.update()
@@ -319,6 +326,7 @@ class Trust:
         self.evidence[:] = evidence
         self.outcomes[:] = outcomes
         self._next_update = 0.0
+        self.has_news = True
         self.update()
 
 
