@@ -338,7 +338,8 @@ class DeviceFigures:
     """Memory of an accelerator in bytes, and how busy it is.
 
     reserved: what the engine's allocator holds, allocated: what its tensors take of that. free,
-    total: of the device, whoever uses it. utilisation: 0 to 1, None where it cannot be told.
+    total: of the device, whoever uses it. utilisation: 0 to 1, None where it cannot be told. steps:
+    since the start, that replayed a CUDA graph, that captured one first, and without one.
     """
 
     reserved: int
@@ -346,6 +347,7 @@ class DeviceFigures:
     free: int
     total: int
     utilisation: float | None = None
+    steps: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +432,9 @@ class AdapterOrder:
         return self.adapter_id.rpartition("@")[0]
 
 
+DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
+"""Sequences in one step, by kind of device: as many as the largest CUDA graph has rows."""
+
 DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
 """Rows in one step, by kind of device: a GPU is idle while few rows are on it."""
 
@@ -450,7 +455,7 @@ class EngineSizes:
     max_waiting_requests, max_waiting_tokens: bounds of the queue.
     """
 
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_SEQS["cpu"]
     max_num_batched_tokens: int = DEFAULT_ROWS["cpu"]
     block_size: int = 16
     kv_bytes: int | None = None

@@ -421,6 +421,11 @@ SERVING = Dashboard(
                 (Query(f"max by (engine) (tailor_device_utilization_ratio{E})", "{{engine}}"),),
                 unit="percentunit",
             ),
+            Panel(
+                "CUDA graphs",
+                "Steps a second that replayed a graph, captured one first or had none.",
+                (Query(rate("cuda_graph_steps_total", "kind", where=E), "{{kind}}"),),
+            ),
         ),
         "Outcomes": (
             Panel(

@@ -31,12 +31,11 @@ from server.config import (
 )
 from server.config import with_overrides as over
 from server.errors import ConfigError, TailorError
-from server.types import DEFAULT_ROWS, EngineSizes
+from server.types import DEFAULT_ROWS, DEFAULT_SEQS
 from server.wiring.places import check_places
 
 HELLO_PROMPT = "The capital of France is"
 
-_SIZES = EngineSizes()  # the defaults
 _WHERE = Group("Where", sort_key=1)
 _WHAT = Group("What", sort_key=2)
 _HOW = Group("How", sort_key=3)
@@ -123,7 +122,12 @@ class EngineOptions:
     weights: Annotated[WeightsForm | None, Parameter(help=WEIGHTS_HELP)] = None
     max_model_len: Annotated[int | None, Parameter(help="longest prompt + output")] = None
     max_num_seqs: Annotated[
-        int | None, Parameter(help=f"sequences in one step ({_SIZES.max_num_seqs})")
+        int | None,
+        Parameter(
+            help="sequences in one step ("
+            + ", ".join(f"{seqs} on {kind}" for kind, seqs in DEFAULT_SEQS.items())
+            + ")"
+        ),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,

@@ -21,7 +21,7 @@ from server.config.section import Section, from_folder, validate
 from server.config.values import Memory, check_name
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
-from server.types import DEFAULT_ROWS, DecoderChoice, EngineSizes
+from server.types import DEFAULT_ROWS, DEFAULT_SEQS, DecoderChoice, EngineSizes
 
 _SIZES = EngineSizes()  # the defaults
 
@@ -201,8 +201,12 @@ class EngineConfig(Section):
     max_model_len: int | None = Field(
         None, ge=16, le=1 << 24, description="longest prompt + output; default the model's own"
     )
-    max_num_seqs: int = Field(
-        _SIZES.max_num_seqs, ge=1, le=4096, description="sequences in one step"
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="sequences in one step; default "
+        + ", ".join(f"{seqs} on {kind}" for kind, seqs in DEFAULT_SEQS.items()),
     )
     max_num_batched_tokens: int | None = Field(
         None,
@@ -278,17 +282,19 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _rows_for_all(self) -> EngineConfig:
         rows = self.max_num_batched_tokens
-        if rows is not None and rows < self.max_num_seqs:
+        least = self.max_num_seqs or DEFAULT_SEQS["cpu"]
+        if rows is not None and rows < least:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         return self
 
     def sizes(self, limits: LimitsConfig, device: str) -> EngineSizes:
         """The sizes of an engine. limits: of the server, whose queue an engine's is."""
         memory = self.kv_cache_memory
-        default_rows = max(self.max_num_seqs, DEFAULT_ROWS[device.partition(":")[0]])
+        kind = device.partition(":")[0]
+        rows = self.max_num_batched_tokens or max(self.max_num_seqs or 0, DEFAULT_ROWS[kind])
         return EngineSizes(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens or default_rows,
+            max_num_seqs=self.max_num_seqs or min(rows, DEFAULT_SEQS[kind]),
+            max_num_batched_tokens=rows,
             block_size=self.block_size,
             kv_bytes=None if memory is None else memory.num_bytes,
             kv_fraction=None if memory is None else memory.fraction,

@@ -226,6 +226,11 @@ class EngineFamilies:
             "Share of time in which a GPU runs a kernel, by NVML",
             _ENGINE,
         )
+        self.graph_steps = to.counter(
+            "cuda_graph_steps",
+            "Steps of a GPU by whether they replayed a CUDA graph, captured one first or had none",
+            (*_ENGINE, "kind"),
+        )
         self.up = to.gauge("engine_up", "1 while the engine serves", _ENGINE)
         self.heartbeat_age = to.gauge(
             "engine_heartbeat_age_seconds", "Seconds since the engine last made progress", _ENGINE

@@ -336,7 +336,7 @@ class Metrics:
         for figures in series.last.adapters:
             self._adapters.num_bytes.labels(engine, model, figures.name).set(0)
         if series.last.device is not None:
-            self._device_figures(engine, model, DeviceFigures(0, 0, 0, 0, 0.0))
+            self._device_figures(engine, model, DeviceFigures(0, 0, 0, 0, 0.0), None)
         if restarted:
             series.restarts.inc()
 
@@ -396,10 +396,12 @@ class Metrics:
             self._learned_figures(engine, model, stats, last)
         if stats.adapters != last.adapters:
             self._adapter_figures(engine, model, stats, last)
-        self._device_figures(engine, model, stats.device)
+        self._device_figures(engine, model, stats.device, last.device)
         s.last = stats
 
-    def _device_figures(self, engine: str, model: str, figures: DeviceFigures | None) -> None:
+    def _device_figures(
+        self, engine: str, model: str, figures: DeviceFigures | None, last: DeviceFigures | None
+    ) -> None:
         """Engines on a CPU tell none, and have no such series."""
         if figures is None:
             return
@@ -408,6 +410,10 @@ class Metrics:
             families.device_memory.labels(engine, model, kind).set(getattr(figures, kind))
         if figures.utilisation is not None:
             families.device_use.labels(engine, model).set(figures.utilisation)
+        before = (0, 0, 0) if last is None else last.steps
+        kinds = ("replayed", "captured", "none")
+        for kind, now, old in zip(kinds, figures.steps, before, strict=True):
+            families.graph_steps.labels(engine, model, kind).inc(max(0, now - old))
 
     def _learned_figures(
         self, engine: str, model: str, stats: EngineStats, last: EngineStats

@@ -271,11 +271,16 @@ def _cuda_blocks(
 ) -> int:
     """KV blocks beside the weights, which are loaded, and what a step takes."""
     from server.model.gpu.decoder import kept_by
+    from server.model.gpu.graphs import MAX_GRAPH_ROWS
     from server.model.gpu.kv_cache import bytes_per_block
-    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES
+    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
     from server.model.kv_memory import num_blocks_for, step_reserve
 
     sizes, kept = spec.sizes, kept_by(shape)
+    graph_bytes = 0
+    if spec.cuda_graphs and spec.full_head == "device":
+        rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
+        graph_bytes = 4 * shape.vocab_size * graph_head_rows(shape.vocab_size, HEAD_BYTES, rows)
     return num_blocks_for(
         bytes_per_block(
             kept.layers,
@@ -293,7 +298,7 @@ def _cuda_blocks(
             hidden_size=shape.hidden_size,
             inner_size=shape.intermediate_size,
             itemsize=dtype.itemsize,
-            head_bytes=HEAD_BYTES + PARTIAL_BYTES,
+            head_bytes=HEAD_BYTES + PARTIAL_BYTES + graph_bytes,
         ),
     )
 

@@ -95,7 +95,13 @@ def test_a_gpu_s_figures_are_there_only_where_there_is_one() -> None:
     metrics.engine_stats("m/1", "m", EngineStats(device=DeviceFigures(5, 4, 2, 8)))
     memory = {"reserved": 5.0, "allocated": 4.0, "free": 2.0, "total": 8.0}
     assert told(metrics) == memory, "without NVML nothing is told of its use"
-    metrics.engine_stats("m/1", "m", EngineStats(device=DeviceFigures(5, 4, 2, 8, 0.5)))
+    for steps in ((3, 1, 2), (9, 1, 4)):
+        figures = DeviceFigures(5, 4, 2, 8, 0.5, steps)
+        metrics.engine_stats("m/1", "m", EngineStats(device=figures))
     assert told(metrics) == memory | {"use": 0.5}
+    text = metrics.exposition().decode()
+    for kind, num in (("replayed", 9), ("captured", 1), ("none", 4)):
+        labels = f'engine="m/1",kind="{kind}",model_name="m"'
+        assert f"tailor_cuda_graph_steps_total{{{labels}}} {num}.0" in text
     metrics.engine_down("m/1", "m", restarted=False)
     assert set(told(metrics).values()) == {0.0}

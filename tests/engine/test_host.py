@@ -391,7 +391,7 @@ def test_threads_and_descriptors_do_not_pile_up() -> None:
 
 def test_a_device_s_figures_come_with_the_stats(start_here: Start) -> None:
     """A runner that tells of a device: with each step's stats, and when idle."""
-    figures = DeviceFigures(5, 4, 2, 8, 0.5)
+    figures = DeviceFigures(5, 4, 2, 8, 0.5, (3, 1, 2))
 
     def built() -> Engine:
         engine = factory()()

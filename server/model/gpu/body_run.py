@@ -22,7 +22,7 @@ from server.model.gpu.convolution import input_sources
 from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
-from server.model.gpu.lora import lora_spans
+from server.model.gpu.lora import SPAN_FIELDS, lora_spans
 from server.model.gpu.slices import gathered
 from server.model.gpu.transfers import Upload
 
@@ -95,10 +95,12 @@ class BodyRun:
             num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
             self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
-        per_row = 4 * (12 + paged.TILE_FIELDS + graph_rows // paged.WORD + self._taps) + width
+        words = graph_rows // paged.WORD
+        per_row = 4 * (12 + paged.TILE_FIELDS + SPAN_FIELDS + words + self._taps) + width
         tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         self.head: GraphHead | None = None
+        self._num_graph = self._num_plain = 0
         if graph_rows:
             self.graphs = StepGraphs(device, graph_rows)
 
@@ -137,8 +139,9 @@ class BodyRun:
             return BodyPlan(arrays, None, None)
         arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
-        key = None if spans.shape[0] else self._graph_key(batch, tiles)
+        key = self._graph_key(batch, tiles)
         if key is not None:
+            key = key._replace(has_adapters=bool(spans.shape[0]))
             # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
             num_blocks = key[1] * self.shape.split_size // self._cache.block_size
             shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
@@ -223,8 +226,15 @@ class BodyRun:
             return hidden, logits, drawn
 
         if plan.graph_key is None or self.graphs is None:
+            self._num_plain += 1
             return Computed(*forward(True))
+        self._num_graph += 1
         return Computed(*self.graphs.run(plan.graph_key, forward))
+
+    def steps(self) -> tuple[int, int, int]:
+        """Steps since the start: replayed, captured first, and without a graph."""
+        num_captured = 0 if self.graphs is None else self.graphs.num_captured
+        return self._num_graph - num_captured, num_captured, self._num_plain
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """A graph step's arrays on the device, where its bucket has them."""

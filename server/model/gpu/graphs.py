@@ -10,8 +10,10 @@ What makes this possible lives elsewhere and must stay: all inputs of the body a
 device buffer at offsets that a bucket fixes (server.model.gpu.body_run), launches have grids
 known on the host, and nothing between the upload and the last hidden state syncs.
 
-Vocabulary slices work beside it: their graph ends at the hidden states, their products and draws
-are outside. Embeddings that are gathered in CPU memory are inputs like the others.
+Adapters' rows are in graphs of their own: their tables keep their addresses until larger ones are
+needed, and the graphs are captured again then. Vocabulary slices work beside graphs: theirs ends
+at the hidden states, their products and draws are outside. Embeddings that are gathered in CPU
+memory are inputs like the others.
 
 The bucket arithmetic is tested on a CPU, and so is a replay that calls what was captured first, on
 the addresses that it read. Capture itself has not run on a GPU: tests/gpu compares it with the
@@ -29,6 +31,7 @@ import torch
 
 from server.model.gpu import attention as paged
 from server.model.gpu.convolution import NOTHING
+from server.model.gpu.lora import SPAN_FIELDS
 
 Array = npt.NDArray[Any]
 
@@ -52,11 +55,13 @@ def split_level(num_splits: int, max_splits: int) -> int:
 
 
 class GraphKey(NamedTuple):
-    """rows, splits: as padded. has_head: whether the full LM head is in the graph."""
+    """rows, splits: as padded. has_head, has_adapters: whether the full LM head and rows' adapters
+    are in the graph."""
 
     rows: int
     splits: int
     has_head: bool = False
+    has_adapters: bool = False
 
 
 Outputs = tuple[torch.Tensor, ...]
@@ -69,6 +74,7 @@ class StepGraphs:
     def __init__(self, device: torch.device, largest: int) -> None:
         self._device = device
         self.largest = largest
+        self.num_captured = 0
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -92,12 +98,13 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 outputs = forward(True)
             found = self._graphs[key] = (graph, outputs)
+            self.num_captured += 1
         graph, outputs = found
         graph.replay()
         return outputs
 
     def forget(self) -> None:
-        """Drop all graphs: their input buffer has moved."""
+        """Drop all graphs: something that they read has moved."""
         self._graphs.clear()
 
 
@@ -114,7 +121,7 @@ def pad_to_bucket(
     it are not read. Padded rows have no keys, no tile and the trash slot; every shape depends on
     the key alone.
     """
-    num_rows, num_splits, _ = key
+    num_rows, num_splits = key.rows, key.splits
     for name in ("token_ids", "token_from", "positions", "seq_ids", "slots", "prefix_len"):
         fill = {"slots": trash_slot, "token_from": -1}.get(name, 0)
         padded = np.full(num_rows, fill, np.int32)
@@ -126,6 +133,8 @@ def pad_to_bucket(
         arrays["sources"] = sources
     num_words = -(-num_rows // paged.WORD)
     arrays["ancestors"] = _corner(arrays["ancestors"], (num_rows, num_words))
+    if key.has_adapters:  # a span a row is the most; padded ones have no rows
+        arrays["adapters"] = _corner(arrays["adapters"], (num_rows, SPAN_FIELDS))
     if "embeds" in arrays:
         arrays["embeds"] = _corner(arrays["embeds"], (num_rows, arrays["embeds"].shape[1]))
     arrays["block_tables"] = _corner(arrays["block_tables"], tables_shape)

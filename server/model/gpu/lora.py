@@ -166,7 +166,8 @@ def lora_spans(batch: Batch) -> Int32:
 class LoraBank:
     """The adapters on a device, by place. Changed between steps alone.
 
-    The tables grow to the highest place and the widest adapter that were ever held, and stay.
+    The tables grow for a higher place (at least twofold) and a wider adapter, and stay: CUDA graphs
+    read them where they are.
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -181,12 +182,15 @@ class LoraBank:
         """Of a layer's products, by the number of their kind. At least one adapter was held."""
         return self._tables[layer]
 
-    def hold(self, place: int, adapter: GpuAdapter) -> None:
-        """Put a packed adapter at a free place. No step may be in flight."""
+    def hold(self, place: int, adapter: GpuAdapter) -> bool:
+        """Put a packed adapter at a free place; whether the tables have moved for it. No step may
+        be in flight."""
         if place in self._held:
             raise ValueError(f"place {place} is taken")
-        if place >= self._places or adapter.columns > self._columns:
-            self._grow(max(place + 1, self._places), max(adapter.columns, self._columns))
+        moves = place >= self._places or adapter.columns > self._columns
+        if moves:
+            places = self._places if place < self._places else max(place + 1, 2 * self._places)
+            self._grow(places, max(adapter.columns, self._columns))
         for tables, parts in zip(self._tables, adapter.parts, strict=True):
             for table, part in zip(tables, parts, strict=True):
                 _clear(table, place)
@@ -197,6 +201,7 @@ class LoraBank:
                     table.scales[place, :columns] = scales.to(self._device)
                     table.b[place, :columns] = b.to(self._device)
         self._held[place] = adapter
+        return moves
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine. No step may be in flight."""

@@ -2,7 +2,7 @@
 
 A program has one span: up to SPAN_ROWS rows of one adapter. A row's result is a function of that
 row and its adapter: rows are lines of one tile, and no sum crosses them. Sums are float32. Grids
-are known on the host, and nothing syncs.
+are known on the host, and nothing syncs. A span without rows pads a CUDA graph's, and ends at once.
 
 tests/model/gpu/test_lora.py compares them with TorchOps in Triton's interpreter and compiles them
 for sm_80 to sm_100; they were not run on a GPU. Block sizes were not tuned on one.
@@ -44,6 +44,8 @@ def _shrink(
     """Program (span): t = (x @ A) * scale for its rows. t: float32 [spans, SPAN_ROWS, COLUMNS]."""
     span = tl.program_id(0).to(tl.int64)
     first, num, place = _span_at(spans, span)
+    if num == 0:
+        return
     r = tl.arange(0, _ROWS)
     c = tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
@@ -71,6 +73,8 @@ def _expand(
     """Program (span, part): y += t @ B for its rows and BLOCK_N outputs."""
     span = tl.program_id(0).to(tl.int64)
     first, num, place = _span_at(spans, span)
+    if num == 0:
+        return
     r = tl.arange(0, _ROWS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < SIZE

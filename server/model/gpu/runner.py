@@ -58,7 +58,7 @@ from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
 from server.model.gpu.results import Step
 from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
-from server.model.gpu.spec import TorchModel, Ways
+from server.model.gpu.spec import TorchModel, Ways, graph_head_rows
 from server.model.gpu.transfers import TURNS, HostTable, SideStream, Upload
 from server.model.gpu.warm_up import warm_up_batch, warm_up_shapes
 from server.types import DeviceFigures, ModelInfo
@@ -122,8 +122,9 @@ class TorchRunner:
         self._body = self._make_body(module, dtype, embedding, ways)
         self.info = replace(info, decoder=self._body.body.name)
         if self._body.graphs is not None and isinstance(self._head, LmHead):
-            most = ways.head_bytes // (4 * self._head.weight.shape[0])
-            self._body.head = GraphHead(self._head, min(most, self._body.graphs.largest))
+            largest = self._body.graphs.largest
+            num_rows = graph_head_rows(self._head.weight.shape[0], ways.head_bytes, largest)
+            self._body.head = GraphHead(self._head, num_rows)
         self._planner = HeadPlanner(self._slices, self._head.vocab_size, ways.head_bytes)
         self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
         self._num_previous = 0
@@ -315,7 +316,8 @@ class TorchRunner:
         """See AdaptingRunner."""
         self._check_idle()
         with torch.inference_mode(), self._on_stream():
-            self._adapting().hold(place, adapter)
+            if self._adapting().hold(place, adapter) and self._body.graphs is not None:
+                self._body.graphs.forget()  # they read the tables where they were
 
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
@@ -339,7 +341,9 @@ class TorchRunner:
 
     def device_figures(self) -> DeviceFigures | None:
         """See MeasuredRunner."""
-        return None if self._meter is None else self._meter.figures()
+        if self._meter is None:
+            return None
+        return replace(self._meter.figures(), steps=self._body.steps())
 
     def close(self) -> None:
         """Wait for the device and let go of weights and KV memory. Idempotent."""

@@ -14,6 +14,12 @@ HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
 
 
+def graph_head_rows(head_rows: int, head_bytes: int, graph_rows: int) -> int:
+    """Rows whose logits (float32 [rows, head_rows], kept beside a step's own) graphs compute: of
+    graphs of at most graph_rows, and no more than head_bytes hold."""
+    return min(head_bytes // (4 * head_rows), graph_rows)
+
+
 class TorchModel(NamedTuple):
     """A model's weights, and which of them lie in CPU memory.
 

@@ -26,6 +26,7 @@ from server.model.gpu.runner import TorchRunner
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
+from tests.model.gpu.test_attention import FirstCalls, use_graphs
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
@@ -197,6 +198,41 @@ def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float16, 2e-2)])
 def test_triton_adds_adapters_as_the_reference(dtype: torch.dtype, atol: float) -> None:
     check_kernels(dtype, atol, "cpu")
+
+
+@needs_interpreter
+@needs_peft
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
+    """A graph is captured once; the next step's rows have other adapters, in other spans. Larger
+    tables lie elsewhere, and are captured again."""
+    for seed, rank in ((0, 4), (1, 3), (2, 40)):
+        lora(families.build("llama"), tmp_path / str(seed), seed, r=rank)
+    runner, plain = fused(attention="triton"), fused()
+    graphs = FirstCalls(16)
+    use_graphs(runner, graphs)
+    packed = [plain.pack_adapter(str(tmp_path / str(seed))) for seed in range(3)]
+    steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((4, 5, 3), (0, -1, 1)), ((3, 3, 4, 1), (1, 1, -1, 0)), ((5, 7), (-1, 0)),
+    ]  # fmt: skip
+    forgotten = []
+    for place in range(3):
+        for one in (runner, plain):
+            one.hold_adapter(place, packed[place])
+        forgotten.append(graphs.num_forgotten)
+        if place == 0:
+            continue
+        for lengths, places in steps if place == 1 else [((5, 6), (2, 0))]:
+            prompts = [tokens(num, num) for num in lengths]
+            got, want = (logprobs(one, prompts, places) for one in (runner, plain))
+            for own, other in zip(got, want, strict=True):
+                np.testing.assert_allclose(own, other, rtol=0, atol=1e-4)
+    assert forgotten == [1, 2, 3] and graphs.num_captured == 2
+    assert graphs.keys == [(16, 1, True, True)] * 4
+    logprobs(runner, [tokens(3, 1)], None)
+    assert graphs.keys[-1] == (4, 1, True, False)
+    runner.close()
+    plain.close()
 
 
 COLUMNS = 256  # q, k and v of rank 64
