@@ -4,7 +4,7 @@ A converted model's marker (tailor.json) lists the sha256 of each of its files a
 `check_kept` compares them: once per machine, and again after any change of a file's size or times.
 Weights that were written in part still load, and the model answers badly without any error.
 
-Importing this module imports neither torch nor transformers.
+Importing this module imports neither torch nor transformers, nor anything that is installed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import platformdirs
 
 from server.errors import CacheFolderError, IntegrityError
 
@@ -39,7 +37,11 @@ _DISK_ERRORS = frozenset(
 def cache_dir() -> Path:
     """$TAILOR_CACHE_DIR, or the user's cache folder. Not created."""
     override = os.environ.get("TAILOR_CACHE_DIR")
-    return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("tailor"))
+    if override:
+        return Path(override).expanduser()
+    import platformdirs  # here: loadtest/gpu_check.py runs where it is not
+
+    return Path(platformdirs.user_cache_dir("tailor"))
 
 
 @contextmanager

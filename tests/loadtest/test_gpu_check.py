@@ -4,6 +4,8 @@ what it keeps when a part fails, hangs or writes what is no result."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -187,3 +189,34 @@ def test_weights_are_counted_once() -> None:
     module = build(SHAPES["tiny"], CPU, torch.float32)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert weight_bytes(module) == 4 * (2 * layer + 64 + 256 * 64)
+
+
+# What torch, transformers, triton, numpy, numba and pytest bring along is not here.
+NOT_THERE = (
+    "cyclopts fastapi fontTools gguf httptools langcodes llguidance msgspec platformdirs "
+    "prometheus_client psutil pydantic sentencepiece stamina starlette structlog uvicorn uvloop "
+    "hypothesis openai peft ray xdist accelerate"
+).split()
+BARE = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.partition(".")[0] in {NOT_THERE!r}
+        return None if absent else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
+import loadtest.gpu_check, loadtest.gpu.parts
+from tests.gpu import test_cuda
+"""
+
+
+def test_it_runs_where_only_torch_and_transformers_are() -> None:
+    """The plan's parts and the tests of tests/gpu import nothing that a bare machine lacks."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BARE], capture_output=True, text=True,
+        cwd=gpu_check.ROOT, env={**os.environ, "PYTHONPATH": str(gpu_check.ROOT)}, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -34,8 +34,8 @@ from tests.model import attention_cases as cases
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
+from tests.model.gpu.cut_problems import cut_problem
 from tests.model.gpu.launches import Launched
-from tests.model.gpu.test_sampler import cut_problem
 from tests.model.torch_runners import runner_over
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from server.model.gpu.draw_plan import DrawPlan, plan_draws
 from server.model.gpu.sampler import Sampler, token_logprobs
 from server.types import SamplingParams
 from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.gpu.cut_problems import cut_problem
 
 V = 130  # not a multiple of 32: the last mask word is partly used
 
@@ -135,25 +136,6 @@ def test_the_same_ids_as_the_reference(case: tuple[Batch, Logits], selected: int
         patch.setattr(nucleus, "SELECTED", selected)
         assert draw_all(batch, logits) == reference(batch, logits)
     np.testing.assert_array_equal(logits, before)
-
-
-def cut_problem(
-    seed: int, rows: int, size: int
-) -> tuple[torch.Tensor, DrawPlan, dict[str, torch.Tensor]]:
-    """x float64 [rows, size] with ties, empty and peaked rows, a plan with top_k and top_p alone,
-    together and off, and the plan's arrays."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, size)) * rng.choice([0.01, 1.0, 6.0], (rows, 1))
-    x[::3] = np.round(x[::3] * 2) / 2
-    x[1::4, rng.permutation(size)[: size // 3]] = -np.inf
-    x[2] = 1.0
-    x[3] = -np.inf
-    arrays = {
-        "top_k": rng.choice([size, size, 3, size // 2], rows).astype(np.int64),
-        "top_p": rng.choice([1.0, 0.999, 0.9, 0.3], rows),
-    }
-    plan = DrawPlan(arrays, rows, False, -1, True, True)
-    return torch.from_numpy(x), plan, {k: torch.from_numpy(a) for k, a in arrays.items()}
 
 
 @pytest.mark.parametrize("selected", [1024, 64, 1])
