@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.docker import prove
+from tests.docker import prove, resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("Dockerfile*"))
@@ -60,6 +61,20 @@ def test_the_cuda_image_leaves_triton_to_torch() -> None:
     cuda = (REPOSITORY / "docker" / "Dockerfile").read_text()
     assert cuda.index("torch==") < cuda.index('".${EXTRAS}"')
     assert "ARG EXTRAS=[gpu]\n" in cuda
+
+
+@pytest.mark.skipif(
+    os.environ.get("TAILOR_RESOLVE") != "1", reason="asks the package index: TAILOR_RESOLVE=1"
+)
+def test_what_the_cuda_image_installs_fits_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolve.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "torch==2.13.0" in lines and any(line.startswith("triton==") for line in lines)
+
+
+def test_the_resolver_asks_for_what_the_image_installs() -> None:
+    file = REPOSITORY / "docker" / "Dockerfile"
+    assert resolve.asked(file.read_text()) == ["torch==2.13.0", f"{REPOSITORY}[gpu]"]
 
 
 def test_a_machine_without_a_gpu_gets_the_cpu_s_torch() -> None:
