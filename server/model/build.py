@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.generic import IMPLEMENTATION, is_generic
-from server.types import DecoderChoice, EngineSizes, ModelInfo
+from server.types import DecoderChoice, EngineSizes, ModelInfo, NarrowForm
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,8 @@ class RunnerSpec:
 
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
-    "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file". max_model_len: None =
+    "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file"; on CUDA the layers' are
+    of `dtype`, "int8" or "fp8". max_model_len: None =
     the model's own limit, or what the KV memory holds if that is less. threads:
     CPU threads, None = the cores this process may run on. kv_dtype: what a CPU keeps K and V as:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
@@ -67,11 +68,11 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
     """
     if spec.device == "cpu":
         return _build_cpu_runner(spec, progress)
-    if spec.weights != "auto":
+    if spec.weights not in ("auto", "int8", "fp8"):
         raise UnsupportedModelError(
-            f"weights: {spec.weights} is for cpu; on {spec.device} `dtype` says what they are, and "
-            "nothing is quantised there yet. Nearest that works: `dtype: bfloat16`, or `devices: "
-            "[cpu]` for this model"
+            f"weights: {spec.weights} is for cpu; on {spec.device} they have `dtype`, or 8 bits. "
+            "Nearest that works: `weights: int8`, `dtype: bfloat16`, or `devices: [cpu]` for this "
+            "model"
         )
     if spec.kv_dtype != "auto":
         raise UnsupportedModelError(
@@ -113,6 +114,8 @@ def _cpu_form(spec: RunnerSpec, *, is_file: bool) -> str:
         raise ValueError(
             f"weights {spec.weights}, dtype {spec.dtype}: `file` needs a GGUF's folder"
         )
+    if spec.weights == "fp8":
+        raise ValueError("weights fp8 is for cuda; on a CPU int8 and int4 are the small ones")
     if spec.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype on a CPU is float32 or bfloat16, not {spec.dtype}")
     if spec.weights == "auto":
@@ -253,23 +256,37 @@ def _build_generic_runner(spec: RunnerSpec, folder: ModelFolder, form: str) -> R
     return GenericRunner(model, info, num_threads=spec.threads)
 
 
-def _prepare_cuda(device: torch.device) -> None:
-    """What is torch's own state, for this process: one engine, one device.
+def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
+    """What is torch's own state, for this process: one engine, one device. Raises
+    UnsupportedModelError where the device does not compute weights of the form `narrow`.
 
     Sums of bfloat16 and float16 products are kept in float32 to their end: how a product is split
     depends on the number of rows, and must not be seen in the text.
     """
     import torch
 
+    from server.model.gpu.narrow import LEAST_CAPABILITY
+
+    if narrow is not None and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY[narrow]:
+        raise UnsupportedModelError(
+            f"weights: {narrow} needs compute capability {LEAST_CAPABILITY[narrow]}, and {device} "
+            f"has {torch.cuda.get_device_capability(device)}. Nearest that works: `weights: "
+            f"{'int8' if narrow == 'fp8' else 'auto'}`"
+        )
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _cuda_blocks(
-    spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype, device: torch.device
+    spec: RunnerSpec,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    saved: int,
 ) -> int:
-    """KV blocks beside the weights, which are loaded, and what a step takes."""
+    """KV blocks beside the weights, which are loaded, and what a step takes. saved: bytes that the
+    weights will give back."""
     from server.model.gpu.decoder import kept_by
     from server.model.gpu.graphs import MAX_GRAPH_ROWS
     from server.model.gpu.kv_cache import bytes_per_block
@@ -299,7 +316,8 @@ def _cuda_blocks(
             inner_size=shape.intermediate_size,
             itemsize=dtype.itemsize,
             head_bytes=HEAD_BYTES + PARTIAL_BYTES + graph_bytes,
-        ),
+        )
+        - saved,
     )
 
 
@@ -310,6 +328,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     import torch
 
     from server.model.gpu.generic import take_over
+    from server.model.gpu.narrow import saved_by_narrowing
     from server.model.gpu.runner import TorchRunner
     from server.model.gpu.spec import TorchModel, Ways
     from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
@@ -319,8 +338,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     device = torch.device("cuda", 0) if device == torch.device("cuda") else device
     folder = open_model(spec.folder, adapter=spec.adapter)
     by_transformers = is_generic(folder.config)
+    narrow: NarrowForm | None = None if spec.weights == "auto" else cast("NarrowForm", spec.weights)
     if device.type == "cuda":
-        _prepare_cuda(device)
+        _prepare_cuda(device, narrow)
     stored = getattr(folder.config, "dtype", None)
     if spec.dtype == "auto":
         dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
@@ -342,8 +362,10 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
     shape = (generic_shape if by_transformers else shape_of)(module.config)
-    num_blocks = _cuda_blocks(spec, shape, dtype, device)
-    dtype_name = str(dtype).removeprefix("torch.")
+    saved = 0 if narrow is None else saved_by_narrowing(module)
+    num_blocks = _cuda_blocks(spec, shape, dtype, device, saved)
+    kv_name = str(dtype).removeprefix("torch.")
+    dtype_name = narrow or kv_name
     info = ModelInfo(
         name=spec.name,
         vocab_size=folder.num_token_ids,
@@ -353,15 +375,19 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         block_size=spec.sizes.block_size,
         device=str(device),
         dtype=dtype_name,
-        fingerprint=f"{_fingerprint(spec, folder, shape)}:{dtype_name}",
+        fingerprint=f"{_fingerprint(spec, folder, shape)}:{kv_name}" + f":{narrow}" * bool(narrow),
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
-        kv_dtype=dtype_name,
+        kv_dtype=kv_name,
     )
     runner = TorchRunner(
         TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu"),
         info,
-        Ways(cuda_graphs=spec.cuda_graphs and device.type == "cuda", decoder=spec.decoder),
+        Ways(
+            cuda_graphs=spec.cuda_graphs and device.type == "cuda",
+            decoder=spec.decoder,
+            weights=narrow,
+        ),
     )
     _log.info("weights: %s, decoder: %s", runner.info.dtype, runner.info.decoder)
     runner.warm_up()

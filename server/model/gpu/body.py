@@ -19,7 +19,7 @@ from server.model.gpu import attention as paged
 from server.model.gpu.decoder import FusedDecoder, Kept, not_covered
 from server.model.gpu.decoder_ops import DecoderOps, TorchOps
 from server.model.shape import shape_of
-from server.types import DecoderChoice
+from server.types import DecoderChoice, NarrowForm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,27 +92,36 @@ def body_of(
     decoder: DecoderChoice,
     num_positions: int,
     dtype: torch.dtype,
+    form: NarrowForm | None = None,
 ) -> Body:
     """The body that a runner uses. "auto" is our own decoder with Triton's attention, for models
     that it covers, and their modules elsewhere: they are the reference beside the torch attention,
     but where layers have short convolutions, which those keep in a way of their own.
 
-    num_positions: the longest sequence. The module's weights become the decoder's. Raises
-    UnsupportedModelError where a decoder is asked for that does not compute the model.
+    num_positions: the longest sequence. form: of the layers' weights; our own decoder has some. The
+    module's weights become the decoder's. Raises UnsupportedModelError where a decoder, or a form,
+    is asked for that does not compute the model.
     """
     device = next(p.device for p in module.parameters() if p.device.type != "meta")
     reason = not_covered(module)
+    if form is not None and (decoder == "modules" or reason is not None):
+        why = reason if decoder != "modules" else "decoder: modules takes them as they are"
+        raise UnsupportedModelError(
+            f"weights: {form} is for models that our own decoder computes, and {why}. Nearest that "
+            "works: `weights: auto`"
+        )
     needs_ours = reason is None and any(shape_of(module.config).convolutions)
     if needs_ours and decoder == "modules":
         raise UnsupportedModelError(
             f"decoder: modules does not compute {module.config.model_type}: its short convolutions "
             "keep inputs that only our own decoder has room for. `auto` and `fused` take that"
         )
-    is_plain = decoder == "auto" and attention != "triton"
+    is_plain = decoder == "auto" and attention != "triton" and form is None
     if not needs_ours and (decoder == "modules" or is_plain):
         return ModuleBody(module, device, dtype)
     if reason is None:
-        return FusedDecoder(module, shape_of(module.config), num_positions, _ops(attention))
+        shape = shape_of(module.config)
+        return FusedDecoder(module, shape, num_positions, _ops(attention), form)
     if decoder == "auto":
         return ModuleBody(module, device, dtype)
     raise UnsupportedModelError(

@@ -13,7 +13,7 @@ are those of ModelShape, as on the CPU (cpu/forward.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,9 @@ from server.model.gpu.attention import Masked
 from server.model.gpu.convolution import Inputs
 from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
 from server.model.gpu.lora import DOWN, GATE_UP, MIX, OUT, LoraBank
+from server.model.gpu.narrow import NarrowWeight, narrowed
 from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
+from server.types import NarrowForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +47,21 @@ class _Product:
         if self.bias is None:
             return torch.mm(x, self.weight.t())
         return torch.addmm(self.bias, x, self.weight.t())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NarrowProduct:
+    """A _Product whose weight has 8 bits."""
+
+    weight: NarrowWeight
+    bias: torch.Tensor | None
+    ops: DecoderOps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.multiply(x, self.weight, self.bias)
+
+
+_Makes = Callable[[Sequence[nn.Module]], _Product | _NarrowProduct]
 
 
 class Kept(NamedTuple):
@@ -83,10 +100,10 @@ class _Layer:
     cache, among its layers of one kind. taps: of a convolution, float32 [taps, H]. norms: float32
     [H] each, in the order of WeightNames.norms, None = not there."""
 
-    mix: _Product
-    out: _Product
-    gate_up: _Product
-    down: _Product
+    mix: _Product | _NarrowProduct
+    out: _Product | _NarrowProduct
+    gate_up: _Product | _NarrowProduct
+    down: _Product | _NarrowProduct
     norms: tuple[torch.Tensor | None, ...]
     place: int
     attention: _Attention | None
@@ -109,14 +126,20 @@ class FusedDecoder:
     adapters: those that are held beside the model; in a step that has some (StepIds.adapters) every
     product has two launches more. module: on its device; q, k and v, and gate and up become views
     of one matrix each, so that no weight is there twice, and the module stays usable.
-    num_positions: the longest sequence. Final states are divided by shape.logit_divisor, because
+    num_positions: the longest sequence. form: of the layers' products, whose weights the module
+    then has no longer; None: as they are. Final states are divided by shape.logit_divisor, because
     the LM head knows nothing of it.
     """
 
     name = "fused"
 
     def __init__(
-        self, module: nn.Module, shape: ModelShape, num_positions: int, ops: DecoderOps
+        self,
+        module: nn.Module,
+        shape: ModelShape,
+        num_positions: int,
+        ops: DecoderOps,
+        form: NarrowForm | None = None,
     ) -> None:
         self._ops = ops
         self._shape = shape
@@ -127,9 +150,14 @@ class FusedDecoder:
         )  # fmt: skip
         embed: Any = module.get_submodule("model.embed_tokens")
         self._table: torch.Tensor = embed.weight
-        self._layers = [_layer(module, shape, i) for i in range(shape.num_layers)]
-        weight = self._layers[0].out.weight
+        any_norm: Any = module.get_submodule(shape.names.final_norm)
+        weight: torch.Tensor = any_norm.weight
         device = weight.device  # the embedding may lie elsewhere
+
+        def made(linears: Sequence[nn.Module]) -> _Product | _NarrowProduct:
+            return _fused(linears) if form is None else _narrow(linears, form, ops)
+
+        self._layers = [_layer(module, shape, i, made) for i in range(shape.num_layers)]
         self.adapters = LoraBank(shape, weight.dtype, device)
         # Gemma's scale is rounded to the model's dtype, as transformers' own embedding does.
         scale = torch.tensor(shape.embedding_scale)
@@ -211,12 +239,12 @@ class FusedDecoder:
         return paged_step.attention.attend(query, keys, values, own.masked).flatten(1)
 
 
-def _layer(module: nn.Module, shape: ModelShape, i: int) -> _Layer:
-    """Layer i over the module's weights."""
+def _layer(module: nn.Module, shape: ModelShape, i: int, made: _Makes) -> _Layer:
+    """Layer i over the module's weights, its products as they are made."""
     names, prefix = shape.names, f"model.layers.{i}."
 
-    def product(modules: Sequence[str]) -> _Product:
-        return _fused([module.get_submodule(prefix + name) for name in modules])
+    def product(modules: Sequence[str]) -> _Product | _NarrowProduct:
+        return made([module.get_submodule(prefix + name) for name in modules])
 
     attention, taps, mix, out = None, None, names.qkv, names.out
     if shape.convolutions[i]:
@@ -276,3 +304,12 @@ def _fused(linears: Sequence[nn.Module]) -> _Product:
     weight = parts["weight"]
     assert weight is not None
     return _Product(weight.detach(), None if parts["bias"] is None else parts["bias"].detach())
+
+
+def _narrow(linears: Sequence[nn.Module], form: NarrowForm, ops: DecoderOps) -> _NarrowProduct:
+    """The same in 8 bits; the modules are left without their weights."""
+    whole = _fused(linears)
+    product = _NarrowProduct(narrowed(whole.weight, form), whole.bias, ops)
+    for linear in linears:
+        linear.weight = nn.Parameter(whole.weight.new_empty(0), requires_grad=False)
+    return product

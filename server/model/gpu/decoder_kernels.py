@@ -21,6 +21,8 @@ from server.model.gpu.convolution import Inputs
 from server.model.gpu.decoder_ops import HeadSizes, Places, Residual, Rotation, Rows
 from server.model.gpu.lora import LoraTable
 from server.model.gpu.lora_kernels import add_lora
+from server.model.gpu.narrow import NarrowWeight
+from server.model.gpu.narrow_kernels import multiply_few
 from server.model.gpu.triton_kernels import FUSE
 
 _GATE_BLOCK = 1024
@@ -326,6 +328,12 @@ class TritonOps:
             NUM_TAPS=num_taps, num_warps=_warps(block), **FUSE,
         )  # fmt: skip
         return out
+
+    def multiply(
+        self, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See DecoderOps."""
+        return multiply_few(x, weight, bias)
 
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """See DecoderOps."""

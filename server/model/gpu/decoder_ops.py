@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from server.model.gpu.convolution import FIRST_ROW, Inputs
 from server.model.gpu.lora import LoraTable
+from server.model.gpu.narrow import NarrowWeight, multiply
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,11 @@ class DecoderOps(Protocol):
     def convolve(self, projected: torch.Tensor, taps: torch.Tensor, at: Inputs) -> torch.Tensor:
         """C * sum over taps of (B * x), the oldest position first: [R, H]; each row's own B * x to
         its slot. projected: [R, 3 H]: B, C, x. taps: float32 [taps, H]."""
+
+    def multiply(
+        self, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """narrow.multiply."""
 
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """y [R, outputs] += ((x [R, K] @ A) * scale) @ B in place, for the rows of the spans (int32
@@ -197,6 +203,12 @@ class TorchOps:
             value = torch.where((row >= 0)[:, None], own[row.clamp(min=0)].float(), value)
             total += weight * value
         return (total * c).to(projected.dtype)
+
+    def multiply(
+        self, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See DecoderOps."""
+        return multiply(x, weight, bias)
 
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """See DecoderOps."""

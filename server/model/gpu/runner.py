@@ -152,7 +152,9 @@ class TorchRunner:
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        body = body_of(module, self._attention, ways.decoder, info.max_model_len, dtype)
+        body = body_of(
+            module, self._attention, ways.decoder, info.max_model_len, dtype, ways.weights
+        )
         kept = body.kept
         self._cache = KvCache(
             num_layers=kept.layers,

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from server.model.gpu.attention import AttentionName
-from server.types import DecoderChoice
+from server.types import DecoderChoice, NarrowForm
 
 HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
@@ -44,7 +44,8 @@ class Ways(NamedTuple):
     transformers', or "auto": ours for the families that it covers, with "triton". cuda_graphs:
     captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
     memory that a slab of logits and the work on it may take; more rows go through the head in
-    several slabs. partial_bytes: memory for split attention.
+    several slabs. partial_bytes: memory for split attention. weights: of the layers, in 8 bits
+    (narrow.py), or None as they are loaded.
     """
 
     attention: AttentionName | None = None
@@ -52,3 +53,4 @@ class Ways(NamedTuple):
     cuda_graphs: bool = False
     head_bytes: int = HEAD_BYTES
     partial_bytes: int = PARTIAL_BYTES
+    weights: NarrowForm | None = None

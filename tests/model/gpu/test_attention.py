@@ -45,8 +45,9 @@ INTERPRETED_FILES = (
     Path(__file__),
     Path(__file__).with_name("test_decoder.py"),
     Path(__file__).with_name("test_lora.py"),
+    Path(__file__).with_name("test_narrow.py"),
 )
-DECODER_CASES, LORA_CASES = 15, 3
+DECODER_CASES, LORA_CASES, NARROW_CASES = 15, 3, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -332,9 +333,9 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(TRITON_CASES) + 8 + DECODER_CASES + LORA_CASES} passed" in done.stdout, (
-        done.stdout[-400:]
-    )
+    assert (
+        f"{len(TRITON_CASES) + 8 + DECODER_CASES + LORA_CASES + NARROW_CASES} passed" in done.stdout
+    ), done.stdout[-400:]
 
 
 # Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch; and the
