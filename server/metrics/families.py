@@ -177,6 +177,27 @@ class RequestFamilies:
         )  # fmt: skip
 
 
+class DeviceFamilies:
+    """GPUs, by engine."""
+
+    def __init__(self, to: Registry) -> None:
+        self.memory = to.gauge(
+            "device_memory_bytes",
+            "Memory of a GPU: reserved and allocated by the engine, free and total of the device",
+            (*_ENGINE, "kind"),
+        )
+        self.use = to.gauge(
+            "device_utilization_ratio",
+            "Share of time in which a GPU runs a kernel, by NVML",
+            _ENGINE,
+        )
+        self.graph_steps = to.counter(
+            "cuda_graph_steps",
+            "Steps of a GPU by whether they replayed a CUDA graph, captured one first or had none",
+            (*_ENGINE, "kind"),
+        )
+
+
 class EngineFamilies:
     """Engines."""
 
@@ -216,21 +237,7 @@ class EngineFamilies:
             "kv_cache_bytes", "Most that keys and values may take, and what they are kept as",
             (*_ENGINE, "dtype"),
         )  # fmt: skip
-        self.device_memory = to.gauge(
-            "device_memory_bytes",
-            "Memory of a GPU: reserved and allocated by the engine, free and total of the device",
-            (*_ENGINE, "kind"),
-        )
-        self.device_use = to.gauge(
-            "device_utilization_ratio",
-            "Share of time in which a GPU runs a kernel, by NVML",
-            _ENGINE,
-        )
-        self.graph_steps = to.counter(
-            "cuda_graph_steps",
-            "Steps of a GPU by whether they replayed a CUDA graph, captured one first or had none",
-            (*_ENGINE, "kind"),
-        )
+        self.device = DeviceFamilies(to)
         self.up = to.gauge("engine_up", "1 while the engine serves", _ENGINE)
         self.heartbeat_age = to.gauge(
             "engine_heartbeat_age_seconds", "Seconds since the engine last made progress", _ENGINE

@@ -405,11 +405,11 @@ class Metrics:
         """Engines on a CPU tell none, and have no such series."""
         if figures is None:
             return
-        families = self._engine_families
+        families = self._engine_families.device
         for kind in ("reserved", "allocated", "free", "total"):
-            families.device_memory.labels(engine, model, kind).set(getattr(figures, kind))
+            families.memory.labels(engine, model, kind).set(getattr(figures, kind))
         if figures.utilisation is not None:
-            families.device_use.labels(engine, model).set(figures.utilisation)
+            families.use.labels(engine, model).set(figures.utilisation)
         before = (0, 0, 0) if last is None else last.steps
         kinds = ("replayed", "captured", "none")
         for kind, now, old in zip(kinds, figures.steps, before, strict=True):

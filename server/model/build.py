@@ -362,10 +362,9 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
     shape = (generic_shape if by_transformers else shape_of)(module.config)
-    saved = 0 if narrow is None else saved_by_narrowing(module)
+    saved = saved_by_narrowing(module) if narrow else 0
     num_blocks = _cuda_blocks(spec, shape, dtype, device, saved)
     kv_name = str(dtype).removeprefix("torch.")
-    dtype_name = narrow or kv_name
     info = ModelInfo(
         name=spec.name,
         vocab_size=folder.num_token_ids,
@@ -374,7 +373,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
         num_blocks=num_blocks,
         block_size=spec.sizes.block_size,
         device=str(device),
-        dtype=dtype_name,
+        dtype=narrow or kv_name,
         fingerprint=f"{_fingerprint(spec, folder, shape)}:{kv_name}" + f":{narrow}" * bool(narrow),
         max_num_seqs=spec.sizes.max_num_seqs,
         max_num_batched_tokens=spec.sizes.max_num_batched_tokens,

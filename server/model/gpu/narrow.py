@@ -61,7 +61,7 @@ def saved_by_narrowing(module: nn.Module) -> int:
         if isinstance(linear, nn.Linear) and ".layers." in name
     ]
     less = sum(weight.numel() * (weight.element_size() - 1) for weight in own)
-    return less - 2 * max(weight.numel() * weight.element_size() for weight in own)
+    return less - 2 * max((weight.numel() * weight.element_size() for weight in own), default=0)
 
 
 def multiply(x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None) -> torch.Tensor:
