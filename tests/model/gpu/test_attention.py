@@ -334,7 +334,7 @@ def test_triton_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert (
-        f"{len(TRITON_CASES) + 8 + DECODER_CASES + LORA_CASES + NARROW_CASES} passed" in done.stdout
+        f"{len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES} passed" in done.stdout
     ), done.stdout[-400:]
 
 
