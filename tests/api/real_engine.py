@@ -73,6 +73,7 @@ def make_learning_engine(share: Any, folder: Path, *, step_s: float = 0.0) -> En
     """The same with the drafter `auto` and what its tasks learn. share: server.wiring.engine's."""
     from server.wiring.drafter import make_task_drafter
 
+    make_drafter("auto").warm_up()  # not while it works: then it would seem to hang
     fingerprint = TABLE.fingerprint.hex()
     memory = TaskStore(
         folder,

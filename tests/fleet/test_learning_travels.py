@@ -106,10 +106,33 @@ class Fleet:
         return Builder(self.storage, BuilderNumbers(**numbers)).run()
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of an S3 server in this process: `pip install s3fs 'moto[server]'`, which no extra
+    brings."""
+    pytest.importorskip("s3fs", reason="s3fs and moto are not installed")
+    moto = pytest.importorskip("moto.server", reason="s3fs and moto are not installed")
+    import fsspec
+
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    told = {"endpoint_url": f"http://{host}:{port}", "key": "key", "secret": "secret"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", told)
+        fsspec.filesystem("s3").mkdir("tailor")
+        yield "s3://tailor"
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     pytest.importorskip("fsspec", reason="fsspec is not installed: the extra `ray`")
-    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "shared")
+    url = str(tmp_path / "shared")
+    if request.param == "memory":
+        url = f"memory://{uuid.uuid4().hex}"
+    elif request.param == "s3":
+        url = f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     fleet = Fleet(url, tmp_path, [])
     yield fleet
     for replica in fleet.replicas:
