@@ -87,9 +87,14 @@ class KvCache:
             # Pageable memory is staged before the call returns, so `both` may be freed at once;
             # pinning a few numbers would cost more than the copy.
             both = both.to(device, non_blocking=True)
-        self.memory.index_copy_(2, both[1], self.memory.index_select(2, both[0]))
+        self.copy_slots(both[0], both[1])
+
+    def copy_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """move_slots of slots that the device itself has found (ahead_kernels.py): integers on it,
+        unchecked. Pairs of the trash slot do nothing; any other destination stands once."""
+        self.memory.index_copy_(2, dst, self.memory.index_select(2, src))
         if self.inputs.shape[0]:
-            self.inputs.index_copy_(1, both[1], self.inputs.index_select(1, both[0]))
+            self.inputs.index_copy_(1, dst, self.inputs.index_select(1, src))
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """Copy whole blocks src[i] to dst[i]. Raises as move_slots does."""

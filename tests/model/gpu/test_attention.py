@@ -46,8 +46,9 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_decoder.py"),
     Path(__file__).with_name("test_lora.py"),
     Path(__file__).with_name("test_narrow.py"),
+    Path(__file__).with_name("test_ahead_rows.py"),
 )
-DECODER_CASES, LORA_CASES, NARROW_CASES = 15, 3, 2
+DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES = 15, 3, 2, 3
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -334,7 +335,8 @@ def test_triton_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert (
-        f"{len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES} passed" in done.stdout
+        f"{len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES} passed"
+        in done.stdout
     ), done.stdout[-400:]
 
 
