@@ -47,9 +47,11 @@ class AheadPolicy:
         self._num_asked += 1
         if self.is_always:
             return True
-        fewest = min(self._ahead.num_steps, self._waiting.num_steps)
-        if fewest < _FIRST_STEPS:
-            return self._ahead.num_steps <= self._waiting.num_steps
+        # In blocks: what is prepared for a step ahead takes time of the step before it.
+        if self._ahead.num_steps < _FIRST_STEPS:
+            return True
+        if self._waiting.num_steps < _FIRST_STEPS:
+            return False
         is_better = self._ahead.rate > self._waiting.rate
         is_trial = self._num_asked % _TRIAL_EVERY < _TRIAL_STEPS
         return is_better != is_trial
