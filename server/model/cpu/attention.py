@@ -11,7 +11,6 @@ node. Tree attention: a node's keys are its sequence's prefix and its own path (
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from server.model.cpu.attention_kernels import (
     Plane,
@@ -23,13 +22,11 @@ from server.model.cpu.attention_kernels import (
     store_key,
     store_value,
 )
-from server.model.cpu.kernels import exp_shifted, float_at, max_of, rms_norm, set_float
+from server.model.cpu.kernels import borrows, exp_shifted, float_at, max_of, rms_norm, set_float
 from server.model.cpu.records import AttentionAddresses, Tile
 from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.team import barrier, take
 from server.model.cpu.vector_ir import LANES
-
-_serial = njit(nogil=True, cache=True, error_model="numpy")
 
 _NEVER = np.float32(-np.inf)
 
@@ -37,7 +34,7 @@ TILE_ROWS = 4
 """Most rows whose scores and sums are computed together: their query heads share each load."""
 
 
-@_serial
+@borrows
 def _place_row(row, position, slot, layer, planes, shape):
     """One row of qkv, at address `row`: norms and rope on q and k in place, K and V to a slot."""
     d = shape.head_dim
@@ -71,7 +68,7 @@ def _place_row(row, position, slot, layer, planes, shape):
         store_value(values, scaled, slot, key + num_kv_heads * d * 4, d)
 
 
-@_serial
+@borrows
 def _all_planes(layer):
     """The keys and the values of a layer, those of head 0, and the bytes from head to head."""
     zero = layer.keys.dtype.type(0)
@@ -86,7 +83,7 @@ def _all_planes(layer):
     return keys, values, strides
 
 
-@_serial
+@borrows
 def _planes(planes, h):
     """Keys and values of head h."""
     keys, values, strides = planes
@@ -99,7 +96,7 @@ def _planes(planes, h):
     )  # fmt: skip
 
 
-@_serial
+@borrows
 def place(rows, qkv, layer, shape, work):
     """Write the K and V of all rows; qkv [R, outputs] becomes normed and rotated in place.
 
@@ -117,7 +114,7 @@ def place(rows, qkv, layer, shape, work):
     barrier(work)
 
 
-@_serial
+@borrows
 def _finish_scores(tile, i, room, shape):
     """Softmax numerators of row i of a tile into its scores, 1 / their sum into acc[:, width]; the
     scores of its prefix are there."""
@@ -156,7 +153,7 @@ def _finish_scores(tile, i, room, shape):
         set_float(at.acc, (own + g) * at.acc_stride + width, np.float32(1.0) / total)
 
 
-@_serial
+@borrows
 def _add_prefix(tile, own, num_heads, low, high, room):
     """acc[own : own + num_heads] += the values of positions low .. high - 1, in order."""
     at = tile.at
@@ -173,7 +170,7 @@ def _add_prefix(tile, own, num_heads, low, high, room):
         low += num
 
 
-@_serial
+@borrows
 def _add_path(tile, i, room):
     """The values of row i's path, in order; slots that follow each other in a block at once."""
     at = tile.at
@@ -195,7 +192,7 @@ def _add_path(tile, i, room):
         j += num
 
 
-@_serial
+@borrows
 def _attend_tile(tile, shape):
     """Some rows of one sequence, one KV head, its query heads."""
     at = tile.at
@@ -228,7 +225,7 @@ def _attend_tile(tile, shape):
                 set_float(out, g * d + j, float_at(acc, j) * scale)
 
 
-@_serial
+@borrows
 def _attend_rows(first, last, h, at, window, planes, shape, group):
     """Rows first .. last - 1 and KV head h: in one tile where they are of one sequence and see it
     from its beginning, else one after the other."""
@@ -254,7 +251,7 @@ def _attend_rows(first, last, h, at, window, planes, shape, group):
         _attend_tile(tile, shape)
 
 
-@_serial
+@borrows
 def _addresses(rows, qkv, scratch, out, thread):
     """Where a thread finds what it works on."""
     return AttentionAddresses(
@@ -267,7 +264,7 @@ def _addresses(rows, qkv, scratch, out, thread):
     )  # fmt: skip
 
 
-@_serial
+@borrows
 def attend(rows, qkv, layer, shape, scratch, out, work):
     """out[r] = attention of row r over its keys, all heads; K and V of all rows are in place.
 

@@ -20,7 +20,7 @@ from numba import njit
 
 from server.model.cpu.attention import attend, place
 from server.model.cpu.convolution import convolve
-from server.model.cpu.kernels import rms_norm
+from server.model.cpu.kernels import borrows, rms_norm
 from server.model.cpu.linear import gated_linear, linear
 from server.model.cpu.lora import (
     CONV_IN,
@@ -41,13 +41,13 @@ _serial = njit(nogil=True, cache=True, error_model="numpy")
 NORM_IN, NORM_POST_ATTENTION, NORM_MLP, NORM_POST_MLP = 0, 1, 2, 3
 
 
-@_serial
+@borrows
 def _row(x, r):
     """Address of row r of a float32 array in C order."""
     return x.ctypes.data + r * x.shape[1] * 4
 
 
-@_serial
+@borrows
 def _norm_rows(num_rows, x, weight, out, eps, work):
     """out[r] = RMSNorm(x[r]) * weight for this thread's rows r < num_rows."""
     n = weight.shape[0]
@@ -55,7 +55,7 @@ def _norm_rows(num_rows, x, weight, out, eps, work):
         rms_norm(_row(x, r), weight.ctypes.data, _row(out, r), n, eps)
 
 
-@_serial
+@borrows
 def residual(num_rows, x, y, norms, out, work):
     """x[r] += (y[r] + bias) * scale, then out[r] = RMSNorm(x[r]) * following, for this thread's
     rows r < num_rows.
@@ -80,7 +80,7 @@ def residual(num_rows, x, y, norms, out, work):
                 out[r, i] = x[r, i]
 
 
-@_serial
+@borrows
 def _forward_share(thread, rows, layers, memory, shape, adapters, work):
     """What every thread of the team runs. Sums of a row belong to one thread or, in products and
     attention, to items; where a thread reads what others wrote, they have met before (team.py).
@@ -95,7 +95,8 @@ def _forward_share(thread, rows, layers, memory, shape, adapters, work):
         _norm_rows(num, x, layers.norms[0, NORM_IN], normed, shape.eps, work)
     else:
         for r in range(thread, num, work.threads):
-            normed[r] = x[r]
+            for j in range(x.shape[1]):
+                normed[r, j] = x[r, j]
     for i in range(num_layers):
         norms = layers.norms[i]
         if layers.conv_ids[i] >= 0:

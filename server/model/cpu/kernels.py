@@ -313,6 +313,13 @@ def set_float(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
 
 inline: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")
 
+_UNCOUNTED: dict[str, Any] = {"_nrt": False}
+borrows: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy", **_UNCOUNTED)
+"""Compiles a function of a team's share that makes no arrays and counts no references to those that
+it is given: threads that count references of the same arrays wait for each other, microseconds
+between two barriers. Whoever runs the job holds the arrays. What it calls is compiled so too,
+unless that says otherwise. Such a function returns no array."""
+
 
 @inline
 def _pass(num, task, bf16):

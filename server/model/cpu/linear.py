@@ -32,6 +32,7 @@ from server.model.cpu.kernels import (
     MAX_ROWS,
     PANEL,
     PanelTask,
+    borrows,
     gelu_gate,
     half_panel_product,
     panel_product,
@@ -94,7 +95,7 @@ class _Task(NamedTuple):
     ldo: int
 
 
-@_serial
+@borrows
 def _even_span(num_rows, num_spans):
     """Rows of a span: all spans alike, in whole kernels. Items go panel by panel, so that a panel
     is read from memory once and then from the cache for the other spans."""
@@ -104,7 +105,7 @@ def _even_span(num_rows, num_spans):
     return span
 
 
-@_serial
+@borrows
 def _product_share(task, work):
     """One thread's share of out = x @ W: (panel, span of rows) items.
 
@@ -142,7 +143,7 @@ def _product_share(task, work):
         part = take(work)
 
 
-@_serial
+@borrows
 def _gated_share(task, gelu, work):
     """One thread's share of out = act(x @ gate) * (x @ up); gate and up panels alternate."""
     pairs = work.pairs[work.thread].ctypes.data
@@ -231,7 +232,7 @@ def _float_gated_linear(x, num_rows, weights, layer, out, gelu, work):
     return multiply
 
 
-@_serial
+@borrows
 def _logits_share(thread, x, num_rows, weights, out, cap, work):
     work = Work(work.sync, work.pairs, work.threads, thread)
     linear(x, num_rows, weights, 0, out, work)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, types
 
-from server.model.cpu.kernels import VECTORS_PER_PANEL, gelu_gate, silu_gate
+from server.model.cpu.kernels import VECTORS_PER_PANEL, borrows, gelu_gate, silu_gate
 from server.model.cpu.linear import linear
 from server.model.cpu.records import Float32, Int64
 from server.model.cpu.team import barrier
@@ -53,7 +53,9 @@ ROWS = 4
 _WIDE = max(2, VECTORS_PER_PANEL)  # vectors of a wide kernel: 4 rows of them fill the registers
 _TILE = _WIDE * LANES
 
-_serial = njit(nogil=True, cache=True, error_model="numpy")
+# These make arrays; their callers (kernels.borrows) do not.
+_COUNTED: dict[str, Any] = {"_nrt": True}
+_serial = njit(nogil=True, cache=True, error_model="numpy", **_COUNTED)
 
 
 class StepAdapters(NamedTuple):
@@ -238,7 +240,7 @@ def _add_share(x, adapters, layer, kind, out, first, step):
                 _add_part(t, num, row, part, form, alternate, tile, out)
 
 
-@_serial
+@borrows
 def add_lora(x, adapters, layer, kind, out, work):
     """out[r] += scale * (x[r] @ A) @ B for the rows of every span; x [*, at least K].
 
@@ -292,7 +294,7 @@ def _gate_rows(first, step, num_rows, adapters, out, gelu):
             out[r, i] = 0.0
 
 
-@_serial
+@borrows
 def gated_linear_lora(x, num_rows, weights, layer, adapters, out, gelu, work):
     """linear.gated_linear with the adapters' share of gate and up.
 

@@ -38,17 +38,17 @@ from numba.core import cgutils
 from server.model.cpu.records import Int64
 from server.model.cpu.vector_ir import I32, I64, i64, intrinsic
 
-__all__ = ["Team", "barrier", "begin_items", "make_job", "run", "take", "take_near"]
+__all__ = ["Team", "barrier", "begin_items", "make_job", "own_words", "run", "take", "take_near"]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
 # Bytes from the start of `sync` to its words.
 _JOB, _SHARE, _ARGUMENTS, _STOP, _FAILED, _SPINS = (8 * i for i in range(6))
 _JOB_SLEEPERS, _ARRIVED, _MEETING, _MEETING_SLEEPERS, _ITEM = (128 * i for i in range(1, 6))
-# Behind them 128 bytes a thread, with the core that it began its last job on, and how many of its
-# own items were taken.
-_THREADS, _EACH = 128 * 6, 128
-_CORES, _TAKEN = _THREADS, _THREADS + 8
+# Behind them 256 bytes a thread: the core that it began its last job on, how many of its own items
+# were taken, and words that only it uses.
+_THREADS, _EACH = 128 * 6, 256
+_CORES, _TAKEN, _OWN = _THREADS, _THREADS + 8, _THREADS + 128
 _WORDS = _THREADS // 8
 
 # Some 2 ms. The kernel's scheduler leaves threads that sleep at every barrier where they are.
@@ -329,6 +329,12 @@ def take_near(work, num_items):
         if item < num_items * (owner + 1) // work.threads:
             return item
     return -1
+
+
+@_serial
+def own_words(work):
+    """The first of 16 words of `sync` that only this thread uses."""
+    return (_OWN + _EACH * work.thread) // 8
 
 
 @_serial

@@ -13,29 +13,26 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 from numba.extending import overload
 
 from server.model.cpu.integers.forms import PANEL
-from server.model.cpu.integers.kernels import call_kernel
+from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel
 from server.model.cpu.integers.product import (
     FEW_ROWS,
     IntegerMatrix,
+    begin_job,
     even_span,
     fetch_first,
-    new_job,
     num_panels,
     product_share,
     set_rows,
 )
 from server.model.cpu.integers.quantise import Activations, quantise_rows
-from server.model.cpu.kernels import gelu_gate, silu_gate
+from server.model.cpu.kernels import borrows, gelu_gate, silu_gate
 from server.model.cpu.linear import gated_linear, is_kind, linear
 from server.model.cpu.records import Int64
-from server.model.cpu.team import barrier, begin_items, take_near
+from server.model.cpu.team import barrier, begin_items, own_words, take_near
 from server.model.cpu.vector_ir import LANES
-
-_serial = njit(nogil=True, cache=True, error_model="numpy")
 
 
 class IntegerLinear(NamedTuple):
@@ -61,13 +58,15 @@ def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> Inte
     return IntegerLinear(parts, first.inputs, first.outputs, per_row, rows)
 
 
-@_serial
+@borrows
 def _gated_share(weights, layer, num_rows, out, gelu, work):
     """One thread's share of out = act(gate) * up: the panel of the same outputs of both parts."""
     parts = weights.parts
     span, spans = even_span(num_rows)
     q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
-    job = new_job(weights.rows, out)
+    words = own_words(work)
+    job = work.sync[words : words + JOB_ITEMS]
+    begin_job(job, weights.rows, out)
     job[8] = 8 * PANEL
     pairs = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
     total = num_panels(parts, layer, 0) * spans
@@ -100,7 +99,7 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
         item = following
 
 
-@_serial
+@borrows
 def _prepare(x, num_rows, weights, layer, work):
     """The inputs of all rows as integers."""
     if num_rows > weights.rows.q.shape[0]:
@@ -108,8 +107,9 @@ def _prepare(x, num_rows, weights, layer, work):
     begin_items(work)
     fetch_first(weights, layer, work)
     width = min(weights.inputs, x.shape[1])
+    pad = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
     quantise_rows(
-        work.thread, work.threads, num_rows, x, width, weights.per_row[layer], weights.rows
+        work.thread, work.threads, num_rows, x, width, weights.per_row[layer], weights.rows, pad
     )
     barrier(work)
 

@@ -13,21 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, fetch, kernel_address
 from server.model.cpu.integers.weights import Stored, pack_rows
-from server.model.cpu.kernels import float_at
-from server.model.cpu.team import take_near
+from server.model.cpu.kernels import borrows, float_at
+from server.model.cpu.team import own_words, take_near
 
 __all__ = [
-    "FEW_ROWS", "ROW_SPAN", "IntegerMatrix", "Part", "count_of", "even_span", "fetch_first",
-    "matrix_of", "new_job", "num_panels", "pack", "product_share", "set_rows",
+    "FEW_ROWS", "ROW_SPAN", "IntegerMatrix", "Part", "begin_job", "count_of", "even_span",
+    "fetch_first", "matrix_of", "num_panels", "pack", "product_share", "set_rows",
 ]  # fmt: skip
-
-_serial = njit(nogil=True, cache=True, error_model="numpy")
 
 ROW_SPAN = 96
 """Most rows of one work item: their inputs stay in a core's L2."""
@@ -96,17 +93,15 @@ def count_of(form: Form, num_inputs: int) -> int:
     return padded_inputs(form, num_inputs) // (BLOCK * form.blocks_per_super)
 
 
-@_serial
-def new_job(rows, out):
-    """A kernel's job (kernels.py) with the strides of rows (Activations) and of out filled in."""
-    job = np.empty(JOB_ITEMS, np.int64)
+@borrows
+def begin_job(job, rows, out):
+    """Fill the strides of rows (Activations) and of out into a kernel's job (kernels.py)."""
     job[1] = rows.q.shape[1]
     job[3] = rows.figures.shape[1] * 16
     job[8] = out.shape[1] * 4
-    return job
 
 
-@_serial
+@borrows
 def set_rows(job, q, figures, first, num):
     """Rows first .. first + num - 1; q, figures: addresses of all rows' numbers and figures."""
     job[0] = q + first * job[1]
@@ -114,20 +109,20 @@ def set_rows(job, q, figures, first, num):
     job[4] = num
 
 
-@_serial
+@borrows
 def even_span(num_rows):
     """(rows of a span, spans): at most ROW_SPAN rows, all spans alike."""
     spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
     return (num_rows + spans - 1) // spans, spans
 
 
-@_serial
+@borrows
 def num_panels(parts, layer, part):
     """Panels of one part. parts: IntegerLinear.parts, int64 [layers, parts, 6]."""
     return (parts[layer, part, 5] + PANEL - 1) // PANEL
 
 
-@_serial
+@borrows
 def _find_panel(parts, layer, p):
     """(part, panel in it) of panel p of all parts."""
     part = 0
@@ -139,7 +134,7 @@ def _find_panel(parts, layer, p):
     return part, p
 
 
-@_serial
+@borrows
 def _set_panels(job, parts, layer, part, p, following):
     """Panel p of a part, and panel `following` of all parts to fetch, or -1."""
     size = parts[layer, part, 2]
@@ -152,7 +147,7 @@ def _set_panels(job, parts, layer, part, p, following):
             job[9] = parts[layer, then, 0] + place * size
 
 
-@_serial
+@borrows
 def _narrow_panel(job, kernel, width, out, first, column, work):
     """A last panel, `width` columns wide, by way of this thread's buffer."""
     pairs, whole = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4, job[8]
@@ -164,7 +159,7 @@ def _narrow_panel(job, kernel, width, out, first, column, work):
             out[first + m, column + i] = float_at(pairs, m * PANEL + i)
 
 
-@_serial
+@borrows
 def product_share(weights, layer, num_rows, out, work):
     """One thread's share of out[:num_rows, :outputs] = W @ rows. weights: IntegerLinear.
 
@@ -173,7 +168,9 @@ def product_share(weights, layer, num_rows, out, work):
     parts = weights.parts
     span, spans = even_span(num_rows)
     q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
-    job = new_job(weights.rows, out)
+    words = own_words(work)
+    job = work.sync[words : words + JOB_ITEMS]
+    begin_job(job, weights.rows, out)
     total = 0
     for part in range(parts.shape[1]):
         total += num_panels(parts, layer, part) * spans
@@ -195,7 +192,7 @@ def product_share(weights, layer, num_rows, out, work):
         item = following
 
 
-@_serial
+@borrows
 def fetch_first(weights, layer, work):
     """Have this thread's first panel on its way before the inputs are integers: its first bytes."""
     parts, total = weights.parts, 0

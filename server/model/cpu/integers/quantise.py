@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 
 from server.model.cpu.integers.emit import F32, I8, I32, Loop, at, call, i64, splat
-from server.model.cpu.kernels import inline
+from server.model.cpu.kernels import inline, set_float
 from server.model.cpu.vector_ir import LANES, intrinsic
 
 __all__ = ["Activations", "activations", "factor_of", "quantise_rows"]
@@ -206,22 +206,22 @@ def _quantise_row(x, num_inputs, pad, q, figures):
 
 
 @inline
-def quantise_rows(first, step, num_rows, x, num_inputs, per_row, rows):
+def quantise_rows(first, step, num_rows, x, num_inputs, per_row, rows, pad):
     """Rows first, first + step, ... of x as integers.
 
     x: float32 [rows, >= num_inputs], C order. rows: Activations. per_row: one scale a row, in its
-    first figure.
+    first figure. pad: address of 32 floats, for the last inputs where they are no whole block.
     """
     blocks = num_inputs // _BLOCK
     tail = num_inputs - _BLOCK * blocks
-    padded = np.zeros(_BLOCK, np.float32)
-    pad = padded.ctypes.data
+    for i in range(_BLOCK if tail > 0 else 0):
+        set_float(pad, i, np.float32(0.0))
     for r in range(first, num_rows, step):
         row = x.ctypes.data + r * x.shape[1] * 4
         q = rows.q.ctypes.data + r * rows.q.shape[1]
         figures = rows.figures.ctypes.data + r * rows.figures.shape[1] * 16
         for i in range(tail):
-            padded[i] = x[r, _BLOCK * blocks + i]
+            set_float(pad, i, x[r, _BLOCK * blocks + i])
         if per_row:
             _quantise_row(row, num_inputs, pad, q, figures)
             continue
