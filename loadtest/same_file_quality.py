@@ -9,6 +9,8 @@ after the gold tokens, by ids. Tailor is scored with the numbers of the file as 
 products), and with the file dequantised to float32, which is the truth that both round. Told for
 each pair: the mean KL divergence in nats over the --top ids of the first, what is left of either as
 one more outcome (so it is a lower bound), and the share of positions with the same likeliest id.
+llama.cpp answers one position a request, which takes long with a large vocabulary: --positions asks
+for so many of them, evenly over the texts.
 Ends in one JSON line.
 """
 
@@ -63,12 +65,26 @@ def compare(ours: Sequence[Top], theirs: Sequence[Top]) -> dict[str, float]:
     }
 
 
-async def llamacpp_tops(peer: Peer, texts: Sequence[Text], num: int) -> list[Top]:
-    """llama.cpp's distributions at every scored position. Raises PeerFailed."""
+def spread(total: int, num: int | None) -> list[int]:
+    """num of the numbers 0 .. total - 1, evenly, in order; all for None."""
+    num = total if num is None else min(num, total)
+    return [total * i // num for i in range(num)]
+
+
+async def llamacpp_tops(
+    peer: Peer, texts: Sequence[Text], num: int, places: Sequence[int] | None = None
+) -> list[Top]:
+    """llama.cpp's distributions at the scored positions, or at those of these numbers, ascending.
+    Raises PeerFailed."""
     found: list[Top] = []
+    asked = None if places is None else set(places)
+    number = -1
     async with httpx.AsyncClient(timeout=600.0) as client:
         for text in texts:
             for at in range(text.start, len(text.ids)):
+                number += 1
+                if asked is not None and number not in asked:
+                    continue
                 body = {
                     "prompt": list(text.ids[:at]), "n_predict": 1, "n_probs": num,
                     "temperature": 0.0, "cache_prompt": True, "id_slot": 0,
@@ -93,6 +109,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--num", type=int, default=20, help="texts")
     parser.add_argument("--longest", type=int, default=512, help="longest text, in tokens")
     parser.add_argument("--top", type=int, default=200, help="ids of a distribution")
+    parser.add_argument("--positions", type=int, help="of how many positions; default: all")
     parser.add_argument("--weights", default="file", help="forms that are compared, with commas")
     parser.add_argument("--llamacpp-args", default="", help="more options of llama-server")
     parser.add_argument("--log-dir", type=Path, default=Path("loadtest/results/logs"))
@@ -106,6 +123,7 @@ def main() -> int:
     model = str(options.gguf.resolve())
     tops: dict[str, list[Top]] = {}
     texts: list[Text] = []
+    places: list[int] = []
     for form in ("float32", *options.weights.split(",")):
         runner, folder = runner_of(
             model, form, adapter=None, threads=None, max_rows=options.longest
@@ -114,15 +132,18 @@ def main() -> int:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             eos = runner.info.eos_token_ids[0]
             texts = read_texts(options.data, tokenizer, eos, options.num, options.longest)
-        tops[form] = [dict(top) for top in top_ids(runner, texts, options.top)]
+        places = spread(sum(len(t.ids) - t.start for t in texts), options.positions)
+        told = list(top_ids(runner, texts, options.top))
+        tops[form] = [dict(told[place]) for place in places]
         runner.close()
+        del runner, told
     arguments = {LLAMACPP: options.llamacpp_args, "tailor": ""}
     peers = servers(options.gguf.resolve(), options.llamacpp.resolve(), arguments)[:1]
     stop_on_sigterm()
 
     async def ask() -> list[Top]:
         await bring_up(peers, options.log_dir)
-        return await llamacpp_tops(peers[0], texts, options.top)
+        return await llamacpp_tops(peers[0], texts, options.top, places)
 
     try:
         tops[LLAMACPP] = asyncio.run(ask())

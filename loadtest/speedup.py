@@ -19,6 +19,9 @@ and threads, from the system). The forecast is the same outputs replayed through
 step priced with the cost table that the server measured when it started (server.engine.forecast);
 `of forecast` is measured / forecast speedup of all requests together.
 
+--weights int8 measures Tailor's integer products; corpora are the model's outputs in float32 then
+too. A short sitting: --pairs 4 --prompts 2 --tokens 48.
+
 A data set's line is appended to --out when it is done; sets that are there already are not measured
 again, so an interrupted sitting goes on with the same command, and with all sets done it only
 prints. Corpora are built in --work when they are missing (--prepare does only that).
@@ -90,6 +93,7 @@ from loadtest.task_sets import (
     tasks_dir,
     train_prompts,
 )
+from loadtest.weight_forms import FORMS
 
 SERVER = "tailor"
 LEARNERS = 4  # requests in flight while a task learns
@@ -224,6 +228,8 @@ def build_parser() -> argparse.ArgumentParser:
                         help="a line for each data set")  # fmt: skip
     parser.add_argument("--sets", default=",".join(SETS), help="default: all")
     parser.add_argument("--tailor-model", default="smollm2-135m-instruct")
+    parser.add_argument("--weights", choices=("auto", *FORMS), default="auto",
+                        help="engine.weights of Tailor")  # fmt: skip
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=3, help="prompts a pair")
     parser.add_argument("--peer-rounds", type=int, default=3, help="pairs that peers take part in")
@@ -266,6 +272,7 @@ async def run_group(
     shutil.rmtree(cache, ignore_errors=True)  # calibrations and costs of earlier sittings
     cache.mkdir(parents=True)
     arguments = f"--tasks {tasks_dir(options.work, adapter).resolve()} --served-model-name tailor"
+    arguments += f" --weights {options.weights}"
     if adapter is not None:
         arguments += f" --adapter {(options.models / adapter).resolve()}"
     tailor = Peer(
@@ -281,10 +288,8 @@ async def run_group(
         await bring_up([tailor], options.log_dir)
         cost = read_cost(cache)
         meter = CpuMeter([tailor, *beside])
-        limits = httpx.Limits(max_keepalive_connections=None)
-        async with httpx.AsyncClient(
-            timeout=600.0, limits=limits, auth=ServerKeys(peers)
-        ) as client:
+        pool = httpx.Limits(max_keepalive_connections=None)
+        async with httpx.AsyncClient(timeout=600.0, limits=pool, auth=ServerKeys(peers)) as client:
             with Progress(console=console) as progress:
                 for task_set in sets:
                     began = time.perf_counter()
@@ -298,6 +303,7 @@ async def run_group(
                     names = [variant.name for variant in variants]
                     line = {
                         "set": task_set.name,
+                        "weights": options.weights,
                         "seconds": round(time.perf_counter() - began, 1),
                         "max_tokens": options.tokens,
                         "max_nodes": options.nodes,

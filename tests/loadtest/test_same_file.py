@@ -21,13 +21,15 @@ from loadtest.requantise import requantise
 from loadtest.same_file import (
     LLAMACPP,
     Found,
+    Kind,
     figure_of,
     kinds,
+    measure,
     rate_together,
     servers,
     summary_of,
 )
-from loadtest.same_file_quality import best, compare, divergence, llamacpp_tops
+from loadtest.same_file_quality import best, compare, divergence, llamacpp_tops, spread
 from server.model.build import RunnerSpec, build_runner
 from server.model.gguf_folder import file_folder
 from server.model.gguf_index import GgufIndex
@@ -106,6 +108,20 @@ def test_histories_are_asked_before_they_are_timed(monkeypatch: pytest.MonkeyPat
     assert "cache_prompt" not in peer.extra
 
 
+def test_histories_are_read_once_and_other_prompts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    salts: dict[str, set[str]] = {}
+
+    async def figure(_: object, __: object, kind: Kind, ___: int, salt: str) -> float:
+        salts.setdefault(kind.name, set()).add(salt)
+        return 1.0
+
+    monkeypatch.setattr("loadtest.same_file.figure_of", figure)
+    chosen = kinds(8, ["prose", "8-histories"])
+    found = asyncio.run(measure([Peer("a", "x")], chosen, 3, 0.0))
+    assert found == {"prose": {"a": [1.0] * 3}, "8-histories": {"a": [1.0] * 3}}
+    assert (len(salts["prose"]), len(salts["8-histories"])) == (4, 1)
+
+
 def test_a_file_of_random_weights_is_served_in_its_own_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,5 +186,10 @@ def test_llamacpp_is_asked_after_each_gold_token(monkeypatch: pytest.MonkeyPatch
     tops = asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4), 2)], 1))
     assert asked == [[1, 2], [1, 2, 3]]
     assert tops == [{7: -0.5}, {7: -0.5}]
+    asked.clear()
+    texts = [Text((1, 2, 3, 4), 2), Text((5, 6, 7, 8), 1)]
+    assert spread(5, None) == [0, 1, 2, 3, 4] == spread(5, 9) and spread(5, 2) == [0, 2]
+    assert len(asyncio.run(llamacpp_tops(peer, texts, 1, spread(5, 2)))) == 2
+    assert asked == [[1, 2], [5]]
     with pytest.raises(PeerFailed, match="full"):
         asyncio.run(llamacpp_tops(peer, [Text((1, 2, 3, 4, 5, 6), 5)], 1))
