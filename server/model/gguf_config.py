@@ -354,6 +354,12 @@ ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
 }
 """`general.architecture` of files that are read -> what differs from the common values."""
 
+BY_TRANSFORMERS = frozenset(
+    {"qwen35", "starcoder2", "command-r", "cohere2", "gptneox", "gpt2", "phi2", "gemma", "nemotron",
+     "seed_oss", "apertus", "arcee", "olmo"}
+)  # fmt: skip
+"""Those of models of the generic path (generic.py), whose files are not read."""
+
 
 def config_values(index: GgufIndex, source: str) -> dict[str, Any]:
     """The values of transformers' config, model_type included. source: the file's name.
@@ -364,9 +370,15 @@ def config_values(index: GgufIndex, source: str) -> dict[str, Any]:
     metadata = _Metadata(index, source)
     own = ARCHITECTURES.get(metadata.kind)
     if own is None:
+        nearest = "the model's folder in transformers' form, if `tailor models list` has the model"
+        if metadata.kind in BY_TRANSFORMERS:
+            nearest = (
+                "its folder in transformers' form: transformers' own forward computes it, from "
+                "safetensors"
+            )
         raise UnsupportedModelError(
             f"{source} is not supported: its architecture is {metadata.kind[:40]!r} "
-            f"(general.architecture); {', '.join(ARCHITECTURES)} are read. Nearest that works: the "
-            "model's folder in transformers' form, if `tailor models list` has the model"
+            f"(general.architecture); {', '.join(ARCHITECTURES)} are read. Nearest that works: "
+            + nearest
         )
     return {**_common(metadata), **own(metadata)}

@@ -111,6 +111,11 @@ def _metadata(path: Path, kind: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "told"),
     [
+        (
+            "qwen35",
+            {},
+            r"architecture is 'qwen35'.*its folder in transformers' form: transformers'",
+        ),
         ("falcon", {}, r"architecture is 'falcon' \(general.architecture\).*lfm2 are read"),
         ("llama", {"expert_count": 8}, r"mixture of experts \(llama.expert_count\).*dense model"),
         ("qwen3", {"pooling_type": 3}, r"embedding model \(qwen3.pooling_type\)"),
