@@ -65,7 +65,7 @@ def _print_families() -> None:
     print(
         "\nOther dense decoders whose class in transformers calls its attention interface are\n"
         "tried when they are loaded and run by transformers' own forward, slower:\n"
-        "Qwen3.5 (CPU), StarCoder2, Command R, Pythia, Phi-2, GPT-2, OPT, Nemotron, Gemma 1, "
+        "Qwen3.5, StarCoder2, Command R, Pythia, Phi-2, GPT-2, OPT, Nemotron, Gemma 1, "
         "Seed-OSS, ..."
     )
 

@@ -281,19 +281,24 @@ def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
 def _cuda_blocks(
     spec: RunnerSpec,
     shape: ModelShape,
+    module: PreTrainedModel,
     dtype: torch.dtype,
     device: torch.device,
     saved: int,
 ) -> int:
-    """KV blocks beside the weights, which are loaded, and what a step takes. saved: bytes that the
-    weights will give back."""
+    """KV blocks beside the weights, which are loaded, recurrent states, and what a step takes.
+    saved: bytes that the weights will give back."""
+    from server.model.gpu.body import delta_nets, kept_by_modules
     from server.model.gpu.decoder import kept_by
+    from server.model.gpu.delta import num_states
     from server.model.gpu.graphs import MAX_GRAPH_ROWS
     from server.model.gpu.kv_cache import bytes_per_block
     from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
     from server.model.kv_memory import num_blocks_for, step_reserve
 
-    sizes, kept = spec.sizes, kept_by(shape)
+    sizes = spec.sizes
+    kept = kept_by_modules(module) if delta_nets(module) else kept_by(shape)
+    states = 4 * kept.convolutions * kept.state * num_states(sizes.max_num_seqs)
     graph_bytes = 0
     if spec.cuda_graphs and spec.full_head == "device":
         rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
@@ -310,7 +315,8 @@ def _cuda_blocks(
         device,
         num_bytes=sizes.kv_bytes,
         fraction=sizes.kv_fraction,
-        reserve=step_reserve(
+        reserve=states
+        + step_reserve(
             rows=sizes.max_num_batched_tokens,
             hidden_size=shape.hidden_size,
             inner_size=shape.intermediate_size,
@@ -363,7 +369,7 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
     shape = (generic_shape if by_transformers else shape_of)(module.config)
     saved = saved_by_narrowing(module) if narrow else 0
-    num_blocks = _cuda_blocks(spec, shape, dtype, device, saved)
+    num_blocks = _cuda_blocks(spec, shape, module, dtype, device, saved)
     kv_name = str(dtype).removeprefix("torch.")
     info = ModelInfo(
         name=spec.name,

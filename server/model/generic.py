@@ -40,7 +40,7 @@ attention function is told of them."""
 
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 RECURRENT = frozenset({"qwen3_5_text"})
-"""Types whose recurrent layers (gated delta nets) the CPU runner computes."""
+"""Types whose recurrent layers (gated delta nets) are computed."""
 
 WRAPPERS = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}
 """Multimodal classes, and the class of their text part, which is opened alone."""

@@ -38,8 +38,9 @@ CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
 V = families.VOCAB_SIZE
 NUM_BLOCKS = 128
-GENERIC = ["cohere2", "gpt2", "gpt_neox", "phi", "starcoder2"]
-"""Of the generic path: windows and scaled logits, learned positions, biases."""
+GENERIC = ["cohere2", "gpt2", "gpt_neox", "phi", "qwen3_5_text", "starcoder2", "vaultgemma"]
+"""Of the generic path: windows and scaled logits, learned positions, biases, recurrent states,
+soft-capping."""
 KINDS = ["decode", "tree", "chunk", "mixed"]
 
 

@@ -22,6 +22,7 @@ Two implementations, one contract, one parametrized test:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -308,10 +309,12 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What a layer's attention needs of the step: the forward keyword `paged`."""
+    """What a layer's attention needs of the step: the forward keyword `paged`. recur: what a gated
+    delta net (delta.PagedDeltaNet) gives its q, k, v, b and a to, in models that have some."""
 
     cache: KvCache
     attention: Attention
+    recur: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
 
 def paged_attention_forward(

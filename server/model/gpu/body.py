@@ -8,16 +8,20 @@ launches a layer. body_run.py chooses rows, tiles and graphs; head_run.py has th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
 from server.model.gpu.decoder import FusedDecoder, Kept, not_covered
 from server.model.gpu.decoder_ops import DecoderOps, TorchOps
+from server.model.gpu.delta import PagedDeltaNet, kept_width, state_size
 from server.model.shape import shape_of
 from server.types import DecoderChoice, NarrowForm
 
@@ -41,15 +45,31 @@ class StepIds:
 
 
 class Body(Protocol):
-    """Everything between token ids and the LM head. name: of Ways.decoder. kept: of a position."""
+    """Everything between token ids and the LM head. name: of Ways.decoder. kept: of a position.
+    nets: its gated delta nets."""
 
     name: str
     kept: Kept
+    nets: Sequence[PagedDeltaNet]
 
     def __call__(
         self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
     ) -> torch.Tensor:
         """Last hidden states [R, hidden_size], after the final norm. Queues work, syncs nothing."""
+
+
+def delta_nets(module: nn.Module) -> list[PagedDeltaNet]:
+    """The gated delta nets of a module that was taken over (generic.take_over)."""
+    return [part for part in module.modules() if isinstance(part, PagedDeltaNet)]
+
+
+def kept_by_modules(module: Any) -> Kept:
+    """What ModuleBody keeps of a position."""
+    nets, layers = delta_nets(module), int(module.config.num_hidden_layers)
+    if not nets:
+        return Kept(layers)
+    state = math.prod(state_size(nets[0]))
+    return Kept(layers - len(nets), len(nets), kept_width(nets[0]), state=state)
 
 
 class ModuleBody:
@@ -60,7 +80,8 @@ class ModuleBody:
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         embed: Any = module.get_input_embeddings()
         self._body = module.base_model
-        self.kept = Kept(int(module.config.num_hidden_layers))
+        self.kept = kept_by_modules(module)
+        self.nets: Sequence[PagedDeltaNet] = delta_nets(module)
         # Gemma's scale, rounded as transformers' own embedding does.
         scale = getattr(embed, "embed_scale", None)
         self._scale = None if scale is None else scale.to(device=device, dtype=dtype)

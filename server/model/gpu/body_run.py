@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from server.engine.batch import Batch, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
 from server.model.gpu.convolution import input_sources
+from server.model.gpu.delta import ITEMS_A_ROW, DeltaItems, DeltaStates, delta_rule
 from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
@@ -63,7 +65,7 @@ class BodyRun:
     shape: how attention is divided. attention: "triton" or "torch". embedding: see TorchRunner.
     tables_shape: most sequences and blocks of a step's block tables. max_draws: ids that the next
     step may take. graph_rows: rows of the largest graph, 0 for none. The partial results of split
-    attention belong to it. Everything runs on the current stream.
+    attention and the states of gated delta nets belong to it. All runs on the current stream.
     """
 
     def __init__(
@@ -81,6 +83,10 @@ class BodyRun:
         device = cache.memory.device
         self.body = body
         self._taps = body.kept.taps
+        self.states: DeltaStates | None = None
+        if body.nets:
+            rule = delta_rule(attention)
+            self.states = DeltaStates(body.nets, tables_shape[0], cache.block_size, rule, device)
         self.embedding = embedding
         self.shape = shape
         self.graphs: StepGraphs | None = None
@@ -95,8 +101,10 @@ class BodyRun:
             num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
             self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
-        words = graph_rows // paged.WORD
-        per_row = 4 * (12 + paged.TILE_FIELDS + SPAN_FIELDS + words + self._taps) + width
+        fields = 12 + paged.TILE_FIELDS + SPAN_FIELDS + graph_rows // paged.WORD + self._taps
+        if self.states is not None:
+            fields += 2 + ITEMS_A_ROW * self.states.item_fields
+        per_row = 4 * fields + width
         tables = 4 * self._max_seqs * self._max_blocks if graph_rows else 0
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         self.head: GraphHead | None = None
@@ -127,6 +135,8 @@ class BodyRun:
             arrays["embeds"] = gathered(self.embedding, token_ids)
         if self._taps:
             arrays["sources"] = input_sources(batch, self._taps, self._cache.block_size)
+        if self.states is not None:
+            arrays |= self.states.plan(batch)._asdict()
         spans = lora_spans(batch)
         if spans.shape[0]:
             arrays["adapters"] = spans
@@ -140,6 +150,9 @@ class BodyRun:
         arrays["ancestors"] = paged.ancestor_bits(batch)
         tiles = paged.plan_tiles(batch, self.shape)
         key = self._graph_key(batch, tiles)
+        if self.states is not None and key is not None:
+            if arrays["items"].shape[0] > ITEMS_A_ROW * key.rows:
+                key = None  # a history is replayed
         if key is not None:
             key = key._replace(has_adapters=bool(spans.shape[0]))
             # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
@@ -203,7 +216,11 @@ class BodyRun:
                 self._partials,
                 self._cache.block_size,
             )
-        paged_step = paged.PagedStep(self._cache, attention)
+        recur = None
+        if self.states is not None:
+            items = DeltaItems(tensors["items"], tensors["lines"])
+            recur = partial(self.states.recur, items, step.slots, self._cache.inputs)
+        paged_step = paged.PagedStep(self._cache, attention, recur)
         takes_drawn = plan.graph_key is not None or bool((batch.token_from >= 0).any())
 
         embeds = None
@@ -227,9 +244,13 @@ class BodyRun:
 
         if plan.graph_key is None or self.graphs is None:
             self._num_plain += 1
-            return Computed(*forward(True))
-        self._num_graph += 1
-        return Computed(*self.graphs.run(plan.graph_key, forward))
+            computed = Computed(*forward(True))
+        else:
+            self._num_graph += 1
+            computed = Computed(*self.graphs.run(plan.graph_key, forward))
+        if self.states is not None:
+            self.states.commit()
+        return computed
 
     def steps(self) -> tuple[int, int, int]:
         """Steps since the start: replayed, captured first, and without a graph."""

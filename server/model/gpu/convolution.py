@@ -32,9 +32,9 @@ class Inputs(NamedTuple):
     kept: torch.Tensor
 
 
-def input_sources(batch: Batch, taps: int, block_size: int) -> Int32:
-    """int32 [R, taps]: where the inputs of a row's last positions are, its own last: a slot that no
-    row of the step writes, FIRST_ROW - r for row r of the step, or NOTHING."""
+def input_slots(batch: Batch, taps: int, block_size: int) -> Int32:
+    """int32 [R, taps]: the slots of a row's last positions on its path, its own last, or
+    NOTHING."""
     last = batch.prefix_len + batch.path_len - 1
     at = last[:, None] - np.arange(taps - 1, -1, -1, dtype=np.int32)
     block = np.clip(at // block_size, 0, batch.block_tables.shape[1] - 1)
@@ -43,8 +43,14 @@ def input_sources(batch: Batch, taps: int, block_size: int) -> Int32:
         nth = at - batch.prefix_len[:, None]
         which = np.clip(batch.path_start[:, None] + nth, 0, batch.path_slots.shape[0] - 1)
         slots = np.where(nth >= 0, batch.path_slots[which], slots)
+    return np.where(at < 0, NOTHING, slots).astype(np.int32)
+
+
+def input_sources(batch: Batch, taps: int, block_size: int) -> Int32:
+    """int32 [R, taps]: where the inputs of a row's last positions are, its own last: a slot that no
+    row of the step writes, FIRST_ROW - r for row r of the step, or NOTHING."""
+    slots = input_slots(batch, taps, block_size)
     order = np.argsort(batch.slots, kind="stable")
     found = np.searchsorted(batch.slots, slots, sorter=order)
     row = order[np.minimum(found, batch.num_rows - 1)]
-    sources = np.where(batch.slots[row] == slots, FIRST_ROW - row, slots)
-    return np.where(at < 0, NOTHING, sources).astype(np.int32)
+    return np.where(batch.slots[row] == slots, FIRST_ROW - row, slots).astype(np.int32)

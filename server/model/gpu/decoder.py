@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from server.model.gpu.attention import PagedStep, StepTensors
     from server.model.gpu.body import StepIds
+    from server.model.gpu.delta import PagedDeltaNet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +67,14 @@ _Makes = Callable[[Sequence[nn.Module]], _Product | _NarrowProduct]
 
 class Kept(NamedTuple):
     """What a body keeps of a position. layers: with K and V. convolutions: with a vector of `width`
-    numbers instead, of which a row reads its last `taps` positions'."""
+    numbers instead, of which a row reads its last `taps` positions'; 0 taps for gated delta nets,
+    whose sequences have states of `state` numbers beside."""
 
     layers: int
     convolutions: int = 0
     width: int = 0
     taps: int = 0
+    state: int = 0
 
 
 def kept_by(shape: ModelShape) -> Kept:
@@ -144,6 +147,7 @@ class FusedDecoder:
         self._ops = ops
         self._shape = shape
         self.kept = kept_by(shape)
+        self.nets: Sequence[PagedDeltaNet] = ()
         self._sizes = HeadSizes(
             shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.rotary_dim,
             shape.interleaved, shape.qk_norm == "head_after_rope", shape.norm_eps,

@@ -12,8 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from server.model.generic import RECURRENT
+from server.model.delta_net import DeltaNet, replace_delta_nets
 from server.model.gpu import attention as paged
+from server.model.gpu.delta import (
+    CONTINUES,
+    RELOAD,
+    ROW,
+    SAVE,
+    SOURCES,
+    ZEROS,
+    DeltaItems,
+    DeltaMemory,
+    PagedDeltaNet,
+    delta_torch,
+)
 from server.model.inspection import (
     Inspected,
     check_logits,
@@ -38,6 +50,7 @@ class _PlainAttention:
     def __init__(self) -> None:
         self.windows: list[int] = []
         self.sizes = (0, 0)
+        self.num_recurrent = 0
         self._key = self._value = torch.empty(0)
 
     def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +80,19 @@ class _PlainAttention:
         shares = scores.masked_fill(hidden.to(query.device), float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", shares, value.float()).to(query.dtype).contiguous()
 
+    def recur(self, net: DeltaNet, mixed: torch.Tensor) -> torch.Tensor:
+        """See PagedStep: over the rows just given, from their first."""
+        self.num_recurrent += 1
+        num, taps = mixed.shape[0], net.taps.shape[0]
+        behind = torch.arange(taps - 1, -1, -1)
+        items = torch.full((num, SOURCES + taps), CONTINUES, dtype=torch.int32)
+        items[:, ROW] = rows = torch.arange(num)
+        items[0, RELOAD] = ZEROS
+        items[:, SAVE] = -1
+        items[:, SOURCES:] = (rows[:, None] - behind).clamp(min=-1)
+        memory = DeltaMemory(rows.to(mixed.device), torch.empty_like(mixed), mixed[:0])
+        return delta_torch(net, mixed, DeltaItems(items, None), memory)
+
 
 def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     """Make a module's body give what our head and sampler need, once it is found to be sound.
@@ -74,16 +100,17 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
     Raises UnsupportedModelError.
     """
     model: Any = module
-    if model.config.model_type in RECURRENT:
-        raise refusal(module, "its recurrent states are computed by the CPU runner only")
     ids = probe_ids(num_token_ids).to(next(module.parameters()).device)
     found = inspected(module, ids)
-    if found.cap:
-        raise refusal(module, "it soft-caps logits, which the CPU runner computes only")
+    with failing_as_refusal(module):
+        nets = replace_delta_nets(model.base_model, PagedDeltaNet)
+    windows = found.windows
+    if nets:
+        windows = _attention_alone(model)
     paged.register()
     model.config._attn_implementation = paged.NAME
     plain = _PlainAttention()
-    step: Any = paged.PagedStep(plain, plain)  # type: ignore[arg-type]
+    step: Any = paged.PagedStep(plain, plain, plain.recur)  # type: ignore[arg-type]
     if found.factor != 1.0:
         model.base_model.register_forward_hook(_scaled(found.factor))
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -91,13 +118,22 @@ def take_over(module: nn.Module, num_token_ids: int) -> Inspected:
         result = model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, paged=step
         )
-    if tuple(plain.windows) != found.windows:
+    if tuple(plain.windows) != windows or plain.num_recurrent != len(nets):
         raise refusal(module, "not every layer asks our attention for its own mask's window")
     # A config may name fewer KV heads than its model computes; the cache reads these.
     model.config.num_key_value_heads, model.config.head_dim = plain.sizes
     dtype = result.last_hidden_state.dtype
     check_logits(module, result.last_hidden_state[0], found, _TOLERANCES.get(dtype, 1e-2))
     return found
+
+
+def _attention_alone(model: Any) -> tuple[int, ...]:
+    """Number the layers that attend, among a model's recurrent ones, by their place in our cache;
+    their windows."""
+    attending = [part for part in model.base_model.layers if hasattr(part, "self_attn")]
+    for place, layer in enumerate(attending):
+        layer.self_attn.layer_idx = place
+    return (0,) * len(attending)
 
 
 def _scaled(factor: float) -> Any:

@@ -31,6 +31,7 @@ import torch
 
 from server.model.gpu import attention as paged
 from server.model.gpu.convolution import NOTHING
+from server.model.gpu.delta import ITEMS_A_ROW
 from server.model.gpu.lora import SPAN_FIELDS
 
 Array = npt.NDArray[Any]
@@ -131,6 +132,10 @@ def pad_to_bucket(
         sources = np.full((num_rows, arrays["sources"].shape[1]), NOTHING, np.int32)
         sources[: arrays["sources"].shape[0]] = arrays["sources"]
         arrays["sources"] = sources
+    if "items" in arrays:
+        room = ITEMS_A_ROW * num_rows, arrays["items"].shape[1]
+        arrays["items"] = _corner(arrays["items"], room)
+        arrays["lines"] = _corner(arrays["lines"], (num_rows, 2))
     num_words = -(-num_rows // paged.WORD)
     arrays["ancestors"] = _corner(arrays["ancestors"], (num_rows, num_words))
     if key.has_adapters:  # a span a row is the most; padded ones have no rows

@@ -250,12 +250,19 @@ class TorchRunner:
         self._check_open()
         with torch.inference_mode(), self._on_stream():
             self._cache.move_slots(src, dst)
+        self._forget_states(dst)
 
     def copy_blocks(self, src: Int32, dst: Int32) -> None:
         """See Runner; raises as KvCache.copy_blocks does."""
         self._check_open()
         with torch.inference_mode(), self._on_stream():
             self._cache.copy_blocks(src, dst)
+        size = self.info.block_size
+        self._forget_states((dst[:, None] * size + np.arange(size)).reshape(-1))
+
+    def _forget_states(self, slots: Int32) -> None:
+        if self._body.states is not None:
+            self._body.states.forget(slots)
 
     # The SlicingRunner protocol.
 
@@ -377,6 +384,8 @@ class TorchRunner:
         graphs = self._body.graphs
         shapes = warm_up_shapes(longest, self._body.shape, 0 if graphs is None else graphs.largest)
         num_steps = 0
+        if self._body.states is not None:
+            self._body.states.is_warming = True
         most = min(self._cache.num_slots, self.info.max_num_batched_tokens)
         for num_seqs, rows, length in shapes:
             fits = num_seqs * rows <= most and num_seqs <= self.info.max_num_seqs
@@ -388,6 +397,8 @@ class TorchRunner:
                     )
                     self.wait()
                     num_steps += 1
+        if self._body.states is not None:
+            self._body.states.is_warming = False
         return num_steps
 
     # One step.

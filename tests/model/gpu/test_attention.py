@@ -24,6 +24,7 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import nucleus, sampler
+from server.model.gpu.generic import take_over
 from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import WARM_UP_RUNS, Forward, GraphKey, Outputs
 from server.model.gpu.lm_head import LmHead
@@ -31,7 +32,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
-from tests.model import families
+from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.cut_problems import cut_problem
@@ -47,8 +48,9 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_lora.py"),
     Path(__file__).with_name("test_narrow.py"),
     Path(__file__).with_name("test_ahead_rows.py"),
+    Path(__file__).with_name("test_delta.py"),
 )
-DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES = 15, 3, 2, 3
+DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 3, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -202,6 +204,15 @@ def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
     body.head = GraphHead(runner._head, graphs.largest)
 
 
+def module_of(name: str) -> Any:
+    """A family's module, or one of the generic path that was taken over."""
+    if name in families.FAMILIES:
+        return families.build(name)
+    module = generic_models.build(name)
+    take_over(module, families.VOCAB_SIZE)
+    return module
+
+
 def decode_ahead(tables: list[Pages.Table], position: int, sampled: int | None) -> Batch:
     """One row of each sequence, with the id that the step before draws for it."""
     builder = BatchBuilder()
@@ -216,7 +227,8 @@ def decode_ahead(tables: list[Pages.Table], position: int, sampled: int | None) 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(
-    ("family", "bucketed"), [("llama", True), ("gemma3", False), ("lfm2", True)]
+    ("family", "bucketed"),
+    [("llama", True), ("gemma3", False), ("lfm2", True), ("qwen3_5_text", True)],
 )
 def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
     """Prompt chunk, trees and decode rows with split keys; those of few rows replayed from what
@@ -224,7 +236,7 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
     results = []
     graphs = FirstCalls(16)
     for attention in ("torch", "triton"):
-        runner = runner_over(families.build(family), attention=attention)
+        runner = runner_over(module_of(family), attention=attention)
         body = runner._body
         body.shape = dataclasses.replace(body.shape, split_size=64, max_splits=4)
         if attention == "triton" and bucketed:
@@ -334,10 +346,8 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert (
-        f"{len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES} passed"
-        in done.stdout
-    ), done.stdout[-400:]
+    num = len(TRITON_CASES) + 10 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES
+    assert f"{num + DELTA_CASES} passed" in done.stdout, done.stdout[-400:]
 
 
 # Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch; and the

@@ -19,8 +19,9 @@ from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import float_linear, product
 from server.model.cpu.records import Work
 from server.model.cpu.vector_ir import LANES
+from server.model.delta_net import DeltaNet
 
-__all__ = ["DeltaNet", "RowLinear", "as_stored", "packed", "replace_delta_nets", "replace_modules"]
+__all__ = ["HeldDeltaNet", "RowLinear", "as_stored", "packed", "replace_modules"]
 
 
 def as_stored(weight: torch.Tensor, bf16: bool) -> Any:
@@ -105,55 +106,34 @@ class RotaryTables(nn.Module):
             return getattr(super().__getattr__("_rotary"), name)
 
 
-class DeltaNet(nn.Module):
-    """A gated delta net (Qwen3.5) with our recurrence; projections, norm and gate are its own.
+class HeldDeltaNet(DeltaNet):
+    """A DeltaNet with our recurrence on the step that `holder` has.
 
-    Raises ValueError for sizes that are no whole vectors. holder: where it finds a step.
+    Raises ValueError for sizes that are no whole vectors.
     """
 
+    sizes: DeltaSizes
+
     def __init__(self, net: Any, layer: int, holder: StepHolder) -> None:
-        super().__init__()
-        self.in_proj_qkv, self.in_proj_z = net.in_proj_qkv, net.in_proj_z
-        self.in_proj_b, self.in_proj_a = net.in_proj_b, net.in_proj_a
-        self.norm, self.out_proj = net.norm, net.out_proj
-        self.value_size = int(net.head_v_dim)
-        if net.head_k_dim % LANES or net.head_v_dim % LANES or net.activation != "silu":
-            raise ValueError("the heads of its delta net are no whole vectors, or not SiLU's")
-        self._layer = layer
+        super().__init__(net, layer)
+        if self.dk % LANES or self.dv % LANES:
+            raise ValueError("the heads of its delta net are no whole vectors")
         self._holder = holder
         self.sizes = DeltaSizes(
-            taps=np.ascontiguousarray(net.conv1d.weight.detach().float()[:, 0].numpy().T),
-            rate=net.A_log.detach().float().exp().numpy(),
-            shift=net.dt_bias.detach().float().numpy(),
-            key_heads=int(net.num_k_heads),
-            dk=int(net.head_k_dim),
-            dv=int(net.head_v_dim),
+            taps=self.taps.numpy(),
+            rate=self.rate.numpy(),
+            shift=self.shift.numpy(),
+            key_heads=self.key_heads,
+            dk=self.dk,
+            dv=self.dv,
         )
 
-    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> torch.Tensor:
-        """[1, R, H] to [1, R, H]."""
-        parts = [self.in_proj_qkv, self.in_proj_b, self.in_proj_a]
-        mixed = torch.cat([part(hidden_states)[0] for part in parts], dim=-1)
+    def recur(self, mixed: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        """See DeltaNet."""
         step = self._holder.step
         if step is None:
             raise RuntimeError("the module runs outside a step")
-        read = step.recur(self._layer, self.sizes, mixed)
-        gate = self.in_proj_z(hidden_states).reshape(-1, self.value_size)
-        normed = self.norm(read.reshape(-1, self.value_size), gate)
-        out: torch.Tensor = self.out_proj(normed.reshape(1, hidden_states.shape[1], -1))
-        return out
-
-
-def replace_delta_nets(body: nn.Module, holder: StepHolder) -> list[DeltaSizes]:
-    """Put DeltaNet in the place of every gated delta net; their sizes, by layer."""
-    found: list[DeltaSizes] = []
-    for name, module in list(body.named_modules()):
-        if type(module).__name__ == "Qwen3_5GatedDeltaNet":
-            owner, _, leaf = name.rpartition(".")
-            made = DeltaNet(module, len(found), holder)
-            setattr(body.get_submodule(owner), leaf, made)
-            found.append(made.sizes)
-    return found
+        return step.recur(self.layer, self.sizes, mixed)
 
 
 def replace_modules(body: nn.Module, work: Work, num_positions: int, *, bf16: bool) -> None:

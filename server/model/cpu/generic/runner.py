@@ -21,18 +21,14 @@ from server.engine.batch import Batch, Int32
 from server.errors import UnsupportedModelError
 from server.model.cpu.adapters import CpuAdapter
 from server.model.cpu.generic.attention import DeltaSizes, Memory, PagedStep, StepHolder
-from server.model.cpu.generic.modules import (
-    RowLinear,
-    packed,
-    replace_delta_nets,
-    replace_modules,
-)
+from server.model.cpu.generic.modules import HeldDeltaNet, RowLinear, packed, replace_modules
 from server.model.cpu.generic.soundness import called, check_rows, forward
 from server.model.cpu.generic.states import StateStore
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Float32, Int64, Layers, Rows
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows, default_threads
 from server.model.cpu.slices import FloatHead
+from server.model.delta_net import replace_delta_nets
 from server.model.inspection import (
     NUM_PROBED,
     Inspected,
@@ -108,7 +104,10 @@ def generic_model(
     work = new_work(threads or default_threads())
     holder = StepHolder()
     with failing_as_refusal(module):
-        nets = replace_delta_nets(model.base_model, holder)
+        held = replace_delta_nets(
+            model.base_model, lambda net, layer: HeldDeltaNet(net, layer, holder)
+        )
+        nets = [net.sizes for net in held]
     replace_modules(model.base_model, work, num_positions, bf16=bf16)
     holder.give_to(model.base_model)
     heads, kv_heads, head_dim = called(module, holder, ids, found)

@@ -1,0 +1,249 @@
+"""Gated delta nets on TorchRunner: transformers' logits whatever a step holds, and the kernel.
+
+The Triton half runs in the interpreter's process (tests/model/gpu/test_attention.py starts it).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from server.engine.batch import Batch
+from server.model.gpu.delta import (
+    CONTINUES,
+    RELOAD,
+    ROW,
+    SAVE,
+    DeltaItems,
+    DeltaMemory,
+    delta_torch,
+    plan_items,
+    state_size,
+)
+from server.model.gpu.generic import take_over
+from server.model.gpu.runner import TorchRunner
+from server.model.states import StatePlaces
+from server.types import SpeculationParams
+from tests.model import generic_models
+from tests.model import test_hf_equality as equality
+from tests.model.batches import BLOCK_SIZE, BatchBuilder, Pages
+from tests.model.gpu.ahead_of_time import compiled
+from tests.model.gpu.test_slices import _requests, _serve
+from tests.model.torch_runners import runner_over
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+V = generic_models.VOCAB_SIZE
+
+
+class Truth:
+    """transformers' own forward."""
+
+    def __init__(self) -> None:
+        self._module = generic_models.build("qwen3_5_text")
+
+    def __call__(self, token_ids: list[int]) -> Any:
+        with torch.no_grad():
+            logits = self._module(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1).numpy()
+
+
+def hybrid(**options: Any) -> TorchRunner:
+    module: Any = generic_models.build("qwen3_5_text")
+    take_over(module, V)
+    return runner_over(module, **options)
+
+
+@pytest.fixture
+def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its chunked form sums in another order than its own recurrent one, 1e-4 away."""
+    monkeypatch.setattr(equality, "TOLERANCE", 2e-4)
+    return Truth()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Any]:
+    made = hybrid()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 33])
+def test_chunks_give_transformers_logits(runner: Any, truth: Any, chunk: int) -> None:
+    equality.test_chunked_prefill(runner, truth, chunk)
+
+
+@pytest.mark.parametrize("root", [3, 15, 30])
+def test_tree_rows_are_the_path_fed_linearly(runner: Any, truth: Any, root: int) -> None:
+    equality.test_tree_rows_are_the_path_fed_linearly(runner, truth, root)
+
+
+def test_neighbours_accepted_paths_and_forks(runner: Any, truth: Any) -> None:
+    equality.test_several_sequences_in_one_batch(runner, truth)
+    equality.test_decode_after_an_accepted_path(runner, truth)
+    equality.test_a_fork_reads_its_copied_block(runner, truth)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_a_lost_state_is_replayed(truth: Any, keep: int) -> None:
+    """Too few states for the sequences of a step, or none: histories are walked again, those of the
+    roots of draft trees too."""
+    made = hybrid()
+    states = made._body.states
+    assert states is not None
+    states._places = StatePlaces(keep, BLOCK_SIZE, in_place=False)
+    equality.test_several_sequences_in_one_batch(made, truth)
+    equality.test_decode_after_an_accepted_path(made, truth)
+    equality.test_tree_rows_are_the_path_fed_linearly(made, truth, 15)
+    made.close()
+
+
+def test_drafts_shared_blocks_and_preemption_change_no_text() -> None:
+    made = hybrid(num_blocks=48)
+    want, _ = _serve(made, _requests(0), max_num_seqs=1)
+    rng = Random(7)
+    preempted = 0
+    for blocks, seats in ((48, 8), (4, 4)):
+        kinds = SpeculationParams(), SpeculationParams("suffix", 6)
+        asked = [replace(r, speculation=rng.choice(kinds)) for r in _requests(0)]
+        got, engine = _serve(made, asked, num_blocks=blocks, max_num_seqs=seats)
+        preempted += engine.stats().num_preemptions
+        assert {k: r.ids for k, r in got.items()} == {k: r.ids for k, r in want.items()}
+    assert preempted > 0
+    made.close()
+
+
+def test_a_step_may_run_twice_and_a_failed_one_leaves_nothing() -> None:
+    """As graphs need: no state that a step begins from is one that it writes."""
+    places = StatePlaces(6, BLOCK_SIZE, in_place=False)
+    table = Pages(8).sequence(64)
+
+    def planned(first: int, num: int) -> Any:
+        builder = BatchBuilder()
+        builder.add_rows(table, [1] * num, first)
+        batch: Batch = builder.build()
+        rows: Any = SimpleNamespace(
+            num=batch.num_rows, tables=batch.block_tables,
+            **{name: getattr(batch, name) for name in (
+                "positions", "slots", "seq_ids", "prefix_len", "path_start", "path_len",
+                "path_slots",
+            )},
+        )  # fmt: skip
+        return plan_items(batch, places.plan(rows), 4, BLOCK_SIZE).items
+
+    items = planned(0, 20)
+    assert items[0, RELOAD] == -1 and (items[:, SAVE] >= 0).tolist().count(True) == 2
+    places.commit()
+    own = int(items[-1, SAVE])
+    failed = planned(20, 1)
+    items = planned(20, 1)
+    for found in (failed, items):
+        assert found[0, RELOAD] == own and found[-1, SAVE] not in (-1, own)
+    places.commit()
+    free = len(places._free)
+    assert planned(21, 1)[0, RELOAD] == items[-1, SAVE]
+    places.commit()
+    assert len(places._free) == free, "the state that was followed is free again"
+
+
+def _problem(dtype: torch.dtype, seed: int = 3) -> tuple[Any, torch.Tensor, DeltaItems, Any]:
+    """A net of odd sizes, rows of a prompt and a tree of two branches, replays, kept states."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    key_heads, heads, dk, dv, taps = 2, 4, 12, 40, 4
+    channels = 2 * key_heads * dk + heads * dv
+    net: Any = SimpleNamespace(
+        taps=random(taps, channels), rate=random(heads).exp(), shift=random(heads),
+        key_heads=key_heads, dk=dk, dv=dv,
+    )  # fmt: skip
+    pages, builder = Pages(32, seed=3), BatchBuilder()
+    first, second = pages.sequence(40), pages.sequence(60)
+    builder.add_rows(first, [1] * 18, 0)
+    builder.add_rows(second, [1], 21)
+    builder.add_tree(second, 21, [1] * 6, [-1, 0, 1, 0, -1, 4])
+    batch = builder.build()
+    rows: Any = SimpleNamespace(num=batch.num_rows, tables=batch.block_tables)
+    for name in ("positions", "slots", "seq_ids", "prefix_len", "path_start", "path_len"):
+        setattr(rows, name, getattr(batch, name))
+    rows.path_slots = batch.path_slots
+    items, lines = plan_items(batch, StatePlaces(5, BLOCK_SIZE).plan(rows), taps, BLOCK_SIZE)
+    width = channels + 2 * heads
+    memory = (torch.from_numpy(batch.slots), random(33 * BLOCK_SIZE, width).to(dtype),
+              random(5, *state_size(net)))  # fmt: skip
+    step = DeltaItems(torch.from_numpy(items), torch.from_numpy(lines))
+    return net, (2 * random(batch.num_rows, width)).to(dtype), step, memory
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float16, 4e-3)])
+def test_triton_walks_items_as_the_reference(dtype: torch.dtype, atol: float) -> None:
+    from server.model.gpu.delta_kernels import delta_triton
+
+    net, mixed, step, memory = _problem(dtype)
+    results = []
+    for rule in (delta_torch, delta_triton):
+        own = DeltaMemory(*(part.clone() for part in memory))
+        results.append((rule(net, mixed, step, own), own.inputs, own.states))
+        again = rule(net, mixed, step, own)
+        assert torch.equal(again, results[-1][0]), "a step may run twice"
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=atol, atol=atol)
+    # Node 24's bits are those of its path alone, 23 and 24 behind the root.
+    first, end = step.lines[1].tolist()
+    mine = {int(item[ROW]): item for item in step.items[first:end]}
+    path = torch.stack([mine[23], mine[24]])
+    path[:, RELOAD] = CONTINUES
+    rows = step.items[first:end, ROW].tolist()
+    trunk = step.items[first:end][: rows.index(18) + 1]
+    alone = DeltaItems(torch.cat([trunk, path]), torch.tensor([[0, len(trunk) + 2]]).int())
+    own = DeltaMemory(*(part.clone() for part in memory))
+    own.inputs[own.slots.long()] = mixed
+    lone = delta_triton(net, mixed, alone, own)
+    assert torch.equal(lone[24], results[1][0][24])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_the_delta_kernel_compiles_for_a_gpu(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to machine code at Qwen3.5's sizes, without a GPU."""
+    from server.model.gpu import delta_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"KEY_HEADS": 16, "HEADS": 32, "DK": 128, "DV": 128, "BLOCK_K": 128,
+                 "BLOCK_V": 32, "NUM_TAPS": 4}  # fmt: skip
+    kinds = {"items": "*i32", "lines": "*i32", "kept": "*bf16", "out": "*bf16", "scale": "fp32"}
+    made = compiled(
+        delta_kernels._delta_rows, kinds, constants,
+        capability=capability, other="*fp32", num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    assert made.asm["cubin"]
+
+
+def test_items_of_a_tree_go_on_or_begin_at_the_root_again() -> None:
+    """Six nodes in depth-first order: two branches walk back, one step each from the root."""
+    _, _, step, _ = _problem(torch.float32)
+    first, end = step.lines[1].tolist()
+    items = step.items[first:end].numpy()
+    reloads = items[:, RELOAD]
+    root = items[np.flatnonzero(items[:, 0] == 18)[0], SAVE]
+    assert root >= 0 and (reloads[1:] >= 0).sum() == 2
+    assert set(reloads[1:][reloads[1:] >= 0]) == {root}
