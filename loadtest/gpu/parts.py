@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu import correct, decoders, peers, steps, vocabulary
+from loadtest.gpu import correct, decoders, options, peers, steps, vocabulary
 from loadtest.gpu.shapes import SHAPES, Asked, build
 
 __all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
@@ -103,6 +103,9 @@ PARTS: dict[str, Part] = {
     "machine": machine,
     "correct": correct.check,
     "decoders": decoders.check,
+    "top-p": options.top_p,
+    "adapters": options.adapters,
+    "eight-bits": options.eight_bits,
     "profile": profile,
     "steps": step_table,
     "transformers": peers.transformers_own,
@@ -128,6 +131,9 @@ PLAN = (
     Planned("correct", "gemma-3-270m", 60),
     Planned("decoders", "smollm2-135m", 60),
     Planned("decoders", "gemma-3-270m", 60),
+    Planned("top-p", "smollm2-135m", 30),
+    Planned("adapters", "smollm2-135m", 40),
+    Planned("eight-bits", "smollm2-135m", 40),
     Planned("profile", "smollm2-135m", 60),
     *(Planned("steps", name, 60) for name in SHAPES if not name.startswith("tiny")),
     Planned("transformers", "qwen3-0.6b", 90),
@@ -158,11 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args(arguments)
-    planned = Planned(options.part, options.shape, 0.0)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    chosen = parser.parse_args(arguments)
+    planned = Planned(chosen.part, chosen.shape, 0.0)
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
     fine = True
-    for line in lines_of(planned, device, dtype, options.repeats):
+    for line in lines_of(planned, device, dtype, chosen.repeats):
         fine = fine and "error" not in line and line.get("ok", True)
         print(json.dumps(line), flush=True)
     return 0 if fine else 1

@@ -58,6 +58,32 @@ def test_our_decoder_is_compared_with_modules(shape: str) -> None:
     assert line["same_greedy_ids"] == parts.decoders.NEW
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
+def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
+    cuts = found("top-p", shape)
+    assert [line["ok"] for line in cuts] == [True] * 3
+    assert cuts[0]["kept"] < 1024 < cuts[2]["kept"], "selected values, and what is beyond them"
+    [adapter] = found("adapters", shape)
+    assert adapter["ok"] and adapter["moved_by"] > 0.1
+    narrow = found("eight-bits", shape)
+    assert [line["ok"] for line in narrow] == [True] * 2
+    assert all(line["rounding"] > 0 for line in narrow)
+
+
+def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut at another place, an adapter that is not added, weights that are not rounded."""
+    options = parts.options
+    with monkeypatch.context() as patch:
+        patch.setattr(options.nucleus, "by_sort", lambda *_: None)
+        peaked, _, flat = found("top-p", "tiny")
+        assert peaked["ok"] and not flat["ok"]
+    with monkeypatch.context() as patch:
+        patch.setattr(options, "_merge", lambda *_: None)
+        assert not found("adapters", "tiny")[0]["ok"]
+    monkeypatch.setattr(options, "_round", lambda *_: None)
+    assert not any(line["ok"] for line in found("eight-bits", "tiny"))
+
+
 def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that see one key too few: the chain's logprobs are not transformers'."""
     rows_of = parts.correct.rows_of

@@ -1,0 +1,213 @@
+"""What a request or a configuration may ask for beside the plain path: top-p, adapters, 8 bits.
+
+Each is compared with another way to the same numbers on the same device (a sort on the host, a
+model with the adapter merged, one with the rounded weights), and timed beside the plain way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from loadtest.gpu.correct import PROMPT, apart_bound, random_ids, rows_of, run
+from loadtest.gpu.shapes import SHAPES, Asked, build, info_of
+from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure, timed
+from server.engine.batch import Batch
+from server.model.gpu import nucleus
+from server.model.gpu.draw_plan import DrawPlan
+from server.model.gpu.lora import GpuAdapter
+from server.model.gpu.narrow import LEAST_CAPABILITY, narrowed
+from server.model.gpu.runner import TorchRunner
+from server.model.gpu.spec import TorchModel, Ways
+from server.types import NarrowForm
+
+__all__ = ["adapters", "eight_bits", "top_p"]
+
+ROWS = 16
+RANK = 8
+TOP_P = 0.9
+_DECODED = Case("decode", 4, 1, 32)
+_PRODUCTS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""The modules of each of lora.KINDS."""
+
+
+def top_p(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Rows of peaked, usual and flat logits cut at top_p: the ids that a sort on the host keeps. A
+    flat row's cut is beyond the values that are selected: on CUDA a kernel searches for it."""
+    device, size = asked.device, max(4096, SHAPES[asked.name].vocab_size)
+    beyond: nucleus.Beyond = nucleus.by_sort
+    if device.type == "cuda":
+        from server.model.gpu import nucleus_kernels
+
+        beyond = nucleus_kernels.find_cut
+    host = {"top_k": np.full(ROWS, size, np.int64), "top_p": np.full(ROWS, TOP_P)}
+    arrays = {name: torch.from_numpy(array).to(device) for name, array in host.items()}
+    plan = DrawPlan(host, ROWS, False, -1, True, True)
+    for what, scale in (("peaked", 6.0), ("usual", 2.0), ("flat", 0.01)):
+        x = np.random.default_rng(5).standard_normal((ROWS, size)) * scale
+        there = torch.from_numpy(x).to(device)
+        stays = torch.isfinite(nucleus.keep_nucleus(there, plan, arrays, beyond)).cpu().numpy()
+        order = np.argsort(-x, axis=1)
+        shares = np.exp(np.take_along_axis(x, order, axis=1) - x.max(axis=1, keepdims=True))
+        running = np.cumsum(shares, axis=1)
+        wanted = (running < TOP_P * running[:, -1:]).sum(axis=1) + 1
+        kept = stays.sum(axis=1)
+        # The sums are of another order, so that a cut may fall one id beside.
+        likeliest = all(
+            row[ids[:num]].all() for row, ids, num in zip(stays, order, kept, strict=True)
+        )
+        times = [
+            1e3 * min(timed(work, device) for _ in range(asked.repeats))
+            for work in (
+                lambda x=there: nucleus.keep_nucleus(x, plan, arrays, beyond),
+                lambda x=there: torch.sort(x, dim=1),
+            )
+        ]
+        yield {
+            "what": f"top-p of {what} logits", "shape": asked.name, "rows": ROWS,
+            "kept": int(kept.mean()), "apart": int(np.abs(kept - wanted).max()),
+            "ms": round(times[0], 4), "sort_ms": round(times[1], 4),
+            "ok": bool(likeliest and (np.abs(kept - wanted) <= 1).all()),
+        }  # fmt: skip
+
+
+def _runner(asked: Asked, module: Any, **ways: Any) -> TorchRunner:
+    info = info_of(
+        module, asked.device, num_blocks=max(64, blocks_needed(_DECODED)),
+        max_model_len=SHAPES[asked.name].max_model_len, max_num_seqs=8, max_num_batched_tokens=256,
+    )  # fmt: skip
+    graphs = asked.device.type == "cuda"
+    return TorchRunner(TorchModel(module), info, Ways(decoder="fused", cuda_graphs=graphs, **ways))
+
+
+def _prompt(asked: Asked) -> Batch:
+    ids = random_ids(SHAPES[asked.name])
+    return rows_of(ids[:PROMPT], 0, root=None, targets=ids[1 : PROMPT + 1])
+
+
+def _decoded(asked: Asked, places: list[int] | None) -> Batch:
+    """A row of each of four sequences, scored. places: of their adapters."""
+    batch = batch_of(_DECODED, SHAPES[asked.name].vocab_size)
+    rows = np.arange(batch.num_rows, dtype=np.int32)
+    return replace(
+        batch, score_rows=rows, score_targets=rows, score_top=np.ones_like(rows),
+        seq_adapters=None if places is None else np.array(places, np.int32),
+    )  # fmt: skip
+
+
+def adapters(asked: Asked) -> Iterator[dict[str, Any]]:
+    """An adapter on all products of all layers against the model with it merged; rows beside it
+    keep the bits that they have without one."""
+    module = build(SHAPES[asked.name], asked.device, asked.dtype)
+    adapter = _random_adapter(module)
+    _merge(module, adapter)
+    runner = _runner(asked, module)
+    merged = run(runner, _prompt(asked)).score_logprobs
+    runner.close()
+    runner = _runner(asked, build(SHAPES[asked.name], asked.device, asked.dtype))
+    plain = run(runner, _prompt(asked)).score_logprobs
+    before = run(runner, _decoded(asked, None)).score_logprobs
+    runner.hold_adapter(0, adapter)
+    own = run(runner, replace(_prompt(asked), seq_adapters=np.zeros(1, np.int32))).score_logprobs
+    mixed = _decoded(asked, [0, -1, 0, -1])
+    after = run(runner, mixed).score_logprobs
+    apart, moved = float(np.abs(own - merged).max()), float(np.abs(own - plain).max())
+    bound = apart_bound(asked.dtype, float(merged.std()))
+    same = bool((after == before)[1::2].all() and (after != before)[::2].all())
+    times = [measure(runner, b, asked.repeats)[0] for b in (_decoded(asked, None), mixed)]
+    runner.close()
+    yield {
+        "what": "adapter against merged", "shape": asked.name, "logprobs_apart": round(apart, 6),
+        "moved_by": round(moved, 4), "bound": round(bound, 4), "others_same_bits": same,
+        "decode_ms": round(1e3 * times[0], 4), "with_adapter_ms": round(1e3 * times[1], 4),
+        "ok": apart <= bound < moved and same,
+    }  # fmt: skip
+
+
+def _linears(module: Any, layer: int, names: tuple[str, ...]) -> list[nn.Linear]:
+    return [module.get_submodule(f"model.layers.{layer}.{name}") for name in names]
+
+
+def _random_adapter(module: Any) -> GpuAdapter:
+    """As lora.pack_adapter makes one: columns side by side, B's blocks zero elsewhere."""
+    seeds = torch.Generator().manual_seed(7)
+    dtype, columns, layers = module.dtype, 4 * RANK, []
+    for layer in range(module.config.num_hidden_layers):
+        of_kind = []
+        for names in _PRODUCTS:
+            linears = _linears(module, layer, names)
+            width, inner = RANK * len(names), linears[0].in_features
+            a = torch.randn((inner, width), generator=seeds) * inner**-0.5
+            b = torch.zeros((width, sum(linear.out_features for linear in linears)))
+            at = 0
+            for i, linear in enumerate(linears):
+                block = torch.randn((RANK, linear.out_features), generator=seeds) * 0.1
+                b[i * RANK : (i + 1) * RANK, at : at + linear.out_features] = block
+                at += linear.out_features
+            of_kind.append((a.to(dtype), torch.full((width,), 0.5), b.to(dtype)))
+        layers.append(tuple(of_kind))
+    return GpuAdapter(tuple(layers), columns, module.config.vocab_size, 0)
+
+
+@torch.no_grad()
+def _merge(module: Any, adapter: GpuAdapter) -> None:
+    for layer, parts in enumerate(adapter.parts):
+        for names, part in zip(_PRODUCTS, parts, strict=True):
+            assert part is not None
+            a, scales, b = (tensor.float() for tensor in part)
+            at = 0
+            for linear in _linears(module, layer, names):
+                own = b[:, at : at + linear.out_features]
+                added = ((a * scales) @ own).t().to(linear.weight.device)
+                linear.weight.copy_(linear.weight.float() + added)
+                at += linear.out_features
+
+
+def eight_bits(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Each form of `engine.weights` against a model with the rounded weights; a decode step of both
+    forms beside that of weights as they are."""
+    runner = _runner(asked, build(SHAPES[asked.name], asked.device, asked.dtype))
+    exact = run(runner, _prompt(asked)).score_logprobs
+    plain_s = measure(runner, _decoded(asked, None), asked.repeats)[0]
+    runner.close()
+    forms: tuple[NarrowForm, ...] = ("int8", "fp8")
+    for form in forms:
+        if asked.device.type == "cuda":
+            if torch.cuda.get_device_capability(asked.device) < LEAST_CAPABILITY[form]:
+                continue
+        results = []
+        for weights in (None, form):
+            module = build(SHAPES[asked.name], asked.device, asked.dtype)
+            if weights is None:
+                _round(module, form)
+            runner = _runner(asked, module, weights=weights)
+            results.append(run(runner, _prompt(asked)).score_logprobs)
+            if weights is not None:
+                seconds = measure(runner, _decoded(asked, None), asked.repeats)[0]
+            runner.close()
+        apart = float(np.abs(results[0] - results[1]).max())
+        bound = apart_bound(asked.dtype, float(exact.std()))
+        yield {
+            "what": f"weights in {form}", "shape": asked.name, "logprobs_apart": round(apart, 6),
+            "rounding": round(float(np.abs(exact - results[1]).max()), 4),
+            "bound": round(bound, 4), "decode_ms": round(1e3 * seconds, 4),
+            "plain_ms": round(1e3 * plain_s, 4), "ok": apart <= bound,
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def _round(module: Any, form: NarrowForm) -> None:
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear) and ".layers." in name:
+            values, scales = narrowed(linear.weight, form)
+            linear.weight.copy_(values.float() * scales[:, None])
