@@ -83,6 +83,12 @@ class LocalReplicas:
     async def control(self, name: str, payload: Any) -> list[dict[str, Any]]:
         return [await replica.control(name, payload, 5.0) for replica in self.there.values()]
 
+    async def stop(self) -> None:
+        """End all of them."""
+        while self.there:
+            _, replica = self.there.popitem()
+            await replica.stop()
+
     # --- from any thread ---
 
     def kill(self, name: str) -> None:

@@ -1,0 +1,48 @@
+"""Every server of the tests in this folder has a fleet where its engines were.
+
+The tests are those of tests/api, unchanged; what they ask of a single server must hold through
+an ingress and its replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pytest
+
+from server.api.engines.slot import EngineSpec
+from server.fleet.far_engine import FleetHandle, RetryPolicy
+from tests.api import live
+from tests.fleet.local_replicas import LocalReplicas
+
+
+class _Fleet(FleetHandle):
+    """It ends its replicas when it ends, as an engine's handle does."""
+
+    def __init__(self, replicas: LocalReplicas, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        super().__init__(replicas, name=name, loop=loop, retry=RetryPolicy(first_pause_s=0.01))
+        self._own = replicas
+
+    def stop(self, timeout_s: float) -> None:
+        super().stop(timeout_s)
+        asyncio.run_coroutine_threadsafe(self._own.stop(), self._loop).result(timeout_s)
+
+
+def _as_fleets(
+    specs: Sequence[EngineSpec], loop: Callable[[], asyncio.AbstractEventLoop]
+) -> list[EngineSpec]:
+    """Each engine as the only replica of a fleet with its name."""
+
+    def start(spec: EngineSpec) -> FleetHandle:
+        return _Fleet(LocalReplicas([spec], max_messages_per_s=2000.0), loop(), spec.name)
+
+    return [EngineSpec(s.name, s.model, s.device, partial(start, s)) for s in specs]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def fleets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "between", _as_fleets)
+        yield

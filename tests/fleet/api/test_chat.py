@@ -1,0 +1,3 @@
+"""tests/api/test_chat.py through a fleet."""
+
+from tests.api.test_chat import *  # noqa: F403
