@@ -108,6 +108,7 @@ class LiveServer:
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._openai: list[openai.OpenAI] = []
         self.client: EngineClient
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -174,6 +175,8 @@ class LiveServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for client in self._openai:
+            client.close()
         self.terminate()
         self.join()
 
@@ -191,10 +194,13 @@ class LiveServer:
         return self.status
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        """The real client, without retries."""
+        """The real client, without retries; closed with the server."""
         import openai  # takes as long as all of the server: not in programs of tests
 
-        return openai.OpenAI(api_key=api_key, base_url=self.url + "/v1", max_retries=0)
+        client = openai.OpenAI(api_key=api_key, base_url=self.url + "/v1", max_retries=0)
+        # One that is left to the garbage collector may find its sockets collected before itself.
+        self._openai.append(client)
+        return client
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         """POST a JSON body; model and prompt have defaults for completions."""
