@@ -4,10 +4,10 @@
     outcome = simulation.run(arrivals)          # seconds of each request, load of each replica
     replicas_for(arrivals, 1.0, simulate)       # how many replicas hold this p95
 
-Each replica makes steps as the engine does: those that run get their tokens, prompts fill the rows
-that are left, and the step takes what the cost table says. The router is the fleet's own
-(routing.TaskRouting). Not simulated: prefix caches beyond what the router knows, preemption,
-failures. All times are simulated, except the CPU time of the router's choices.
+Each replica makes steps as the engine does: those that run get their tokens, prompts get rows that
+are left (up to a bound where somebody runs), and the step takes what the cost table says. The
+router is the fleet's own (routing.TaskRouting). Not simulated: prefix caches beyond what the router
+knows, preemption, failures. All times are simulated, except the CPU time of the router's choices.
 """
 
 from __future__ import annotations
@@ -108,11 +108,13 @@ class _Replica:
         self.keys = 0.0
         self.is_stepping = False
 
-    def begin(self, seats: int, max_rows: int) -> tuple[int, list[_Run]]:
+    def begin(self, seats: int, max_rows: int, prefill_rows: int) -> tuple[int, list[_Run]]:
         """(rows of the next step, requests whose prompt ends in it)."""
         while self.waiting and len(self.running) + len(self.reading) < seats:
             self.reading.append(self.waiting.popleft())
         rows, read = len(self.running), []
+        if rows:
+            max_rows = min(max_rows, rows + prefill_rows)
         while self.reading and rows < max_rows:
             run = self.reading[0]
             chunk = min(run.left, max_rows - rows)
@@ -128,8 +130,10 @@ class Simulation:
     """See the top of this file. One run at a time.
 
     step_cost: of the engine. num_replicas: of them. seats, max_rows: server.yaml's
-    engine.max_num_seqs and max_num_batched_tokens. habit: tokens that a step gives a sequence (its
-    output_tokens are the trace's own). overhead_s: what ingress and network add to a first token.
+    engine.max_num_seqs and max_num_batched_tokens. prefill_rows: most prompt rows of a step in
+    which others decode; None for half of max_rows, as in EngineSettings. habit: tokens that a step
+    gives a sequence (its output_tokens are the trace's own). overhead_s: what ingress and network
+    add to a first token.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class Simulation:
         num_replicas: int,
         seats: int = 64,
         max_rows: int = 512,
+        prefill_rows: int | None = None,
         habit: TaskHabit | None = None,
         routing: RoutingNumbers | None = None,
         overhead_s: float = 0.0,
@@ -147,6 +152,7 @@ class Simulation:
         self._key_s = max(0.0, step_cost(1.0, 1e6) - self._seconds[1]) / 1e6
         self._seats = seats
         self._max_rows = max_rows
+        self._prefill_rows = prefill_rows or max(16, max_rows // 2)
         self._tokens_a_step = 1.0 if habit is None else max(1.0, habit.tokens_a_step)
         self._numbers = routing or RoutingNumbers()
         self._overhead_s = overhead_s
@@ -215,15 +221,17 @@ class Simulation:
         outcome.route_s.append(time.thread_time() - began_s)
         is_home = name in routing.ranking(job.task, routing.num_homes(job.task))
         outcome.num_away += not is_home
+        num_tokens = max(1, arrival.num_output_tokens)
         slower = 1.0 if is_home else 1.0 + self._numbers.cold_cost
-        steps = math.ceil(max(1, arrival.num_output_tokens) / self._tokens_a_step * slower)
+        # Away from home fewer drafts come true; a step gives one token all the same.
+        steps = min(num_tokens, math.ceil(num_tokens / self._tokens_a_step * slower))
         replica = replicas[name]
         replica.waiting.append(_Run(index, arrival, steps))
         replica.num_open += 1
         return replica
 
     def _begin_step(self, replica: _Replica) -> tuple[float, list[_Run]]:
-        rows, read = replica.begin(self._seats, self._max_rows)
+        rows, read = replica.begin(self._seats, self._max_rows, self._prefill_rows)
         step_s = self._seconds[rows] + self._key_s * replica.keys
         replica.is_stepping = True
         replica.busy_s += step_s

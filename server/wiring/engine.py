@@ -144,7 +144,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     stops = StopTable(table.offsets, table.blob, (int(i) for i in table.special_ids))
     cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
-        log.info("the first start of this model here: compiling and measuring, about a minute")
+        log.info("the first start of this model here: compiling and measuring, a minute or two")
     grammars = _grammars(order, runner.info)
     engine = Engine(
         runner,
