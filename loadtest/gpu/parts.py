@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu import correct, decoders, options, peers, steps, vocabulary
+from loadtest.gpu import correct, decoders, options, peers, prefill, steps, vocabulary
 from loadtest.gpu.shapes import SHAPES, Asked, build
 
 __all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
@@ -110,6 +110,7 @@ PARTS: dict[str, Part] = {
     "steps": step_table,
     "transformers": peers.transformers_own,
     "engine": peers.engine,
+    "prefill": prefill.check,
     "vocabulary": vocabulary.check,
 }
 
@@ -139,6 +140,8 @@ PLAN = (
     Planned("transformers", "qwen3-0.6b", 90),
     Planned("engine", "qwen3-0.6b", 60),
     Planned("engine", "smollm2-135m", 60),
+    Planned("prefill", "qwen3-0.6b", 30),
+    Planned("prefill", "gemma-3-270m", 30),
     Planned("vocabulary", "gemma-3-270m", 60),
 )
 

@@ -3,6 +3,7 @@ what it keeps when a part fails, hangs or writes what is no result."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -82,6 +83,42 @@ def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not found("adapters", "tiny")[0]["ok"]
     monkeypatch.setattr(options, "_round", lambda *_: None)
     assert not any(line["ok"] for line in found("eight-bits", "tiny"))
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
+def test_torch_s_attention_is_given_the_keys_that_ours_reads(shape: str) -> None:
+    """By a stand-in of varlen_attn: lengths, block tables of pages, windows."""
+    lines = found("prefill", shape)
+    windows = [None, 512] if shape == "tiny-gemma" else [None]
+    assert [(line["window"], line["history"]) for line in lines] == [
+        (window, history) for window in windows for history in (0, 600)
+    ]
+    assert all(line["ok"] for line in lines)
+
+
+def test_what_torch_s_attention_is_called_with_is_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    batch = steps.batch_of(steps.Case("chunk", 2, 300, 8), 256)
+    options = parts.prefill.varlen_arguments(batch, 512, CPU)
+    takes = inspect.signature(varlen)
+    if "block_table" in takes.parameters:  # from 2.12 on
+        takes.bind(*[None] * 3, **options, scale=1.0)
+    assert options["cu_seq_q"].tolist() == [0, 300, 600]
+    assert options["seqused_k"].tolist() == [308, 308] and options["max_k"] == 308
+    tree = steps.batch_of(steps.Case("tree", 1, 5, 8), 256)
+    with pytest.raises(ValueError, match="no trees"):
+        parts.prefill.varlen_arguments(tree, None, CPU)
+    given = parts.prefill.varlen_arguments
+
+    def one_key_less(*arguments: Any) -> dict[str, Any]:
+        options = given(*arguments)
+        options["seqused_k"] -= 1
+        return options | {"max_k": options["max_k"] - 1}
+
+    monkeypatch.setattr(parts.prefill, "varlen_arguments", one_key_less)
+    assert not any(line["ok"] for line in found("prefill", "tiny"))
 
 
 def test_a_wrong_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
