@@ -14,7 +14,7 @@ from typing import Any
 from server.errors import ModelError, UnsupportedModelError
 from server.model.gguf_index import GgufIndex
 
-__all__ = ["ARCHITECTURES", "PERMUTED", "config_values"]
+__all__ = ["ARCHITECTURES", "BY_TRANSFORMERS", "PERMUTED", "config_values"]
 
 PERMUTED = frozenset({"llama", "smollm3", "granite", "granitehybrid", "mistral3"})
 """Architectures whose rows of q and k are stored so that the rotation pairs neighbours, while
@@ -140,11 +140,12 @@ def _common(m: _Metadata) -> dict[str, Any]:
         raise m.refuse("it is an embedding model", "pooling_type", "a model that writes text")
     if not m.get("attention.causal", True):
         raise m.refuse("its attention is not causal", "attention.causal", "Qwen3, Llama 3.2")
-    if any(m.get("rope.dimension_sections", ())):
+    if any(m.get("rope.dimension_sections", ())) and m.kind != "qwen35":
         raise m.refuse(
             "its rotary embedding is for pictures", "rope.dimension_sections", "its sister for text"
         )  # fmt: skip
     heads = m.need("attention.head_count")
+    eps = m.get("attention.layer_norm_epsilon")
     return {
         "vocab_size": m.vocab_size,
         "hidden_size": m.need("embedding_length"),
@@ -154,7 +155,7 @@ def _common(m: _Metadata) -> dict[str, Any]:
         "num_key_value_heads": m.get("attention.head_count_kv", heads),
         "head_dim": m.head_dim,
         "max_position_embeddings": m.need("context_length"),
-        "rms_norm_eps": m.need("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": m.need("attention.layer_norm_rms_epsilon") if eps is None else eps,
         "rope_parameters": _rope(m),
         "tie_word_embeddings": not m.has("output.weight"),
         "attention_bias": m.has("blk.attn_q.bias") or m.has("blk.attn_qkv.bias"),
@@ -354,11 +355,57 @@ ARCHITECTURES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
 }
 """`general.architecture` of files that are read -> what differs from the common values."""
 
-BY_TRANSFORMERS = frozenset(
-    {"qwen35", "starcoder2", "command-r", "cohere2", "gptneox", "gpt2", "phi2", "gemma", "nemotron",
-     "seed_oss", "apertus", "arcee", "olmo"}
-)  # fmt: skip
-"""Those of models of the generic path (generic.py), whose files are not read."""
+
+def _qwen35(m: _Metadata) -> dict[str, Any]:
+    layers = m.need("block_count") - m.get("nextn_predict_layers", 0)  # those draft
+    interval, own = m.get("full_attention_interval", 4), m.get("attention.recurrent_layers")
+    recurrent = [own[i] if own else (i + 1) % interval != 0 for i in range(layers)]
+    value_heads = m.need("ssm.time_step_rank")
+    rope = {**_rope(m), "partial_rotary_factor": m.rotated_share}
+    if m.get("rope.dimension_sections"):
+        rope["mrope_section"] = list(m.get("rope.dimension_sections")[:3])
+    return {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": layers,
+        "layer_types": ["linear_attention" if is_net else "full_attention" for is_net in recurrent],
+        "rope_parameters": rope,
+        "linear_conv_kernel_dim": m.need("ssm.conv_kernel"),
+        "linear_key_head_dim": m.need("ssm.state_size"),
+        "linear_num_key_heads": m.need("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": m.need("ssm.inner_size") // value_heads,
+    }
+
+
+def _starcoder2(m: _Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "starcoder2",
+        "norm_epsilon": m.need("attention.layer_norm_epsilon"),
+        "use_bias": m.has("blk.attn_q.bias"),
+        "sliding_window": m.get("attention.sliding_window", 4096),  # the converter writes none
+    }
+
+
+def _phi2(m: _Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "phi",
+        "layer_norm_eps": m.need("attention.layer_norm_epsilon"),
+        "rope_parameters": {**_rope(m), "partial_rotary_factor": m.rotated_share},
+    }
+
+
+BY_TRANSFORMERS: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
+    "qwen35": _qwen35,
+    "starcoder2": _starcoder2,
+    "phi2": _phi2,
+    "gemma": _named("gemma"),
+}
+"""The same of models of the generic path (generic.py), which are served from floats."""
+
+_IN_FOLDERS = frozenset(
+    {"command-r", "cohere2", "gptneox", "gpt2", "nemotron", "seed_oss", "apertus", "arcee", "olmo"}
+)
+"""Those of other models of the generic path, whose files are not read."""
 
 
 def config_values(index: GgufIndex, source: str) -> dict[str, Any]:
@@ -368,17 +415,17 @@ def config_values(index: GgufIndex, source: str) -> dict[str, Any]:
     ModelError for metadata that is missing.
     """
     metadata = _Metadata(index, source)
-    own = ARCHITECTURES.get(metadata.kind)
+    own = ARCHITECTURES.get(metadata.kind) or BY_TRANSFORMERS.get(metadata.kind)
     if own is None:
         nearest = "the model's folder in transformers' form, if `tailor models list` has the model"
-        if metadata.kind in BY_TRANSFORMERS:
+        if metadata.kind in _IN_FOLDERS:
             nearest = (
                 "its folder in transformers' form: transformers' own forward computes it, from "
                 "safetensors"
             )
         raise UnsupportedModelError(
             f"{source} is not supported: its architecture is {metadata.kind[:40]!r} "
-            f"(general.architecture); {', '.join(ARCHITECTURES)} are read. Nearest that works: "
-            + nearest
+            f"(general.architecture); {', '.join((*ARCHITECTURES, *BY_TRANSFORMERS))} are "
+            "read. Nearest that works: " + nearest
         )
     return {**_common(metadata), **own(metadata)}

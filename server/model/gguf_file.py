@@ -2,9 +2,10 @@
 
 It maps the file, finds each tensor by the name that transformers' state dict gives it, and undoes
 the changes of llama.cpp's converter: the order of rows of q and k where its rotation pairs
-neighbours, Gemma's norms (stored with 1 added), the taps of short convolutions. Matrices stay
-quantised: rows of bytes, for server/model/cpu/integers; `floats` dequantises them. The metadata:
-gguf_config.py. The folder that such a model is served from: gguf_folder.py.
+neighbours, norms that are stored with 1 added (Gemma, Qwen3.5), the taps of short convolutions,
+gated delta nets (gguf_delta_net.py). Matrices stay quantised: rows of bytes, for
+server/model/cpu/integers; `floats` dequantises them. The metadata: gguf_config.py. The folder that
+such a model is served from: gguf_folder.py.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import numpy.typing as npt
 
 from server.errors import ModelError, UnsupportedModelError
 from server.model.cpu.integers.forms import BY_NAME
-from server.model.gguf_config import ARCHITECTURES, PERMUTED
+from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, PERMUTED
+from server.model.gguf_delta_net import restored, stem_of
 from server.model.gguf_index import GgufIndex, GgufTensor
 
 HEAD = "lm_head.weight"
-_TAPS = ".shortconv.conv.weight"
+_TAPS = (".shortconv.conv.weight", ".ssm_conv1d.weight")
+_ONE_ADDED = ("gemma", "qwen35")  # architectures
 _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -68,7 +71,7 @@ class GgufWeights:
 
         self._index = index = GgufIndex(path)
         self._architecture = str(index.fields.get("general.architecture"))
-        if self._architecture not in ARCHITECTURES:
+        if self._architecture not in (*ARCHITECTURES, *BY_TRANSFORMERS):
             raise UnsupportedModelError(f"{path.name}: {self._architecture} files are not read")
         self._config = config
         kind = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[self._architecture]
@@ -76,9 +79,9 @@ class GgufWeights:
         stored = index.tensors
         self._tensors: dict[str, GgufTensor] = {}
         for name in expected:
-            stem, _, suffix = name.rpartition(".")
-            found = names.get_name(stem)
-            tensor = stored.get(f"{found}.{suffix}")
+            found = names.get_name(stem_of(name))
+            suffix = "." + name.rpartition(".")[2].replace("dt_bias", "bias")
+            tensor = stored.get(f"{found}{suffix.replace('.A_log', '')}")
             if tensor is None and name == HEAD:
                 tensor = stored.get("token_embd.weight")  # tied
             if tensor is None:
@@ -86,10 +89,19 @@ class GgufWeights:
             self._tensors[name] = tensor
         read = {tensor.name for tensor in self._tensors.values()}
         for extra in sorted(set(stored) - read - set(_OF_ROPE)):
-            if not extra.endswith(".attn_rot_embd.weight"):  # a table that is computed
+            if not self._is_left_out(extra):
                 raise UnsupportedModelError(
                     f"{path.name} has tensors that are not computed, first {extra}"
                 )
+
+    def _is_left_out(self, stored: str) -> bool:
+        """Whether a tensor is no part of the model: a table that is computed, or a layer behind the
+        last one, which drafts (Qwen3.5)."""
+        if stored.endswith(".attn_rot_embd.weight"):
+            return True
+        layer = stored.partition("blk.")[2].partition(".")[0]
+        behind = layer.isdecimal() and int(layer) >= int(self._config.num_hidden_layers)
+        return behind and self._architecture == "qwen35"
 
     def names(self) -> tuple[str, ...]:
         """All names, ascending, `lm_head.weight` included when it is tied."""
@@ -125,7 +137,9 @@ class GgufWeights:
             values = dequantize(tensor.data, GGMLQuantizationType[tensor.form.upper()])
         else:
             values = np.array(tensor.data, np.float32)
-        if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if ".linear_attn." in name:
+            values = restored(self._config, name, values)
+        elif self._architecture.startswith(_ONE_ADDED) and name.endswith("norm.weight"):
             values -= np.float32(1.0)
         return self._in_order(name, values).reshape(self.shape(name))
 

@@ -17,6 +17,7 @@ from server.errors import ModelError, UnsupportedModelError
 from server.model import catalog
 from server.model.cache_folder import MARKER, cache_dir, remembered_sha256, writing_to_cache
 from server.model.catalog import BUILT_IN, CONVERTER_VERSION, GGUF_NAME, GGUF_VERSION
+from server.model.gguf_config import BY_TRANSFORMERS
 from server.model.gguf_convert import describe
 from server.model.gguf_file import unknown_forms
 from server.model.gguf_index import GgufIndex
@@ -140,8 +141,14 @@ def _make(name_or_path: str, out: Path, wheel_dir: Path | None, report: Report) 
         source = Path(name_or_path).expanduser().resolve()
         marker |= {"source": source.name, "source_sha256": remembered_sha256(source)}
         marker["gguf"] = str(source)
+    index = GgufIndex(source)
+    kind = str(index.fields.get("general.architecture"))
+    if kind in BY_TRANSFORMERS:
+        raise UnsupportedModelError(
+            f"{source.name}: {kind} is computed by transformers' own forward, from floats"
+        )
     report(f"Reading {source.name} (once)")
-    unknown = unknown_forms(GgufIndex(source))
+    unknown = unknown_forms(index)
     if unknown:
         raise UnsupportedModelError(
             f"{source.name}: {unknown[0]} is of no form that is multiplied as it is; "

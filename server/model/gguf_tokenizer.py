@@ -59,6 +59,10 @@ _LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = r"[^\r\n\p{L}\p{N}]?"
@@ -94,6 +98,7 @@ _PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _split(_LLAMA3)),  # noqa: E501
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _split(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _split(_QWEN2)),
+    "qwen35": _split(_QWEN35),
     "tekken": _split(_TEKKEN),
     **dict.fromkeys(("gpt-4o", "llama4"), _split(_GPT4O)),
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _split(*_HUNYUAN)),
@@ -108,7 +113,7 @@ _WHOLE_WORDS = frozenset(
 _ADD_BOS = _WHOLE_WORDS - {"glm4"}
 """Where BOS is added unless the file says no."""
 
-_NFC = frozenset(("qwen2", "deepseek-r1-qwen"))
+_NFC = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
 
 
 # --- the two kinds of tokenizers ------------------------------------------------------------------

@@ -73,6 +73,7 @@ OTHER_COLUMNS: dict[str, Callable[[], set[str]]] = {
     "adapters": lambda: _names(
         cpu_generic.test_an_adapter_is_merged_and_bfloat16_is_the_rounded_model
     ),
+    "GGUF": lambda: _names(test_gguf_families.test_a_file_of_a_generic_model_is_served_from_floats),
 }
 
 

@@ -13,12 +13,13 @@ import torch
 from server.errors import ModelError, UnsupportedModelError
 from server.model.build import RunnerSpec, build_runner
 from server.model.catalog import model_folder
-from server.model.gguf_config import ARCHITECTURES, config_values
+from server.model.gguf_config import ARCHITECTURES, BY_TRANSFORMERS, config_values
 from server.model.gguf_file import GgufWeights
-from server.model.gguf_folder import file_folder
+from server.model.gguf_folder import file_folder, served_folder
 from server.model.gguf_index import GgufIndex
 from server.model.loader import open_model
 from server.types import EngineSizes
+from tests.model import gguf_generic_models as generic
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.gguf_models import MODELS, VOCAB_SIZE, write
 
@@ -82,6 +83,46 @@ def test_a_quantised_file_is_served_as_it_is(family: str, tmp_path: Path) -> Non
     assert 0.0 < float(error.mean()) < 0.2  # of the activations, which are rounded to 8 bits
 
 
+@pytest.mark.parametrize("name", list(generic.MODELS))
+@pytest.mark.parametrize("form", ["F32", "Q8_0"])
+def test_a_file_of_a_generic_model_is_served_from_floats(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    model = generic.MODELS[name]
+    module = model.build()
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.ndim == 2 and form == "Q8_0":
+                rows = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+                exact = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q8_0)
+                weight.copy_(torch.from_numpy(exact))
+    generic.write(model, module, tmp_path / "m.gguf", form)
+    told: list[str] = []
+    folder = served_folder(str(tmp_path / "m.gguf"), report=told.append)
+    assert "transformers' own forward, from floats; it is served from a float32 copy" in told[0]
+    weights, state = open_model(folder).floats, module.state_dict()
+    assert set(weights.names()) == set(state)
+    for key, values in state.items():
+        np.testing.assert_allclose(weights.get(key).numpy(), values.numpy(), rtol=1e-6, atol=4e-7)
+    np.testing.assert_allclose(_served(folder), _truth(module), rtol=0.0, atol=1e-4)
+
+
+def test_layers_of_qwen35_that_draft_are_left_out(tmp_path: Path) -> None:
+    model = generic.MODELS["qwen3_5_text"]
+    module = model.build()
+    extra = {"blk.4.nextn.enorm.weight": 64, "blk.4.attn_norm.weight": 64}
+    generic.write(model, module, tmp_path / "m.gguf", extra=extra)
+    folder = served_folder(str(tmp_path / "m.gguf"))
+    assert open_model(folder).config.num_hidden_layers == 4
+    generic.write(model, module, tmp_path / "n.gguf", extra={"blk.3.nextn.enorm.weight": 64})
+    with pytest.raises(UnsupportedModelError, match=r"not computed, first blk.3.nextn.enorm"):
+        served_folder(str(tmp_path / "n.gguf"))
+
+
+def test_every_generic_architecture_that_is_read_has_a_model() -> None:
+    assert {model.kind for model in generic.MODELS.values()} == set(BY_TRANSFORMERS)
+
+
 def test_every_architecture_has_a_model_but_one_of_its_other_name() -> None:
     assert {model.kind for model in MODELS.values()} == set(ARCHITECTURES) - {"granitehybrid"}
 
@@ -111,12 +152,8 @@ def _metadata(path: Path, kind: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "told"),
     [
-        (
-            "qwen35",
-            {},
-            r"architecture is 'qwen35'.*its folder in transformers' form: transformers'",
-        ),
-        ("falcon", {}, r"architecture is 'falcon' \(general.architecture\).*lfm2 are read"),
+        ("gpt2", {}, r"architecture is 'gpt2'.*its folder in transformers' form: transformers'"),
+        ("falcon", {}, r"architecture is 'falcon' \(general.architecture\).*gemma are read"),
         ("llama", {"expert_count": 8}, r"mixture of experts \(llama.expert_count\).*dense model"),
         ("qwen3", {"pooling_type": 3}, r"embedding model \(qwen3.pooling_type\)"),
         ("llama", {"attention.causal": False}, r"not causal \(llama.attention.causal\)"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from server.errors import UnsupportedModelError
 from server.model.gguf_tokenizer import convert_tokenizer
@@ -44,6 +45,20 @@ def _byte_level(pre: str, **more: Any) -> dict[str, Any]:
 def test_text_is_cut_as_the_named_pre_tokenizer_cuts_it(pre: str, tmp_path: Path) -> None:
     fields = _byte_level(pre, add_bos_token=False)
     assert _ids(fields, tmp_path) == _theirs(fields)
+
+
+def test_qwen35_cuts_as_transformers_class_of_it_does(tmp_path: Path) -> None:
+    texts = ("he\u0301llo हिन्दी 12 x", "a\u0301\u0302b", "किताबें 3", *TEXTS)
+    fields = _byte_level("qwen35", add_bos_token=False)
+    convert_tokenizer(fields, tmp_path, "m.gguf", lambda _: None)
+    ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    vocabulary = {token: i for i, token in enumerate(fields["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+    theirs: Any = Qwen3_5Tokenizer(vocabulary, merges)
+    for text in texts:
+        assert ours.normalizer.normalize_str(text) == theirs.backend_tokenizer.normalizer.normalize_str(text)  # noqa: E501  # fmt: skip
+        cut = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for tokenizer in (ours, theirs.backend_tokenizer)]  # noqa: E501  # fmt: skip
+        assert cut[0] == cut[1]
 
 
 def test_names_differ_where_their_patterns_do(tmp_path: Path) -> None:

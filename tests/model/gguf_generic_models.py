@@ -1,0 +1,211 @@
+"""Small random models of the generic path, written as llama.cpp's converter writes them: the keys
+of its classes Qwen3_5TextModel, StarCoder2Model, Phi2Model and GemmaModel, and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+from tests.model.families import randomised
+from tests.model.gguf_models import MAX_LEN, VOCAB_SIZE, WINDOW, Writer, add_tokenizer
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class GenericModel:
+    """kind: `general.architecture`. about: writes the keys that are its own. norms: what is added
+    to them."""
+
+    architecture: str
+    kind: str
+    changes: dict[str, Any]
+    about: Callable[[Writer, Any], None]
+    norms: float = 0.0
+
+    def build(self) -> Any:
+        """The model, float32."""
+        model_class: Any = getattr(transformers, self.architecture)
+        torch.manual_seed(0)
+        config = model_class.config_class(**{**_SIZES, **self.changes})
+        return randomised(model_class(config), zero_norms=bool(self.norms))
+
+
+def _qwen35(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config.head_dim * share))
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    if config.layer_types != [_LINEAR, _LINEAR, _LINEAR, _FULL]:  # newer files have the list
+        recurrent = [kind == _LINEAR for kind in config.layer_types]
+        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    writer.add_full_attention_interval(4)
+
+
+def _starcoder2(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_eps(config.norm_epsilon)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _phi2(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
+
+
+def _gemma(writer: Writer, config: Any) -> None:
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+
+
+_NETS = {
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+    },
+}
+
+MODELS: dict[str, GenericModel] = {
+    "gemma": GenericModel(
+        "GemmaForCausalLM",
+        "gemma",
+        {"intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 32},
+        _gemma,
+        norms=1.0,
+    ),
+    "phi": GenericModel(
+        "PhiForCausalLM",
+        "phi2",
+        {
+            "intermediate_size": 256,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        _phi2,
+    ),
+    "qwen3_5_text": GenericModel(
+        "Qwen3_5ForCausalLM",
+        "qwen35",
+        {**_NETS, "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL]},
+        _qwen35,
+        norms=1.0,
+    ),
+    "starcoder2": GenericModel(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {"intermediate_size": 96, "num_key_value_heads": 2, "sliding_window": WINDOW},
+        _starcoder2,
+    ),
+}
+"""By model_type."""
+
+
+def _delta_net(config: Any, part: str, values: np.ndarray) -> np.ndarray:
+    """_LinearAttentionVReorderBase: value head j of key head i comes to place j * key heads + i."""
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    order = np.arange(heads).reshape(keys, -1).T.ravel()
+    dim = config.linear_value_head_dim
+    wide = (order[:, None] * dim + np.arange(dim)).ravel()
+    behind = 2 * keys * config.linear_key_head_dim
+    if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        values = values[order]
+    elif part == "in_proj_z.weight":
+        values = values[wide]
+    elif part in ("in_proj_qkv.weight", "conv1d.weight"):
+        values = values[np.concatenate((np.arange(behind), behind + wide))]
+    elif part == "out_proj.weight":
+        values = values[:, wide]
+    return -np.exp(values) if part == "A_log" else values
+
+
+def _converted(model: GenericModel, module: Any) -> dict[str, np.ndarray]:
+    """The tensors under llama.cpp's names, float32."""
+    config = module.config
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[model.kind], config.num_hidden_layers)
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in module.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values, part = tensor.numpy().copy(), name.partition(".linear_attn.")[2]
+        if part:
+            values = _delta_net(config, part, values)
+        elif name.endswith("norm.weight"):
+            values += np.float32(model.norms)
+        if part == "conv1d.weight":
+            values = values[:, 0]
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
+    return found
+
+
+def write(
+    model: GenericModel,
+    module: Any,
+    path: Path,
+    form: str = "F32",
+    extra: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """The file, its matrices in a form of ggml. extra: vectors beside the model's, by size; those
+    of a layer behind its last one draft."""
+    writer, config = Writer(path, model.kind), module.config
+    layers = config.num_hidden_layers
+    num_more = int(any(name.startswith(f"blk.{layers}.") for name in extra))
+    writer.add_block_count(layers + num_more)
+    if num_more:
+        writer.add_uint32(f"{model.kind}.nextn_predict_layers", num_more)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    model.about(writer, config)
+    add_tokenizer(writer, config.vocab_size)
+    kind = gguf.GGMLQuantizationType[form]
+    for name, values in _converted(model, module).items():
+        if values.ndim == 1 or form == "F32" or "ssm_conv1d" in name:
+            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name, size in extra.items():
+        writer.add_tensor(name, np.zeros(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
