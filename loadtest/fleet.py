@@ -1,6 +1,6 @@
 """What a fleet gives: throughput, what an ingress costs, what task routing saves, what it survives.
 
-    python -m loadtest.fleet                    # all parts, below five minutes on two cores
+    python -m loadtest.fleet                    # all parts, below seven minutes on two cores
     python -m loadtest.fleet --part ingress     # one of them; repeat for more
 
 The engines are the real Engine on a runner that sleeps for each step instead of computing, so that
@@ -15,6 +15,8 @@ All parts run on one Ray of three nodes of this machine. Needs Ray.
                 step, counted, routed by task and by Ray Serve
     simulator   the same arrivals on 3 replicas and in the capacity model, fed with the step costs
                 that these replicas tell: simulated seconds over measured ones
+    scaling     a load that steps up and down for 90 s on 1 to 3 replicas, and in the model:
+                replicas over time, and how long whole answers took, of both
     faults      2,000 requests in flight, half of them streams, while Ray's head, replicas and a
                 node die: none lost, none answered twice, texts those of a single server
 
@@ -38,6 +40,7 @@ from loadtest import machine
 from loadtest.fleet_faults import measure_faults
 from loadtest.fleet_model import measure_simulator
 from loadtest.fleet_process import FleetProcess
+from loadtest.fleet_scaling import measure_scaling
 from loadtest.fleet_traffic import NUM_TASKS, body, first_tokens, generated, many, percentile
 from loadtest.options import add_result_options, emit, refuse_busy_machine
 
@@ -157,6 +160,7 @@ PARTS: dict[str, Part] = {
     "ingress": measure_ingress,
     "routing": measure_routing,
     "simulator": measure_simulator,
+    "scaling": measure_scaling,
     "faults": measure_faults,  # the last one: of the three nodes it leaves two
 }
 

@@ -53,6 +53,12 @@ def step_costs(fleet: FleetProcess, meter: CostMeter) -> None:
         meter.observe(EngineStats(step_s=step_s, num_rows=rows))
 
 
+def measured_overhead_s(fleet: FleetProcess) -> float:
+    """What a first token takes beside its step, where nothing else runs."""
+    [alone] = first_tokens([fleet.url], 20)
+    return max(0.0, percentile(alone, 50) / 1e3 - STEP_S - ROW_S)
+
+
 def measure_simulator(
     fleet: FleetProcess, console: Console, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -71,12 +77,11 @@ def measure_simulator(
             await asyncio.to_thread(step_costs, fleet, meter)
         return playing.result()
 
-    [alone] = first_tokens([fleet.url], 20)
+    overhead_s = measured_overhead_s(fleet)
     first_s, total_s, took_s = asyncio.run(both())
     costs = meter.costs(SEATS)
     if costs is None:
         raise RuntimeError("no replica told what a step costs")
-    overhead_s = max(0.0, percentile(alone, 50) / 1e3 - costs.step_s(1))
     simulated = simulate(arrivals, costs, overhead_s)
     told: dict[str, Any] = {
         "base_ms": costs.base_s * 1e3,

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 
 from server.fleet.costs import StepCosts, TaskHabit
 from server.fleet.routing import Job, ReplicaView, TaskRouting
+from server.fleet.scaling import ReplicaWork
+from server.fleet.simulated_scaling import SimulatedScaling
 
 StepCost = Callable[[float, float], float]
 """(rows, keys attended to over all rows) -> seconds of a step; engine.budget.CostTable.cost."""
@@ -63,6 +65,8 @@ class Outcome:
     num_away: int = 0
     seconds: float = 0.0
     state_bytes: int = 0
+    changes: list[tuple[float, int]] = field(default_factory=list)
+    """With an autoscaler: (seconds, replicas from then on)."""
 
     @property
     def load(self) -> float:
@@ -162,8 +166,11 @@ class Simulation:
         self._costs = StepCosts(max(1e-9, one - row_s), row_s, seats)
         self._now_s = 0.0
 
-    def run(self, arrivals: Sequence[Arrival], seed: int = 0) -> Outcome:
-        """Play a trace, ascending in time, until its last request has ended."""
+    def run(
+        self, arrivals: Sequence[Arrival], seed: int = 0, scaling: SimulatedScaling | None = None
+    ) -> Outcome:
+        """Play a trace, ascending in time, until its last request has ended. scaling: a new one; it
+        says which replicas there are, in place of num_replicas."""
         outcome = Outcome([0.0] * len(arrivals), [0.0] * len(arrivals))
         numbers = self._numbers
         self._now_s = 0.0
@@ -174,15 +181,22 @@ class Simulation:
             clock=lambda: self._now_s,
             chance=random.Random(seed),
         )
-        routing.set_replicas(self._names)
+        names = self._names if scaling is None else scaling.names
+        routing.set_replicas(names)
         routing.habits = _habits_of(arrivals, self._tokens_a_step)
-        replicas = {name: _Replica(name) for name in self._names}
-        views = {name: ReplicaView(0, self._costs) for name in self._names}
+        replicas = {name: _Replica(name) for name in names}
+        views = {name: ReplicaView(0, self._costs) for name in names}
         ends: list[tuple[float, int, _Replica, list[_Run]]] = []
         order = 0
         coming = iter(enumerate(arrivals))
         following = next(coming, None)
         while following is not None or ends:
+            soonest_s = min(
+                following[1].at_s if following else math.inf, ends[0][0] if ends else math.inf
+            )
+            if scaling is not None and scaling.next_s <= soonest_s:
+                self._look(scaling, routing, views, replicas)
+                continue
             if following is not None and (not ends or following[1].at_s <= ends[0][0]):
                 index, arrival = following
                 self._now_s = arrival.at_s
@@ -192,7 +206,8 @@ class Simulation:
                 self._now_s, _, replica, read = heapq.heappop(ends)
                 self._end_step(replica, read, outcome)
                 replica.is_stepping = False
-            views[replica.name] = ReplicaView(replica.num_open, self._costs)
+            if replica.name in views:  # it has not been given up
+                views[replica.name] = ReplicaView(replica.num_open, self._costs)
             if not replica.is_stepping and replica.num_open:
                 order += 1
                 step_s, read = self._begin_step(replica)
@@ -200,9 +215,45 @@ class Simulation:
         outcome.busy_s = [replica.busy_s for replica in replicas.values()]
         outcome.seconds = self._now_s - (arrivals[0].at_s if arrivals else 0.0)
         outcome.state_bytes = _size_of(routing)
+        outcome.changes = [] if scaling is None else scaling.changes
         return outcome
 
     # -- parts -----------------------------------------------------------------------------
+
+    def _look(
+        self,
+        scaling: SimulatedScaling,
+        routing: TaskRouting,
+        views: dict[str, ReplicaView],
+        replicas: dict[str, _Replica],
+    ) -> None:
+        """The autoscaler looks; replicas come, or get nothing more and end what they have."""
+        self._now_s = scaling.next_s
+        habits = routing.habits.values()
+        steps = sum(habit.steps for habit in habits) / max(1, len(habits))
+        works = {name: self._work(replicas[name], steps) for name in scaling.names}
+        if scaling.look(self._now_s, works):
+            routing.set_replicas(scaling.names)
+            for name in views.keys() - set(scaling.names):
+                del views[name]
+            for name in scaling.names:
+                replicas.setdefault(name, _Replica(name))
+                views.setdefault(name, ReplicaView(0, self._costs))
+
+    def _work(self, replica: _Replica, steps: float) -> ReplicaWork:
+        """What a replica reports. steps: of an output."""
+        waiting_rows = sum(run.left for run in replica.waiting)
+        return ReplicaWork(
+            num_running=len(replica.running) + len(replica.reading),
+            num_waiting=len(replica.waiting),
+            waiting_rows=waiting_rows,
+            base_s=self._costs.base_s,
+            row_s=self._costs.row_s,
+            seats=self._seats,
+            max_rows=self._max_rows,
+            steps=steps,
+            prompt_tokens=waiting_rows / max(1, len(replica.waiting)),
+        )
 
     def _place(
         self,

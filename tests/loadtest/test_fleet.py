@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loadtest.fleet import missed_goals
+from loadtest.fleet_scaling import at, num_up, replica_s, stepped
 from loadtest.fleet_traffic import body, percentile
 
 
@@ -30,3 +31,19 @@ def test_percentiles_and_bodies() -> None:
     assert percentile([1.0], 95) == 1.0
     told = body(3, [1, 2], 5, stream=True)
     assert told["model"] == "task-3" and told["stream"] and told["max_tokens"] == 5
+
+
+def test_replicas_over_time_are_read_and_summed() -> None:
+    metrics = (
+        'tailor_engine_up{engine="tiny/0",model="tiny"} 1.0\n'
+        'tailor_engine_up{engine="tiny/1",model="tiny"} 0.0\n'
+        'tailor_engine_up{engine="tiny/fleet",model="tiny"} 1.0\n'
+    )
+    assert num_up(metrics) == 1
+    changes = [(0.1, 1), (10.0, 3), (20.0, 2)]
+    assert [at(changes, s) for s in (0.0, 5.0, 10.0, 25.0)] == [1, 1, 3, 2]
+    assert replica_s(changes, 30.0) == 9.9 + 3 * 10.0 + 2 * 10.0
+    assert replica_s(changes, 15.0) == 9.9 + 3 * 5.0
+    arrivals = stepped()
+    assert arrivals == sorted(arrivals, key=lambda arrival: arrival.at_s)
+    assert 80.0 < arrivals[-1].at_s <= 90.0
