@@ -266,7 +266,7 @@ class EngineConfig(Section):
         "auto",
         description="how many steps are launched before the results of the one before them are "
         "looked at, while all requests decode; behind drafts where the engine measures that it "
-        "pays (not on cuda yet); auto: 1 on cuda, 0 on cpu",
+        "pays; auto: 1 on cuda, 0 on cpu",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of an engine; default chosen at start"

@@ -6,29 +6,30 @@ most there may be: a sequence has the row of the drawn token and one for each no
 prepared tree. Rows that the tree it meets does not have read nothing and write to the trash slot,
 as those that pad a graph do.
 
-How a step launched ahead runs on a device, as designed; TorchRunner does not do it yet and says so
-(FollowingRunner), so behind drafts the engine waits for each step there:
+How such a step runs on a device (following.py):
 
 - the padded Batch is planned and uploaded like any other: tiles read its nearest positions and
   longest prefixes, so that windows and splits hold whatever is met, and a graph's bucket follows
   from its number of rows;
 - then the kernel writes the rows in place, `KvCache.copy_slots` moves what was accepted, and the
   graph is replayed: three launches more than a step that waits;
-- draws that are an argmax need no more. Noise is keyed by the position, so sampled ones need their
-  `draw_positions` written too; a step with any of those, penalties or slices waits;
-- `previous_ids` must then keep a failed draw's number below 0 (today it is 0), or the device would
-  walk on where the host stops;
-- `wait` drops the rows that are not there: it knows them by `resolve`, because the step before was
-  waited for; and the next step's root_draws are counted in these rows.
+- draws that are an argmax need no more. Noise is keyed by the position: a sampled draw's keys are
+  picked, among those of all positions that there may be, by the one that the kernel wrote;
+- `previous_ids` keeps a failed draw's number below 0, so that the device stops where the host does;
+- the slot of rows that are not there is one that their own kind alone writes, with finite numbers:
+  it is read with weight 0;
+- the host knows by `resolve` which rows are there, once the step before was waited for (`Padded`):
+  `wait` gives their draws, and what the next step takes is counted in padded rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from server.engine.ahead import Ahead
+from server.engine.ahead import Ahead, resolve
 from server.engine.batch import Batch, Int32
 
 WORD = 32  # tree rows of one word of `ancestors`, as in attention.py
@@ -50,6 +51,32 @@ class AheadRows:
 
     batch: Batch
     arrays: dict[str, Int32]
+
+
+class Padded:
+    """Which rows of a step are there, as soon as the host can know.
+
+    batch: as the engine made it, with `ahead`. row_start: of AheadRows. drawn_ids: waits for what
+    the step before drew, Drawn.token_ids.
+    """
+
+    def __init__(
+        self, batch: Batch, row_start: Int32, drawn_ids: Callable[[], Int32], block_size: int
+    ) -> None:
+        self._batch, self._row_start = batch, row_start
+        self._block_size = block_size
+        self._drawn_ids: Callable[[], Int32] | None = drawn_ids
+        self._places = row_start[:0]
+
+    def places(self) -> Int32:
+        """int32, of each row of the resolved Batch its row here. Raises as `resolve` does."""
+        if self._drawn_ids is not None:
+            made = resolve(self._batch, self._drawn_ids(), self._block_size).batch
+            rows, roots = np.arange(made.num_rows), np.flatnonzero(made.draw_parent < 0)
+            shift = self._row_start[:-1] - roots
+            self._places = (rows + shift[made.seq_ids]).astype(np.int32)
+            self._drawn_ids = None  # the step before is not needed any more
+        return self._places
 
 
 def ahead_rows(batch: Batch) -> AheadRows:

@@ -34,7 +34,8 @@ class StepIds:
     adapters. embeds: [R, hidden_size], rows of the table that were gathered in CPU
     memory, in their place; None where the table is on the device. token_from: int32 [R], the draw
     of the step before whose id the row takes, -1 = its own; None when no row does. drawn: int32,
-    ids by draw of the step before.
+    ids by draw of the step before; below 0 for a draw without an answer, whose row is nobody's and
+    takes id 0.
     """
 
     token_ids: torch.Tensor
@@ -97,7 +98,7 @@ class ModuleBody:
         else:
             token_ids = ids.token_ids
             if ids.token_from is not None:
-                drawn = ids.drawn.index_select(0, ids.token_from.clamp(min=0))
+                drawn = ids.drawn.index_select(0, ids.token_from.clamp(min=0)).clamp(min=0)
                 token_ids = torch.where(ids.token_from >= 0, drawn, token_ids)
             given = {"input_ids": token_ids[None]}
         result = self._body(

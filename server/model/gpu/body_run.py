@@ -87,6 +87,7 @@ class BodyRun:
         if body.nets:
             rule = delta_rule(attention)
             self.states = DeltaStates(body.nets, tables_shape[0], cache.block_size, rule, device)
+        self.keeps_states = bool(self._taps or body.nets)
         self.embedding = embedding
         self.shape = shape
         self.graphs: StepGraphs | None = None
@@ -239,7 +240,7 @@ class BodyRun:
                 return (hidden,)
             logits, drawn = head(hidden, tensors["graph_rows"])
             if keeps_ids:  # as in keep_ids; draw i is made from the head's row i
-                self.previous_ids[: drawn.shape[0]].copy_(drawn.clamp(min=0))
+                self.previous_ids[: drawn.shape[0]].copy_(drawn)
             return hidden, logits, drawn
 
         if plan.graph_key is None or self.graphs is None:
@@ -268,8 +269,8 @@ class BodyRun:
     def keep_ids(self, num_draws: int, ids: torch.Tensor, draw_ids: torch.Tensor) -> None:
         """Leave drawn ids where the next batch's token_from finds them.
 
-        A draw without an answer (-1) becomes 0 there: a step launched ahead must not read outside
-        the embedding table; its result is thrown away with the failed sequence.
+        A draw without an answer is below 0 there, so that no tree is walked behind it. Who embeds
+        it takes id 0 instead; the result is thrown away with the failed sequence.
         """
         if num_draws > self.previous_ids.shape[0]:
             # Only for batches beyond the numbers that it was made for. Graphs read the old address.
@@ -278,4 +279,4 @@ class BodyRun:
             self.previous_ids = grown
             if self.graphs is not None:
                 self.graphs.forget()
-        self.previous_ids.index_copy_(0, draw_ids.long(), ids.clamp(min=0))
+        self.previous_ids.index_copy_(0, draw_ids.long(), ids)

@@ -67,7 +67,7 @@ def _embed_rows(
         if TAKES_DRAWN:
             source = tl.load(token_from + row)
             taken = tl.load(drawn + tl.maximum(source, 0))
-            token = tl.where(source >= 0, taken, token)
+            token = tl.where(source >= 0, tl.maximum(taken, 0), token)
         at = token.to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < SIZE

@@ -131,7 +131,7 @@ class TorchOps:
         ids, x = rows.ids, rows.table
         if ids is not None:
             if rows.token_from is not None:
-                drawn = rows.drawn.index_select(0, rows.token_from.clamp(min=0))
+                drawn = rows.drawn.index_select(0, rows.token_from.clamp(min=0)).clamp(min=0)
                 ids = torch.where(rows.token_from >= 0, drawn, ids)
             x = x.index_select(0, ids)
         x = (x.float() * rows.scale).to(rows.table.dtype)

@@ -5,7 +5,8 @@ second axis is keys, 1 is values. A *slot* is one position's K and V of a layer;
 those of server.engine.batch (block * block_size + offset) and are the same in every layer, sliding
 or global. Layers with a short convolution keep one vector a slot instead (`inputs`), in a tensor of
 [convolutions, num_slots + block_size, width]. The last `block_size` slots belong to no block of the
-engine: padded rows of a CUDA graph write there (`trash_slot`), and no row ever reads them.
+engine: padded rows of a CUDA graph write there (`trash_slot`), which no row ever reads, and so do
+rows of a step ahead that came to be none (`void_slot`; one with trash_slot in blocks of one).
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class KvCache:
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
         self.trash_slot = self.num_slots
+        # Read with weight 0, so only rows of finite numbers write it (ahead_rows.py).
+        self.void_slot = self.num_slots + min(1, block_size - 1)
         # Zeros, not empty: masked lanes multiply by exactly 0, which would turn a stale NaN or
         # infinity into a NaN.
         self.memory = torch.zeros(
@@ -91,7 +94,7 @@ class KvCache:
 
     def copy_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """move_slots of slots that the device itself has found (ahead_kernels.py): integers on it,
-        unchecked. Pairs of the trash slot do nothing; any other destination stands once."""
+        unchecked. Pairs of the void slot do nothing; any other destination stands once."""
         self.memory.index_copy_(2, dst, self.memory.index_select(2, src))
         if self.inputs.shape[0]:
             self.inputs.index_copy_(1, dst, self.inputs.index_select(1, src))

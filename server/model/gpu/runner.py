@@ -9,7 +9,8 @@ the sampler, one download (results.py).
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 Two steps may be in flight, so that a row can take the id that the previous step draws
 (Batch.token_from); with the embedding in CPU memory such a row's `launch` waits for that step,
-because its id is needed there. All work is queued on one stream of the runner, KV moves included,
+because its id is needed there. Behind trees the device finds the rows itself (following.py). All
+work is queued on one stream of the runner, KV moves included,
 but for copies of the LM head's rows, which have a second one (transfers.py).
 
 Vocabulary slices: draws are sorted by what they see, the full head or a table's slices; each kind
@@ -35,7 +36,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from server.engine.batch import Batch, DrawError, Drawn, Int32
+from server.engine.batch import Batch, Drawn, Int32
 from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
 from server.model.gpu import lora
@@ -44,6 +45,7 @@ from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.decoder import FusedDecoder
 from server.model.gpu.device import DeviceMeter
+from server.model.gpu.following import Following
 from server.model.gpu.graph_head import GraphHead
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
 from server.model.gpu.head_plan import (
@@ -79,7 +81,7 @@ def _check_sizes(config: Any, max_model_len: int, block_size: int) -> None:
 
 
 class TorchRunner:
-    """server.engine.batch.SlicingRunner on torch.
+    """server.engine.batch.SlicingRunner and FollowingRunner on torch.
 
     model: the weights, which it takes over. info: the sizes; ids from vocab_size on are padding.
     ways: how a step is computed. side: the stream of copies, for tests; None makes one.
@@ -136,6 +138,11 @@ class TorchRunner:
         self._meter = DeviceMeter(device) if self._on_gpu else None
         # With the embedding in CPU memory the host needs every id before its step.
         self.max_in_flight = MAX_IN_FLIGHT if embedding is None else 1
+        on_device = self._attention == "triton" and embedding is None and info.block_size > 1
+        on_device = on_device and not self._body.keeps_states
+        ids = info.vocab_size
+        self._following = Following(self._body, self._cache, ids, on_device=on_device)
+        self.follows_trees = self._following.on_device
         self._in_flight: deque[Step] = deque()
         self._last: Step | None = None  # the step launched last, for `token_from`
         self._closed = False
@@ -364,7 +371,7 @@ class TorchRunner:
             self._stream.synchronize()
         self._side.synchronize()
         del self._body, self._head, self._cache, self._upload, self._planner, self._head_run
-        del self._slices, self._kept, self._cpu_head, self._last
+        del self._slices, self._kept, self._cpu_head, self._last, self._following
         if self._host_head is not None:
             self._host_head.close()
             self._host_head = None
@@ -418,6 +425,7 @@ class TorchRunner:
         return torch.cuda.stream(self._stream)
 
     def _start(self, step: Step) -> None:
+        ahead = self._following.lay_out(step, self._last, self._num_previous)
         batch = step.batch
         check_batch(batch, self.info, self._cache.num_slots, self._num_previous)
         if batch.seq_adapters is not None:
@@ -436,13 +444,16 @@ class TorchRunner:
         arrays |= self._slices.arrays(step.placed)
         if not plan.has_head or not slabs[0].is_argmax or batch.num_likely:
             arrays |= slab_arrays(batch, slabs, keep_ids=True)
+        if ahead is not None:
+            arrays |= self._following.arrays(ahead, slabs)
         if plan.graph_key is None:
             tensors = self._upload(plan.arrays | arrays)
         else:
             tensors = self._body.upload(plan.arrays)
             tensors |= self._upload(arrays) if arrays else {}
         self._slices.write(step.placed, tensors)
-
+        if ahead is not None:
+            self._following.accept(ahead, slabs, tensors)
         computed = self._body.run(batch, tensors, plan)
         if keep.shape[0]:
             rows = computed.hidden.index_select(0, tensors["keep_rows"])
@@ -476,11 +487,7 @@ class TorchRunner:
         if self._body.embedding is None or not (batch.token_from >= 0).any():
             return None
         assert self._last is not None  # check_batch: there is a previous batch
-        try:
-            drawn = self._last.finish()
-        except DrawError as error:
-            drawn = error.drawn
-        return np.maximum(drawn.token_ids, 0)  # a draw without an answer: as in keep_ids
+        return np.maximum(self._last.drawn_ids(), 0)  # a draw without an answer: as in StepIds
 
     def _make_room_to_keep(self, num: int) -> None:
         if num > self._kept.shape[0]:

@@ -12,8 +12,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,14 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import nucleus, sampler
-from server.model.gpu.generic import take_over
-from server.model.gpu.graph_head import GraphHead
-from server.model.gpu.graphs import WARM_UP_RUNS, Forward, GraphKey, Outputs
-from server.model.gpu.lm_head import LmHead
-from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
-from tests.model import families, generic_models
+from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.cut_problems import cut_problem
+from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
 from tests.model.gpu.launches import Launched
 from tests.model.torch_runners import runner_over
 
@@ -48,9 +44,10 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_lora.py"),
     Path(__file__).with_name("test_narrow.py"),
     Path(__file__).with_name("test_ahead_rows.py"),
+    Path(__file__).with_name("test_following.py"),
     Path(__file__).with_name("test_delta.py"),
 )
-DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 3, 2
+DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 4, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -140,31 +137,6 @@ def test_triton_finds_the_cut_that_a_sort_finds(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(got, want)
 
 
-class FirstCalls:
-    """StepGraphs without a GPU: a replay is the call that was captured, on the addresses that it
-    read then, whatever the step of now has made. watch: entered around each."""
-
-    def __init__(self, largest: int) -> None:
-        self.largest = largest
-        self.keys: list[GraphKey] = []
-        self.num_captured = self.num_forgotten = 0
-        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._captured: dict[GraphKey, Forward] = {}
-
-    def run(self, key: GraphKey, forward: Forward) -> Outputs:
-        self.keys.append(key)
-        with self.watch():
-            if key not in self._captured:
-                self.num_captured += 1
-                for _ in range(WARM_UP_RUNS):
-                    forward(False)
-            return self._captured.setdefault(key, forward)(True)
-
-    def forget(self) -> None:
-        self.num_forgotten += 1
-        self._captured.clear()
-
-
 def tree_steps(pages: Pages) -> list[Batch]:
     """A prompt chunk with a tree and other prompts, decode rows that take what was drawn, then two
     steps of trees and decode rows with as many rows, of other shapes and lengths."""
@@ -193,24 +165,6 @@ def tree_steps(pages: Pages) -> list[Batch]:
                 builder.score(row, 0, families.VOCAB_SIZE)
         batches.append(builder.build())
     return batches
-
-
-def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
-    """What the runner would have made on a GPU."""
-    body = runner._body
-    body.graphs = graphs  # type: ignore[assignment]
-    body.inputs = Upload(CPU, 1 << 16)
-    assert isinstance(runner._head, LmHead)
-    body.head = GraphHead(runner._head, graphs.largest)
-
-
-def module_of(name: str) -> Any:
-    """A family's module, or one of the generic path that was taken over."""
-    if name in families.FAMILIES:
-        return families.build(name)
-    module = generic_models.build(name)
-    take_over(module, families.VOCAB_SIZE)
-    return module
 
 
 def decode_ahead(tables: list[Pages.Table], position: int, sampled: int | None) -> Batch:

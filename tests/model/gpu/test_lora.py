@@ -26,7 +26,7 @@ from server.model.gpu.runner import TorchRunner
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
-from tests.model.gpu.test_attention import FirstCalls, use_graphs
+from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 

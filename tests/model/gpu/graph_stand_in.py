@@ -1,0 +1,62 @@
+"""CUDA graphs of a TorchRunner without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from server.model.gpu.generic import take_over
+from server.model.gpu.graph_head import GraphHead
+from server.model.gpu.graphs import WARM_UP_RUNS, Forward, GraphKey, Outputs
+from server.model.gpu.lm_head import LmHead
+from server.model.gpu.runner import TorchRunner
+from server.model.gpu.transfers import Upload
+from tests.model import families, generic_models
+
+CPU = torch.device("cpu")
+
+
+class FirstCalls:
+    """StepGraphs without a GPU: a replay is the call that was captured, on the addresses that it
+    read then, whatever the step of now has made. watch: entered around each."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.keys: list[GraphKey] = []
+        self.num_captured = self.num_forgotten = 0
+        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._captured: dict[GraphKey, Forward] = {}
+
+    def run(self, key: GraphKey, forward: Forward) -> Outputs:
+        self.keys.append(key)
+        with self.watch():
+            if key not in self._captured:
+                self.num_captured += 1
+                for _ in range(WARM_UP_RUNS):
+                    forward(False)
+            return self._captured.setdefault(key, forward)(True)
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+        self._captured.clear()
+
+
+def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
+    """What the runner would have made on a GPU."""
+    body = runner._body
+    body.graphs = graphs  # type: ignore[assignment]
+    body.inputs = Upload(CPU, 1 << 16)
+    assert isinstance(runner._head, LmHead)
+    body.head = GraphHead(runner._head, graphs.largest)
+
+
+def module_of(name: str) -> Any:
+    """A family's module, or one of the generic path that was taken over."""
+    if name in families.FAMILIES:
+        return families.build(name)
+    module = generic_models.build(name)
+    take_over(module, families.VOCAB_SIZE)
+    return module

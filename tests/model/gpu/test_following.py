@@ -1,0 +1,165 @@
+"""TorchRunner behind trees: steps launched ahead give the texts that waiting ones give.
+
+The host's way runs everywhere. The device's, with its kernel, padded rows and graphs, runs in the
+interpreter's process (tests/model/gpu/test_attention.py starts it).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafters.tree import DraftTree
+from server.engine.ahead_policy import AheadPolicy
+from server.engine.batch import Runner
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.types import Request, SamplingParams, SpeculationParams
+from tests.engine.scenarios import Collector
+from tests.fakes.fake_drafters import FakeDrafter
+from tests.model import families
+from tests.model.cpu_models import cpu_runner
+from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
+from tests.model.torch_runners import runner_over
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+V = families.VOCAB_SIZE
+Texts = dict[str, list[int]]
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, num_logprobs=1),
+    "other": SamplingParams(temperature=0.0),
+    "noisy": SamplingParams(temperature=0.9, seed=11),
+}
+
+
+def _requests(max_tokens: int, samplings: dict[str, SamplingParams] = SAMPLINGS) -> list[Request]:
+    return [
+        Request(
+            name, "task", "tiny", tuple(5 + (7 * i + 3 * j) % 50 for j in range(9 + 4 * i)),
+            replace(sampling, max_tokens=max_tokens + i, ignore_eos=True),
+        )
+        for i, (name, sampling) in enumerate(samplings.items())
+    ]  # fmt: skip
+
+
+def _run(
+    runner: Runner,
+    requests: list[Request],
+    drafter: FakeDrafter | None = None,
+    abort_at: int = -1,
+    num_nodes: int = 6,
+) -> tuple[Texts, Engine]:
+    """What the engine answers. The last request is aborted behind step abort_at."""
+    drafters = {} if drafter is None else {"fake": drafter}
+    engine = Engine(runner, drafters, EngineSettings(
+        max_num_seqs=4, max_num_batched_tokens=64, steps_ahead=int(drafter is not None),
+    ))  # fmt: skip
+    engine.flights.policy = AheadPolicy(is_always=True)
+    if drafter is not None:
+        requests = [replace(r, speculation=SpeculationParams("fake", num_nodes)) for r in requests]
+    collector = Collector()
+    for request in requests:
+        engine.submit(request)
+    num_steps = 0
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.check()
+        num_steps += 1
+        if num_steps == abort_at:
+            engine.abort(requests[-1].request_id)
+    collector.take(engine.take_deltas())
+    assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
+    assert engine.pool.num_free == engine.pool.num_blocks and len(engine.flights) == 0
+    return {name: result.ids for (name, _), result in collector.results.items()}, engine
+
+
+def _knowing(requests: list[Request], texts: Texts) -> FakeDrafter:
+    """A drafter that knows the texts, proposes something wrong before what is right, so that KV
+    must be moved, and errs now and then."""
+    whole = {r.prompt_ids: [*r.prompt_ids, *texts[r.request_id]] for r in requests}
+
+    def propose(tokens: list[int], budget: int, max_depth: int) -> DraftTree:
+        text = next(t for p, t in whole.items() if tuple(tokens[: len(p)]) == p)
+        ids: list[int] = []
+        parents: list[int] = []
+        end = -1
+        for right in text[len(tokens) :][: min(max_depth, budget // 2)]:
+            if Random(len(tokens) + len(ids)).random() < 0.15:
+                right = (right + 2) % V
+            ids += [(right + 1) % V, right]
+            parents += [end, end]
+            end = len(ids) - 1
+        survival = np.repeat(0.95 ** np.arange(1, len(ids) // 2 + 1), 2)
+        survival[0::2] *= 0.2
+        return DraftTree(
+            np.array(ids, np.int32), np.array(parents, np.int32), survival.astype(np.float32),
+            np.zeros(len(ids), np.uint8),
+        )  # fmt: skip
+
+    return FakeDrafter(propose)
+
+
+def _stopping(requests: list[Request], texts: Texts) -> list[Request]:
+    """The same, of which the first ends at an id of its own, within a tree or not."""
+    text = texts[requests[0].request_id]
+    stop = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
+    ended = replace(requests[0].sampling, stop_token_ids=(stop,))
+    return [replace(requests[0], sampling=ended), *requests[1:]]
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text"])
+def test_the_host_resolves_what_the_device_cannot(family: str) -> None:
+    """Also where inputs of convolutions and states belong to a position."""
+    requests = _requests(24)
+    runner = runner_over(module_of(family))
+    want, _ = _run(runner, requests)
+    requests = _stopping(requests, want)
+    ends, _ = _run(runner, requests)
+    assert not runner.follows_trees
+    runner.follows_trees = True
+    got, engine = _run(runner, requests, _knowing(requests, want), abort_at=6)
+    aborted = requests[-1].request_id
+    assert 0 < len(got[aborted]) < len(ends[aborted])
+    assert got == ends | {aborted: ends[aborted][: len(got[aborted])]}
+    assert engine.flights.num_ahead_trees > 4
+    runner.close()
+
+
+# A bucket's padded rows hold what the memory held, and nobody reads them.
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+def test_triton_follows_trees() -> None:
+    """Trees behind trees on the device, in graphs: the texts of CpuRunner, with a stop. The sampled
+    one shares steps with the greedy one."""
+    requests = _requests(8, {name: SAMPLINGS[name] for name in ("greedy", "noisy")})
+    requests = [replace(r, prompt_ids=r.prompt_ids[: 5 + i]) for i, r in enumerate(requests)]
+    cpu = cpu_runner(families.build("llama"))
+    want, _ = _run(cpu, requests)
+    stopping = _stopping(requests, want)
+    ends, _ = _run(cpu, stopping)
+    runner = runner_over(families.build("llama"), attention="triton")
+    graphs = FirstCalls(16)
+    use_graphs(runner, graphs)
+    assert runner.follows_trees
+    following = runner._following
+    lay_out, on_host = following.lay_out, []
+
+    def seen(step: Any, before: Any, num_previous: int) -> Any:
+        had = step.batch.ahead is not None
+        rows = lay_out(step, before, num_previous)
+        on_host.append(had and rows is None)
+        return rows
+
+    following.lay_out = seen  # type: ignore[method-assign]
+    got, engine = _run(runner, stopping, _knowing(requests, want), num_nodes=4)
+    assert got == ends
+    assert engine.flights.num_ahead_trees > 1 and not any(on_host)
+    assert not graphs.num_forgotten and len(graphs.keys) > graphs.num_captured
+    runner.close()
