@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from drafters import Need, make_drafter
-from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.auto.likely import NUM_LIKELY
+from drafters.auto.seen import Seen
 from drafters.catalog import OURS, that_use
 from drafters.corpus import Corpus
 from drafters.replay import Recording, replay
@@ -192,7 +193,7 @@ def costs_by_drafter(
         )
         for spec in OURS
     }
-    made["auto, logits"] = make_drafter("auto", likely=LikelyTable(), **ends)
+    made["auto, logits"] = make_drafter("auto", seen=Seen(), **ends)
     made["auto, corpus"] = make_drafter("auto", corpus=corpus, num_likely=0, **ends)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, drafter in made.items():

@@ -54,8 +54,8 @@ def test_pairs_ask_the_same_prompts_once_and_find_the_ratio() -> None:
     assert own["rows_per_token"] == 1.0 and found["variants"]["off"]["rows_per_token"] == 1.0
     ratios = found["ratios"]["cold"]
     assert ratios["end_to_end"]["num_pairs"] == 3
-    assert 1.5 < ratios["end_to_end"]["median"] < 5.0  # 4, but for a busy machine
-    assert 1.5 < ratios["total"] < 5.0
+    assert 1.5 < ratios["end_to_end"]["median"] < 8.0  # 4, but for a busy machine
+    assert 1.5 < ratios["total"] < 8.0
     beside = found["peers"]["llamacpp-mod"]
     assert (beside["num_rounds"], beside["num_texts"], beside["same_text"]) == (1, 2, 2)
     assert beside["ratio"]["warm"]["median"] > 1.1  # 2

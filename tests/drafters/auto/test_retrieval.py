@@ -41,10 +41,10 @@ def test_an_answer_given_before_is_drafted_before_a_layer_is_built() -> None:
     again = [Recording([7, 8, 9], answer)]
     recent = RecentOutputs()
     drafter = AutoDrafter(seen=Seen(recent=recent))
-    assert replay(drafter, again, budget=8).tokens_per_step < 1.5
+    assert replay(drafter, again, budget=8).decode_tokens_per_step < 1.5
     recent.add(answer)
-    assert replay(drafter, again, budget=8).tokens_per_step > 4.0
-    assert replay(AutoDrafter(), again, budget=8).tokens_per_step < 1.5
+    assert replay(drafter, again, budget=8).decode_tokens_per_step > 4.0
+    assert replay(AutoDrafter(), again, budget=8).decode_tokens_per_step < 1.5
 
 
 def test_what_a_layer_holds_stands_once() -> None:
