@@ -517,15 +517,17 @@ def test_a_task_learns_from_its_requests_apart_for_each_key(live: LiveServer, pl
     assert steps(headers={"authorization": "Bearer the-other-key"}) <= 1.2 * cold
     assert steps(cache_salt="salt") <= 1.2 * cold
     assert steps(speculation={"corpus": "off"}) <= 1.2 * cold
-    num_learned = live.sample("tailor_learned_outputs_total", task="learner")
-    assert num_learned >= 4
+
+    def counted() -> float:
+        return live.sample("tailor_learned_outputs_total", task="learner")
 
     def learned() -> dict[str, int]:
         told: dict[str, int] = call(live, "GET", "/v1/tasks/learner")["learned"]
         return told
 
-    # All but the one that drafted from no corpus; 20 tokens each.
-    wait_until(lambda: learned()["outputs"] == num_learned)
+    # All but the one that drafted from no corpus; 20 tokens each. A fleet is told a little later.
+    wait_until(lambda: learned()["outputs"] == counted() >= 4, 10)
+    num_learned = counted()
     assert learned() == {"tokens": 20 * num_learned, "outputs": num_learned, "scopes": 3}
     wait_until(lambda: live.sample("tailor_learned_tokens", task="learner") == 20 * num_learned)
 
