@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from server.model.gpu.reserve import DeviceMemory
+    from server.model.gpu.runner import TorchRunner
     from server.model.loader import ModelFolder
     from server.model.shape import ModelShape
 
@@ -278,53 +280,70 @@ def _prepare_cuda(device: torch.device, narrow: NarrowForm | None) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def _cuda_blocks(
-    spec: RunnerSpec,
-    shape: ModelShape,
-    module: PreTrainedModel,
-    dtype: torch.dtype,
-    device: torch.device,
-    saved: int,
+def _kv_block_bytes(
+    spec: RunnerSpec, shape: ModelShape, module: PreTrainedModel, dtype: torch.dtype
 ) -> int:
-    """KV blocks beside the weights, which are loaded, recurrent states, and what a step takes.
-    saved: bytes that the weights will give back."""
+    """Bytes of a block of KV on a GPU, in all layers."""
     from server.model.gpu.body import delta_nets, kept_by_modules
     from server.model.gpu.decoder import kept_by
-    from server.model.gpu.delta import num_states
-    from server.model.gpu.graphs import MAX_GRAPH_ROWS
     from server.model.gpu.kv_cache import bytes_per_block
-    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
-    from server.model.kv_memory import num_blocks_for, step_reserve
 
-    sizes = spec.sizes
     kept = kept_by_modules(module) if delta_nets(module) else kept_by(shape)
-    states = 4 * kept.convolutions * kept.state * num_states(sizes.max_num_seqs)
-    graph_bytes = 0
+    return bytes_per_block(
+        kept.layers, shape.num_kv_heads, shape.head_dim, spec.sizes.block_size, dtype,
+        kept=kept.convolutions * kept.width,
+    )  # fmt: skip
+
+
+def _calculated_reserve(
+    spec: RunnerSpec, shape: ModelShape, dtype: torch.dtype, narrow_bytes: int
+) -> int:
+    """Bytes that a step takes beside weights and KV, where they are not measured. narrow_bytes: of
+    the widest weights in `dtype`, where they are kept as less."""
+    from server.model.gpu.graphs import MAX_GRAPH_ROWS
+    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
+    from server.model.kv_memory import step_reserve
+
+    sizes, graph_bytes = spec.sizes, 0
     if spec.cuda_graphs and spec.full_head == "device":
         rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
         graph_bytes = 4 * shape.vocab_size * graph_head_rows(shape.vocab_size, HEAD_BYTES, rows)
-    return num_blocks_for(
-        bytes_per_block(
-            kept.layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            sizes.block_size,
-            dtype,
-            kept=kept.convolutions * kept.width,
-        ),
-        device,
-        num_bytes=sizes.kv_bytes,
-        fraction=sizes.kv_fraction,
-        reserve=states
-        + step_reserve(
-            rows=sizes.max_num_batched_tokens,
-            hidden_size=shape.hidden_size,
-            inner_size=shape.intermediate_size,
-            itemsize=dtype.itemsize,
-            head_bytes=HEAD_BYTES + PARTIAL_BYTES + graph_bytes,
-        )
-        - saved,
+    return narrow_bytes + step_reserve(
+        rows=sizes.max_num_batched_tokens,
+        hidden_size=shape.hidden_size,
+        inner_size=shape.intermediate_size,
+        itemsize=dtype.itemsize,
+        head_bytes=HEAD_BYTES + PARTIAL_BYTES + graph_bytes,
     )
+
+
+def _fit_kv(
+    spec: RunnerSpec,
+    shape: ModelShape,
+    runner: TorchRunner,
+    calculated: int,
+    memory: DeviceMemory,
+) -> None:
+    """Give the KV cache of a runner that has a small one its share of what is free beside a step.
+
+    Raises ValueError when no block fits, or max_model_len does not.
+    """
+    from server.model.gpu.reserve import reserve_of
+    from server.model.kv_memory import num_blocks_for
+
+    reserve = reserve_of(runner, memory, calculated)
+    block_bytes, size = runner.info.kv_block_bytes, spec.sizes.block_size
+    free = memory.free()
+    num_blocks = num_blocks_for(
+        block_bytes, spec.device, fraction=spec.sizes.kv_fraction, reserve=reserve.num_bytes,
+        free=free,
+    )  # fmt: skip
+    max_model_len = min(runner.info.max_model_len, _length(spec, shape, num_blocks))
+    runner.resize_kv(num_blocks, max_model_len)
+    _log.info(
+        "%s of %d MiB free; KV cache: %d tokens, %d MiB",
+        reserve, free >> 20, num_blocks * size, num_blocks * block_bytes >> 20,
+    )  # fmt: skip
 
 
 def _build_torch_runner(spec: RunnerSpec) -> Runner:
@@ -334,19 +353,14 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     import torch
 
     from server.model.gpu.generic import take_over
-    from server.model.gpu.narrow import saved_by_narrowing
-    from server.model.gpu.runner import TorchRunner
-    from server.model.gpu.spec import TorchModel, Ways
     from server.model.loader import EMBEDDING, HEAD, build_module, finish_module, open_model
-    from server.model.shape import generic_shape, shape_of
 
     device = torch.device(spec.device)
     device = torch.device("cuda", 0) if device == torch.device("cuda") else device
     folder = open_model(spec.folder, adapter=spec.adapter)
     by_transformers = is_generic(folder.config)
-    narrow: NarrowForm | None = None if spec.weights == "auto" else cast("NarrowForm", spec.weights)
     if device.type == "cuda":
-        _prepare_cuda(device, narrow)
+        _prepare_cuda(device, _narrow_form(spec))
     stored = getattr(folder.config, "dtype", None)
     if spec.dtype == "auto":
         dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
@@ -367,33 +381,66 @@ def _build_torch_runner(spec: RunnerSpec) -> Runner:
     if by_transformers:
         take_over(made, folder.num_token_ids)
     module = cast("PreTrainedModel", finish_module(made, spec.max_model_len or 0))
-    shape = (generic_shape if by_transformers else shape_of)(module.config)
-    saved = saved_by_narrowing(module) if narrow else 0
-    num_blocks = _cuda_blocks(spec, shape, module, dtype, device, saved)
+    runner = _torch_runner(spec, folder, module, (embedding, head), (device, dtype))
+    _log.info("weights: %s, decoder: %s", runner.info.dtype, runner.info.decoder)
+    runner.warm_up()
+    return runner
+
+
+def _narrow_form(spec: RunnerSpec) -> NarrowForm | None:
+    return None if spec.weights == "auto" else cast("NarrowForm", spec.weights)
+
+
+def _torch_runner(
+    spec: RunnerSpec,
+    folder: ModelFolder,
+    module: PreTrainedModel,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None],
+    place: tuple[torch.device, torch.dtype],
+) -> TorchRunner:
+    """The runner, with its KV cache. tables: embedding and head in CPU memory. place: the device,
+    and what is computed in."""
+    from server.model.gpu.narrow import widest_product
+    from server.model.gpu.reserve import FEW_SLOTS, CudaMemory
+    from server.model.gpu.runner import TorchRunner
+    from server.model.gpu.spec import TorchModel, Ways
+    from server.model.kv_memory import num_blocks_for
+    from server.model.shape import generic_shape, shape_of
+
+    device, dtype = place
+    sizes, narrow = spec.sizes, _narrow_form(spec)
+    shape = (generic_shape if is_generic(folder.config) else shape_of)(module.config)
+    calculated = _calculated_reserve(spec, shape, dtype, widest_product(module) if narrow else 0)
+    block_bytes = _kv_block_bytes(spec, shape, module, dtype)
+    measures = device.type == "cuda" and sizes.kv_bytes is None
+    num_blocks = num_blocks_for(
+        block_bytes, device, num_bytes=sizes.kv_bytes,
+        fraction=1.0 if measures else sizes.kv_fraction, reserve=0 if measures else calculated,
+    )  # fmt: skip
     kv_name = str(dtype).removeprefix("torch.")
     info = ModelInfo(
         name=spec.name,
         vocab_size=folder.num_token_ids,
         max_model_len=_length(spec, shape, num_blocks),
         eos_token_ids=tuple(folder.eos_token_ids),
-        num_blocks=num_blocks,
-        block_size=spec.sizes.block_size,
+        num_blocks=-(-FEW_SLOTS // sizes.block_size) if measures else num_blocks,
+        block_size=sizes.block_size,
         device=str(device),
         dtype=narrow or kv_name,
         fingerprint=f"{_fingerprint(spec, folder, shape)}:{kv_name}" + f":{narrow}" * bool(narrow),
-        max_num_seqs=spec.sizes.max_num_seqs,
-        max_num_batched_tokens=spec.sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
         kv_dtype=kv_name,
+        kv_block_bytes=block_bytes,
     )
-    runner = TorchRunner(
-        TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu"),
-        info,
-        Ways(
-            cuda_graphs=spec.cuda_graphs and device.type == "cuda",
-            decoder=spec.decoder,
-            weights=narrow,
-        ),
+    ways = Ways(
+        cuda_graphs=spec.cuda_graphs and device.type == "cuda",
+        decoder=spec.decoder,
+        weights=narrow,
     )
-    _log.info("weights: %s, decoder: %s", runner.info.dtype, runner.info.decoder)
-    runner.warm_up()
+    embedding, head = tables
+    model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")
+    runner = TorchRunner(model, info, ways)
+    if measures:
+        _fit_kv(spec, shape, runner, calculated, CudaMemory(device))
     return runner

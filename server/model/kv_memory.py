@@ -10,17 +10,18 @@ if TYPE_CHECKING:
 DEFAULT_FRACTIONS = {"cpu": 0.3, "cuda": 0.85}
 """Of the free memory that the KV cache takes, by kind of device: others use a CPU's memory too."""
 
-_FRAGMENTS = 256 << 20  # what the allocator and captured graphs hold beside tensors
+MARGIN = 256 << 20
+"""Bytes beside what a step is known to take: fragments, and what was not there when it was."""
 
 
 def step_reserve(
     *, rows: int, hidden_size: int, inner_size: int, itemsize: int, head_bytes: int
 ) -> int:
-    """Bytes that a step of so many rows takes beside weights and KV: activations, logits, and what
-    the allocator holds. Calculated, not measured: layers reuse the memory of activations, which at
-    the widest are the two inner products, their product, and a few vectors of hidden_size."""
+    """Bytes that a step of so many rows takes beside weights and KV: activations, logits, MARGIN.
+    Calculated, where gpu/reserve.py cannot measure: layers reuse the memory of activations, which
+    at the widest are the two inner products, their product, and a few vectors of hidden_size."""
     activations = rows * itemsize * (3 * inner_size + 8 * hidden_size)
-    return activations + head_bytes + _FRAGMENTS
+    return activations + head_bytes + MARGIN
 
 
 def num_blocks_for(
@@ -30,13 +31,15 @@ def num_blocks_for(
     num_bytes: int | None = None,
     fraction: float | None = None,
     reserve: int = 0,
+    free: int | None = None,
 ) -> int:
     """How many blocks fit.
 
     num_bytes: memory given to the KV cache; when None, `fraction` of what is free on the device
     now (the weights are loaded by then; on the CPU, physical memory that is available), less
     `reserve` bytes, of which at most half of the free memory is kept. fraction: None is that of
-    DEFAULT_FRACTIONS. Raises ValueError when not even one block fits.
+    DEFAULT_FRACTIONS. free: bytes, where it is known. Raises ValueError when not even one block
+    fits.
     """
     kind = str(device).partition(":")[0]
     if num_bytes is None:
@@ -44,12 +47,8 @@ def num_blocks_for(
             fraction = DEFAULT_FRACTIONS[kind]
         if not 0.0 < fraction <= 1.0:
             raise ValueError(f"the KV memory fraction must be in (0, 1], not {fraction}")
-        if kind == "cuda":
-            import torch
-
-            free, _ = torch.cuda.mem_get_info(device)
-        else:
-            free = _available_memory()
+        if free is None:
+            free = _free_memory(device)
         num_bytes = int((free - min(reserve, free // 2)) * fraction)
     num_blocks = num_bytes // per_block - 1  # one block more is allocated for padded rows
     if num_blocks < 1:
@@ -58,6 +57,14 @@ def num_blocks_for(
             "beside the one kept for padding"
         )
     return num_blocks
+
+
+def _free_memory(device: torch.device | str) -> int:
+    if str(device).startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    return _available_memory()
 
 
 def _available_memory() -> int:

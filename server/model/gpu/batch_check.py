@@ -1,9 +1,22 @@
-"""check_batch: checks on the host that a Batch's indices are within bounds."""
+"""Checks on the host: a runner's sizes, and that a Batch's indices are within bounds."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from server.engine.batch import Batch
 from server.types import ModelInfo
+
+
+def check_sizes(config: Any, info: ModelInfo) -> None:
+    """Raise ValueError for sizes that the model of this config does not have."""
+    if info.max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {info.max_model_len} is above the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    if info.block_size & (info.block_size - 1) or info.block_size < 1:
+        raise ValueError(f"block_size must be a power of two, not {info.block_size}")
 
 
 def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_previous: int) -> None:

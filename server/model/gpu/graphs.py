@@ -107,6 +107,8 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop all graphs: something that they read has moved."""
         self._graphs.clear()
+        # torch does not capture into a pool again whose last graph is gone.
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def pad_to_bucket(

@@ -45,22 +45,28 @@ class KvCache:
         inputs: tuple[int, int] = (0, 0),
     ) -> None:
         """inputs: convolutions, and the width of what each keeps."""
-        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_slots = num_blocks * block_size
+        self._place = num_layers, num_kv_heads, head_dim
+        self._inputs, self._dtype, self._device = inputs, dtype, device
+        self.resize(num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Memory of zeros for so many blocks in the place of what there was, at other addresses."""
+        self.num_blocks = num_blocks
+        self.num_slots = num_blocks * self.block_size
         self.trash_slot = self.num_slots
         # Read with weight 0, so only rows of finite numbers write it (ahead_rows.py).
-        self.void_slot = self.num_slots + min(1, block_size - 1)
+        self.void_slot = self.num_slots + min(1, self.block_size - 1)
+        room = self.num_slots + self.block_size
+        num_layers, *vector = self._place
+        num, width = self._inputs
+        self._layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self.memory = self.inputs = torch.empty(0)  # given back before there is more
         # Zeros, not empty: masked lanes multiply by exactly 0, which would turn a stale NaN or
         # infinity into a NaN.
-        self.memory = torch.zeros(
-            (num_layers, 2, self.num_slots + block_size, num_kv_heads, head_dim),
-            dtype=dtype,
-            device=device,
-        )
-        num, width = inputs
-        size = (num, self.num_slots + block_size, width)
-        self.inputs = torch.zeros(size, dtype=dtype, device=device)
+        size = (num_layers, 2, room, *vector)
+        self.memory = torch.zeros(size, dtype=self._dtype, device=self._device)
+        self.inputs = torch.zeros((num, room, width), dtype=self._dtype, device=self._device)
         self._layers = tuple((self.memory[i, 0], self.memory[i, 1]) for i in range(num_layers))
 
     def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,16 +52,15 @@ def narrowed(weight: torch.Tensor, form: NarrowForm) -> NarrowWeight:
     return NarrowWeight(values, scales)
 
 
-def saved_by_narrowing(module: nn.Module) -> int:
-    """Bytes less that a module's layers take in 8 bits, beside the widest of their products, which
-    `multiply` makes again in the module's dtype (of gate and up, two matrices)."""
+def widest_product(module: nn.Module) -> int:
+    """Bytes of the widest matrix of a module's layers in the module's dtype, which `multiply` makes
+    again for many rows (of gate and up, two matrices)."""
     own = [
         linear.weight
         for name, linear in module.named_modules()
         if isinstance(linear, nn.Linear) and ".layers." in name
     ]
-    less = sum(weight.numel() * (weight.element_size() - 1) for weight in own)
-    return less - 2 * max((weight.numel() * weight.element_size() for weight in own), default=0)
+    return 2 * max((weight.numel() * weight.element_size() for weight in own), default=0)
 
 
 def multiply(x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None) -> torch.Tensor:

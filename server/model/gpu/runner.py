@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from server.engine.batch import Batch, Drawn, Int32
 from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
 from server.model.gpu import lora
-from server.model.gpu.batch_check import check_batch
+from server.model.gpu.batch_check import check_batch, check_sizes
 from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.decoder import FusedDecoder
@@ -62,22 +63,12 @@ from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
 from server.model.gpu.spec import TorchModel, Ways, graph_head_rows
 from server.model.gpu.transfers import TURNS, HostTable, SideStream, Upload
-from server.model.gpu.warm_up import warm_up_batch, warm_up_shapes
+from server.model.gpu.warm_up import Trials
 from server.types import DeviceFigures, ModelInfo
 
 Array = npt.NDArray[Any]
 
 MAX_IN_FLIGHT = TURNS
-
-
-def _check_sizes(config: Any, max_model_len: int, block_size: int) -> None:
-    if max_model_len > config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {max_model_len} is above the model's "
-            f"{config.max_position_embeddings} positions"
-        )
-    if block_size & (block_size - 1) or block_size < 1:
-        raise ValueError(f"block_size must be a power of two, not {block_size}")
 
 
 class TorchRunner:
@@ -98,7 +89,7 @@ class TorchRunner:
         side: SideStream | None = None,
     ) -> None:
         module, embedding = model.module, model.embedding
-        _check_sizes(module.config, info.max_model_len, info.block_size)
+        check_sizes(module.config, info)
         self.info = info
         self._device = device = torch.device(info.device)
         self._on_gpu = device.type == "cuda"
@@ -332,8 +323,8 @@ class TorchRunner:
         """See AdaptingRunner."""
         self._check_idle()
         with torch.inference_mode(), self._on_stream():
-            if self._adapting().hold(place, adapter) and self._body.graphs is not None:
-                self._body.graphs.forget()  # they read the tables where they were
+            if self._adapting().hold(place, adapter):
+                self.forget_graphs()  # they read the tables where they were
 
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
@@ -379,34 +370,47 @@ class TorchRunner:
             torch.cuda.empty_cache()
 
     def warm_up(self) -> int:
-        """Compile kernels and capture graphs before the first request; how many steps it ran.
+        """Compile kernels and capture graphs before any KV is kept, which otherwise the first steps
+        of each kind do while a client waits (seconds, with Triton); how many steps it ran."""
+        return self.try_out(self.trials.kernels())
 
-        Call it before any KV is kept: it writes to the first slots. Without it the first steps of
-        each kind do the same work while a client waits (seconds, with Triton).
-        """
-        self._check_open()
-        if self._in_flight:
-            raise RuntimeError("warm_up with a step in flight")
-        longest = self.info.max_model_len
-        graphs = self._body.graphs
-        shapes = warm_up_shapes(longest, self._body.shape, 0 if graphs is None else graphs.largest)
-        num_steps = 0
-        if self._body.states is not None:
-            self._body.states.is_warming = True
-        most = min(self._cache.num_slots, self.info.max_num_batched_tokens)
-        for num_seqs, rows, length in shapes:
-            fits = num_seqs * rows <= most and num_seqs <= self.info.max_num_seqs
-            if fits and rows <= length <= longest:
-                # With the full head in the graph, and without it, as steps with slices have it.
-                for draws in (True, False) if self._body.head is not None else (True,):
-                    self.launch(
-                        warm_up_batch(num_seqs, rows, length, self._max_blocks, draws=draws)
-                    )
-                    self.wait()
-                    num_steps += 1
-        if self._body.states is not None:
-            self._body.states.is_warming = False
+    @property
+    def trials(self) -> Trials:
+        """Batches that it may try out."""
+        body, graphs = self._body, self._body.graphs
+        largest, has_head = 0 if graphs is None else graphs.largest, body.head is not None
+        return Trials(self.info, body.shape, largest, self._max_blocks, has_head)
+
+    def try_out(self, batches: Iterable[Batch]) -> int:
+        """Run steps whose results nobody reads, before any KV is kept; how many."""
+        self._check_idle()
+        states, num_steps = self._body.states, 0
+        if states is not None:
+            states.is_warming = True
+        try:
+            for batch in batches:
+                self.launch(batch)
+                self.wait()
+                num_steps += 1
+        finally:
+            if states is not None:
+                states.is_warming = False
         return num_steps
+
+    def resize_kv(self, num_blocks: int, max_model_len: int) -> None:
+        """Room for other numbers than it was made with, before any KV is kept; max_model_len at
+        most what it was."""
+        self._check_idle()
+        self.forget_graphs()
+        self._forget_states(np.arange(self._cache.num_slots, dtype=np.int32))
+        with torch.inference_mode(), self._on_stream():
+            self._cache.resize(num_blocks)
+        self.info = replace(self.info, num_blocks=num_blocks, max_model_len=max_model_len)
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs, and their memory: they are captured again."""
+        if self._body.graphs is not None:
+            self._body.graphs.forget()
 
     # One step.
 

@@ -1,13 +1,82 @@
-"""Batches that TorchRunner.warm_up runs, so that kernels are compiled before the first request."""
+"""Trials: batches that TorchRunner runs before the first request, so that kernels are compiled and
+memory is measured (reserve.py)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from server.engine.batch import Batch, DrawParams
 from server.model.gpu import attention as paged
 from server.model.gpu.graphs import ROW_BUCKETS, split_level
-from server.types import SamplingParams
+from server.types import ModelInfo, SamplingParams
+
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, num_logprobs=20)
+"""Draws that take the most memory: float64 logits, their order, and logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
+    of its largest graph, 0 for none. max_blocks: of a row of its block tables. has_head: whether
+    graphs have the full head; they are captured with and without it, as steps with slices have it.
+    """
+
+    info: ModelInfo
+    shape: paged.TileShape
+    graph_rows: int
+    max_blocks: int
+    has_head: bool = False
+
+    def kernels(self) -> Iterator[Batch]:
+        """One for every kernel that serving needs, and for every graph."""
+        longest = self.info.max_model_len
+        return self._of(warm_up_shapes(longest, self.shape, self.graph_rows))
+
+    def graphs(self) -> Iterator[Batch]:
+        """One for each of the largest graphs: smaller ones fit into the memory that they took."""
+        largest = [b for b in ROW_BUCKETS if b <= self.graph_rows][-1:]
+        return self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
+
+    @property
+    def graphs_a_size(self) -> int:
+        """How many graphs there are for each that `graphs` has."""
+        return sum(bucket <= self.graph_rows for bucket in ROW_BUCKETS)
+
+    def largest(self) -> Iterator[Batch]:
+        """The steps that take the most memory: all rows of a step at the ends of prompts that are
+        as long as they may be. Every row draws greedily; one for each sequence is sampled."""
+        info = self.info
+        rows = min(info.max_num_batched_tokens, info.max_model_len)
+        num_seqs = min(info.max_num_seqs, info.max_num_batched_tokens // rows)
+        whole = warm_up_batch(num_seqs, rows, info.max_model_len, self.max_blocks)
+        # Slots are written more than once: the KV memory is smaller than the step.
+        whole = replace(whole, slots=whole.slots % (info.num_blocks * info.block_size))
+        yield _drawing(whole, whole.num_rows, SamplingParams(temperature=0.0))
+        yield _drawing(whole, min(whole.num_rows, info.max_num_seqs), _SAMPLED)
+
+    def _of(self, shapes: list[tuple[int, int, int]]) -> Iterator[Batch]:
+        """Those of the shapes that fit."""
+        info, num_slots = self.info, self.info.num_blocks * self.info.block_size
+        for num_seqs, rows, length in shapes:
+            total = num_seqs * rows
+            fits = total <= info.max_num_batched_tokens and num_seqs <= info.max_num_seqs
+            if fits and rows <= length <= info.max_model_len and total <= num_slots:
+                for draws in (True, False) if self.has_head else (True,):
+                    yield warm_up_batch(num_seqs, rows, length, self.max_blocks, draws=draws)
+
+
+def _drawing(batch: Batch, num_draws: int, sampling: SamplingParams) -> Batch:
+    """The batch with draws of its first rows in the place of its own."""
+    rows = np.arange(num_draws, dtype=np.int32)
+    zeros, none = np.zeros_like(rows), np.full_like(rows, -1)
+    (params,) = batch.params
+    return replace(
+        batch, draw_rows=rows, draw_params=zeros, draw_parent=none, draw_mask=none,
+        draw_positions=batch.positions[rows] + 1, params=(replace(params, sampling=sampling),),
+    )  # fmt: skip
 
 
 def warm_up_shapes(
@@ -23,9 +92,19 @@ def warm_up_shapes(
     shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
     shapes += [(1, tree, max(tree, 2)), (1, tree, in_parts), (1, tree, longest)]
     shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
-    levels = {split_level(n + 1, shape.max_splits) for n in range(shape.max_splits)}
     # The largest first: smaller ones fit into the memory that it took.
-    for bucket in reversed([b for b in ROW_BUCKETS if b <= graph_rows]):
+    return shapes + _graph_shapes(
+        longest, shape, [b for b in reversed(ROW_BUCKETS) if b <= graph_rows]
+    )
+
+
+def _graph_shapes(
+    longest: int, shape: paged.TileShape, buckets: list[int]
+) -> list[tuple[int, int, int]]:
+    """The graphs of these numbers of rows, of the most splits first."""
+    levels = {split_level(n + 1, shape.max_splits) for n in range(shape.max_splits)}
+    shapes = []
+    for bucket in buckets:
         num_seqs = -(-bucket // paged.MAX_TREE_RUN)
         rows = bucket // num_seqs
         for level in sorted(levels, reverse=True):
