@@ -62,6 +62,14 @@ class DraftSession(Protocol):
         """Release what the session holds. Idempotent."""
 
 
+class ResumedSession(DraftSession, Protocol):
+    """A DraftSession that learns from what it is told, and need not from what it missed."""
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        """Tokens that were emitted while nobody asked it or told it of any. As `extend`, without
+        learning from them. Where a session has no such method, `extend` is called."""
+
+
 class LikelySession(DraftSession, Protocol):
     """A DraftSession that also drafts from the model's own logits.
 

@@ -17,9 +17,9 @@ from drafters.auto.cells import (
     NUM_SITUATIONS,
     factor_cell,
 )
-from drafters.auto.gather import NUM, Gathered, GatheredFields, gather
-from drafters.auto.views import Context, ContextFields, context_of
-from drafters.jit import borrowing, inlined
+from drafters.auto.gather import NUM, Gathered, gather
+from drafters.auto.views import Context
+from drafters.jit import inlined
 
 EvidenceFields = tuple[Float64, Float64]
 """asks, outcomes: the arrays `evidence` and `outcomes` of drafters.auto.trust.Trust."""
@@ -119,21 +119,15 @@ def _learn_claims(
                 outcomes[1, cell] += 1.0
 
 
-@borrowing
+@inlined
 def learn_token(
-    token: int,
-    fields: ContextFields,
-    weights: Float64,
-    evidence: EvidenceFields,
-    scratch: GatheredFields,
+    token: int, context: Context, weights: Float64, evidence: EvidenceFields, found: Gathered
 ) -> float:
     """One step of expectation maximisation for the trusts, *before* `token` is appended.
 
     Returns the chance that was given to `token`.
     """
-    context = context_of(fields)
     asks, outcomes = evidence
-    found = Gathered(*scratch)
     num_levels = gather(context, context.corpus.state, context.corpus.length, 0, found)
     row = -1
     for i in range(found.state[NUM]):

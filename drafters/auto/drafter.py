@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.arrays import Float32, Int32
+from drafters.auto.advance import NO_PLAIN, PlainFields, advance
 from drafters.auto.automaton import Automaton, automaton_step
-from drafters.auto.blend import learn_token
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
 from drafters.auto.likely import NUM_LIKELY, LikelyTable
 from drafters.auto.retrieval import NUM_RETRIEVED, retrieve
-from drafters.auto.rival import Rivals
+from drafters.auto.rival import Rivals, follow_all
 from drafters.auto.seen import Seen
 from drafters.auto.text_index import START, TextIndex
 from drafters.auto.tree_builder import Workspace
@@ -113,6 +113,7 @@ class AutoDrafter:
         if eos_token_ids is None:
             eos_token_ids = () if corpus is None else corpus.end_ids()
         self.eos_token_ids = np.asarray(tuple(eos_token_ids), np.int32)
+        self.end_ids = frozenset(self.eos_token_ids.tolist())
         self.learn = learn
         self.has_corpus = self.automaton.num_states > 0 or bool(self.layers)
         self.num_seen = 0
@@ -341,16 +342,6 @@ class AutoSession(IndexedSession["AutoDrafter"]):
             self._rivals.append(Rivals(self._grown, len(tree)))
             self._grown = ()
 
-    def _follow_rivals(self, drafter: AutoDrafter, token_ids: Sequence[int]) -> None:
-        """What the trees of compared steps make of the tokens that came."""
-        alive: list[Rivals] = []
-        for rivals in self._rivals:
-            if all(rivals.follow(token) for token in token_ids):
-                alive.append(rivals)
-            else:
-                drafter.trust.fit.compare_steps(*rivals.accepted)
-        self._rivals = alive
-
     @property
     def place(self) -> tuple[int, int]:
         """State of the corpus' automaton, and length of the match, after what was emitted."""
@@ -384,71 +375,86 @@ class AutoSession(IndexedSession["AutoDrafter"]):
 
         Retrieved outputs stay where there is a prediction: they lie in one index.
         """
-        index, docs = self._index, self._retrieved
-        return (
-            index.view(NO_MARKS),
-            index.size - self._num_prompt,
-            docs.view(self._marks) if self._prediction and docs is not None else NO_TEXT,
-            self._hints(),
-            NO_CORPUS,
-            drafter.eos_token_ids,
-            self._likely_fields(),
-        )
+        _, num_output, _, hints, _, ends, likely = self._context(drafter)
+        marks, docs, corpus = self._plain_fields()
+        return self._index.view(marks), num_output, docs, hints, corpus, ends, likely
 
-    def _learn(self, drafter: AutoDrafter, token: int) -> None:
-        """Learn from a token that came, before it is appended, and whether the corpus helps."""
-        trust, scratch = drafter.trust, drafter.workspace.gathered
-        trust.has_news = True
-        if not drafter.has_corpus:
-            evidence = (trust.evidence, trust.outcomes)
-            learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
-            return
-        # Both ways of drafting learn from every token at first; later the one that is not in use
-        # does from one in COMPARE_EVERY, so that it is there when the task changes.
-        fit, without = trust.fit, trust.without
-        without.has_news = True
-        drafter.num_seen += 1
-        is_compared = fit.num_tokens < COMPARE_ALL or drafter.num_seen % COMPARE_EVERY == 0
-        chance = chance_without = 0.0
-        if fit.helps or is_compared:
-            evidence = (trust.evidence, trust.outcomes)
-            chance = learn_token(token, self._context(drafter), trust.weights, evidence, scratch)
-        if not fit.helps or is_compared:
-            evidence = (without.evidence, without.outcomes)
-            context = self._context_without(drafter)
-            chance_without = learn_token(token, context, without.weights, evidence, scratch)
+    def _plain_fields(self) -> PlainFields:
+        """What the context without the corpus has in place of what comes from it."""
+        docs = self._retrieved
+        if self._prediction and docs is not None:
+            return NO_MARKS, docs.view(self._marks), NO_CORPUS
+        return NO_PLAIN
+
+    def _advance(self, drafter: AutoDrafter, token: int, *, learns: bool) -> None:
+        """Append a token; learns: and learn from it how far its contexts could be trusted, and
+        whether the corpus helps."""
+        trust, index, has_corpus = drafter.trust, self._index, drafter.has_corpus
+        without, plain = trust, NO_PLAIN
+        fit, with_it, without_it, is_compared = trust.fit, learns, False, False
+        if has_corpus and learns:
+            # Both ways of drafting learn from every token at first; later the one that is not in
+            # use does from one in COMPARE_EVERY, so that it is there when the task changes.
+            drafter.num_seen += 1
+            is_compared = fit.num_tokens < COMPARE_ALL or drafter.num_seen % COMPARE_EVERY == 0
+            with_it, without_it = fit.helps or is_compared, not fit.helps or is_compared
+            if without_it:
+                without, plain = trust.without, self._plain_fields()
+                without.has_news = True
+        trust.has_news = trust.has_news or learns
+        index.make_room(1)
+        chance, chance_without, state, length = advance(
+            token, self._context(drafter), plain, (with_it, without_it),
+            trust.learned_fields, without.learned_fields, drafter.workspace.gathered,
+        )  # fmt: skip
+        index.appended(1)
+        self._places.append((state, length))
         # Ends are known from a corpus, and never drafted.
-        if is_compared and token not in drafter.eos_token_ids:
+        if is_compared and token not in drafter.end_ids:
             fit.compare(chance, chance_without)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append emitted tokens, and learn from each how far its contexts could be trusted."""
         drafter = self._owner()
-        index, automaton = self._index, drafter.automaton
         # A token drawn again after a rollback is not evidence twice.
-        seen = index.size - self._num_prompt
-        root = index.size
-        tokens = np.array(token_ids, np.int32)
-        for number, token in enumerate(token_ids, 1):
-            if drafter.learn and self._settled and seen >= self._num_learned:
-                self._learn(drafter, token)
-                self._num_learned = seen + 1
-            index.append(tokens[number - 1 : number])
+        root = self._index.size
+        seen = root - self._num_prompt
+        for token in token_ids:
+            learns = drafter.learn and self._settled and seen >= self._num_learned
+            self._advance(drafter, token, learns=learns)
             seen += 1
-            place = self._places[-1]
+            if learns:
+                self._num_learned = seen
+            if self._anchors:
+                self._align(token)
+        if token_ids:
+            self._echo = NO_ECHO
+        if self._rivals:
+            self._rivals = follow_all(self._rivals, token_ids, drafter.trust.fit)
+        if self._noted is not None:
+            self._keep_rows(root, np.array(token_ids, np.int32))
+        if self._anchors:
+            self._weigh_near()
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        """See ResumedSession."""
+        drafter = self._owner()
+        automaton, place = drafter.automaton, self._places[-1]
+        self._index.append(token_ids)
+        for token in token_ids:
             if automaton.num_states:
                 place = automaton_step(automaton.states, automaton.edges, *place, token)
             self._places.append(place)
             if self._anchors:
                 self._align(token)
-        if tokens.shape[0]:
-            self._echo = NO_ECHO
-        if self._rivals:
-            self._follow_rivals(drafter, token_ids)
-        if self._noted is not None:
-            self._keep_rows(root, tokens)
+        self._forget_step()
         if self._anchors:
             self._weigh_near()
+
+    def _forget_step(self) -> None:
+        """What is known of the last step's rows and trees leads nowhere."""
+        self._noted, self._echo = None, NO_ECHO
+        self._grown, self._rivals = (), []
 
     def note_likely(
         self, token_ids: Sequence[int], parents: Sequence[int], ids: Int32, chances: Float32
@@ -475,8 +481,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def rollback(self, mark: int) -> None:
         """Forget all but the first `mark` tokens seen since open(). What was learned stays."""
         super().rollback(mark)
-        self._noted, self._echo = None, NO_ECHO
-        self._grown, self._rivals = (), []
+        self._forget_step()
         del self._places[mark + 1 :]
         if self._anchors:
             del self._anchors[mark + 1 :]
@@ -485,7 +490,7 @@ class AutoSession(IndexedSession["AutoDrafter"]):
     def close(self) -> None:
         """Release the indexes. Idempotent."""
         super().close()
-        self._grown, self._rivals = (), []
+        self._forget_step()
         self._retrieved = None
         self._marks = NO_MARKS
         self._places = []

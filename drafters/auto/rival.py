@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from drafters.auto.trust import CorpusFit
 from drafters.tree import DraftTree
 
 
@@ -38,6 +39,20 @@ class Rivals:
                 self._nodes[i] = node
                 self.accepted[i] += 1
         return any(self._alive)
+
+
+def follow_all(
+    compared: Sequence[Rivals], token_ids: Sequence[int], fit: CorpusFit
+) -> list[Rivals]:
+    """What the trees of compared steps make of the tokens that came: those that still hold the
+    text; of the others `fit` is told."""
+    alive: list[Rivals] = []
+    for rivals in compared:
+        if all(rivals.follow(token) for token in token_ids):
+            alive.append(rivals)
+        else:
+            fit.compare_steps(*rivals.accepted)
+    return alive
 
 
 def _children(tree: DraftTree, num_nodes: int) -> dict[tuple[int, int], int]:

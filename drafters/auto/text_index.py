@@ -14,7 +14,7 @@ import numpy as np
 
 from drafters.arrays import Float32, Int32, Int64
 from drafters.auto.views import TextFields
-from drafters.jit import compiled
+from drafters.jit import compiled, inlined
 
 START = -2
 """Stands before the first token of an output in an index of outputs. Never proposed."""
@@ -43,22 +43,28 @@ def triple_key(a: int, b: int, c: int) -> int:
     return int(np.int64((h >> np.uint64(2)) | np.uint64(1 << 61)))
 
 
+@inlined
+def append_id(text: Int32, table: Int64, size: int, token: int) -> None:
+    """Index `token` behind the `size` tokens there are."""
+    slot = find_slot(table, int(token))
+    text[0, size] = token
+    text[1, size] = table[1, slot]
+    table[0, slot] = token
+    table[1, slot] = size
+    text[2, size] = -1
+    if size >= 2:
+        key = triple_key(text[0, size - 2], text[0, size - 1], token)
+        slot = find_slot(table, key)
+        text[2, size] = table[1, slot]
+        table[0, slot] = key
+        table[1, slot] = size
+
+
 @compiled
 def append_ids(text: Int32, table: Int64, size: int, ids: Int32) -> int:
     """Index `ids` behind the `size` tokens there are; returns the new size."""
     for token in ids:
-        slot = find_slot(table, int(token))
-        text[0, size] = token
-        text[1, size] = table[1, slot]
-        table[0, slot] = token
-        table[1, slot] = size
-        text[2, size] = -1
-        if size >= 2:
-            key = triple_key(text[0, size - 2], text[0, size - 1], token)
-            slot = find_slot(table, key)
-            text[2, size] = table[1, slot]
-            table[0, slot] = key
-            table[1, slot] = size
+        append_id(text, table, size, token)
         size += 1
     return size
 
@@ -111,9 +117,15 @@ class TextIndex:
     def append(self, token_ids: Sequence[int] | Int32) -> None:
         """Add tokens at the end: O(1) each, amortised."""
         ids = np.asarray(token_ids, np.int32)
-        need = self.size + ids.shape[0]
+        self.make_room(ids.shape[0])
+        append_ids(self.text, self.table, self.size, ids)
+        self.appended(ids.shape[0])
+
+    def make_room(self, num: int) -> None:
+        """Make `text` and `table` large enough for `num` more tokens."""
         capacity = self.text.shape[1]
-        if self._num_indexed + ids.shape[0] > capacity:
+        if self._num_indexed + num > capacity:
+            need = self.size + num
             # A longer text, or many rollbacks; half of the room is free afterwards, so that
             # this stays O(1) a token.
             while capacity < 2 * need:
@@ -123,8 +135,11 @@ class TextIndex:
             self.table = _empty_table(capacity)
             append_ids(self.text, self.table, 0, old)
             self._num_indexed = self.size
-        self.size = append_ids(self.text, self.table, self.size, ids)
-        self._num_indexed += ids.shape[0]
+
+    def appended(self, num: int) -> None:
+        """Compiled code has indexed `num` more tokens in `text` and `table`."""
+        self.size += num
+        self._num_indexed += num
 
     def truncate(self, new_size: int) -> None:
         """Cut the text back to its first `new_size` tokens."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from drafters.arrays import Float64
 from drafters.atomic_file import replacing
+from drafters.auto.advance import LearnedFields
 from drafters.auto.cells import (
     NUM_AGREEMENTS,
     NUM_BINS,
@@ -36,10 +37,21 @@ from drafters.auto.cells import (
     SOURCES,
 )
 from drafters.auto.views import TrustsFields
+from drafters.auto.weight_fit import fit_weights
 from drafters.calibration import CalibrationError
 from drafters.shared_counts import Counts
 
 _SHAPE = (NUM_SOURCES, NUM_BUCKETS, NUM_OCCURRENCES, NUM_AGREEMENTS, NUM_SITUATIONS)
+_SOURCE, _BUCKET, _, _, _SITUATION = np.indices(_SHAPE, np.int32).reshape(5, NUM_CELLS)
+_GROUPS = np.stack(
+    (
+        _SOURCE,
+        _SOURCE * NUM_SITUATIONS + _SITUATION,
+        (_SOURCE * NUM_BUCKETS + _BUCKET) * NUM_SITUATIONS + _SITUATION,
+    )
+)
+"""Whose log odds are shifted together: of a source, of its situation, of its match length too."""
+
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 VERSION = 2  # 1 held what a corpus says, too
 
@@ -184,6 +196,11 @@ class Trust:
         """(weights, factors), the arguments of compiled code."""
         return self.weights, self.factors
 
+    @property
+    def learned_fields(self) -> LearnedFields:
+        """(weights, evidence, outcomes), what compiled code learns into."""
+        return self.weights, self.evidence, self.outcomes
+
     def start_from(self, evidence: Float64, outcomes: Float64) -> None:
         """Take the evidence of a task's held-out examples as the prior of later evidence.
 
@@ -208,26 +225,12 @@ class Trust:
             self._next_update = float(self.evidence[0].sum()) + every
 
     def update(self) -> None:
-        """Fold the evidence into weights and factors, from coarse to fine.
-
-        A task has little evidence for most cells at first, but soon enough to show, for example,
-        that copies from its prompts are right more often than elsewhere. So the defaults' log odds
-        are shifted per source, then per situation and match length, each shift fitted with a normal
-        prior. Then each cell is fitted by its own evidence.
-        """
+        """Fold the evidence into weights (drafters.auto.weight_fit) and factors."""
         old = self.evidence[0] > self.memory
         self.evidence[:, old] *= 0.5
         old = self.outcomes[2] > self.memory
         self.outcomes[:, old] *= 0.5
-        asked = self.evidence[0].reshape(_SHAPE)
-        answered = self.evidence[1].reshape(_SHAPE)
-        odds = self._prior_odds
-        for axes in ((1, 2, 3, 4), (1, 2, 3), (2, 3)):
-            odds = odds + _shift(odds, asked, answered, axes)
-        k = self.prior_strength
-        prior = (1.0 / (1.0 + np.exp(-odds))).reshape(NUM_CELLS)
-        np.divide(self.evidence[1] + k * prior, self.evidence[0] + k, out=self.weights)
-        np.clip(self.weights, 1e-4, 0.9995, out=self.weights)
+        fit_weights(self.evidence, self._prior_odds, _GROUPS, self.prior_strength, self.weights)
         k = self.factor_strength
         np.divide(
             self.outcomes[1] + k * self._prior_factors, self.outcomes[0] + k, out=self.factors
@@ -340,18 +343,6 @@ def _widened(counts: Float64, num_cells: int) -> Float64:
 
 
 def _odds(weights: Float64) -> Float64:
-    """Log odds of weights between 0 and 1, by cell."""
-    odds: Float64 = np.log(weights / (1.0 - weights)).reshape(_SHAPE)
+    """Log odds of weights between 0 and 1."""
+    odds: Float64 = np.log(weights / (1.0 - weights))
     return odds
-
-
-def _shift(odds: Float64, asked: Float64, answered: Float64, axes: tuple[int, ...]) -> Float64:
-    """The shift of the log odds over `axes` that fits best, under a normal prior of width 1."""
-    total = answered.sum(axis=axes, keepdims=True)
-    shift: Float64 = np.zeros_like(total)
-    for _ in range(5):  # Newton's method; the objective is concave
-        chance = 1.0 / (1.0 + np.exp(-(odds + shift)))
-        slope = total - (asked * chance).sum(axis=axes, keepdims=True) - shift
-        bend = (asked * chance * (1.0 - chance)).sum(axis=axes, keepdims=True) + 1.0
-        shift = np.clip(shift + np.clip(slope / bend, -1.0, 1.0), -4.0, 4.0)
-    return shift

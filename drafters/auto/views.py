@@ -2,7 +2,7 @@
 
 Compiled functions pass these NamedTuples to each other. Python passes plain tuples with the same
 fields in the same order (`*Fields`): numba takes a NamedTuple of four arrays in 0.9 us and a plain
-tuple in a tenth of that, and a proposal takes 15 us. The entry points (grow_tree, learn_token) make
+tuple in a tenth of that, and a proposal takes 15 us. The entry points (grow_tree, advance) make
 NamedTuples of them, which takes no time in compiled code.
 
 The classes stand in a module of their own because numba caches functions that take them only where

@@ -301,7 +301,7 @@ class Engine:
             if item.sequence.first_step_s == 0.0:
                 item.sequence.first_step_s = now
                 self.slices.seat(item.sequence)
-                self.sessions.open(item.sequence)
+                self.sessions.seat(item.sequence)
         self.slices.decide(plan.items)
         return plan
 
@@ -385,7 +385,7 @@ class Engine:
             child.first_step_s = leader.first_step_s
             child.no_draft_reason = "prefill"
             self.slices.seat(child)
-            self.sessions.open(child)
+            self.sessions.seat(child)
         for i, child in enumerate(children):
             self._conclude(self._emission.emit(child, None, span.draw + 1 + i, results))
             if leader.status is Status.FINISHED:

@@ -109,7 +109,7 @@ class Flights:
         sequences = [item.sequence for item in flight.plan.items]
         return (
             self._follows_trees
-            and any(sequence.session is not None for sequence in sequences)
+            and any(sequence.drafter is not None for sequence in sequences)
             and all(s.head is None and not s.request.label_ids for s in sequences)
             and self.policy.pays()
         )
@@ -173,7 +173,7 @@ class Flights:
         items = flight.plan.items
         if flight.plan.num_prefill_rows or (flight.is_ahead and flight.drafts.foreseen is None):
             return
-        if not any(item.sequence.session is not None for item in items):
+        if not any(item.sequence.drafter is not None for item in items):
             return
         drawn = (item.sequence.num_tokens - item.start - item.num_rows for item in items)
         self.policy.observe(

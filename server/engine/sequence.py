@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from drafters.base import DraftSession
+from drafters.base import Drafter, DraftSession
 from server.engine.accept import StopRules
 from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, Int32
@@ -126,8 +126,11 @@ class Sequence:
     # Vocabulary: written by SliceBook and, after a step, by the engine. None in mode "full".
     head: SequenceHead | None = None
 
-    # Speculation: written by the engine's propose and accept.
+    # Speculation: written by DraftSessions, no_draft_reason by StepDrafts.
+    drafter: Drafter | None = None
+    """None: it does not draft."""
     session: DraftSession | None = None
+    """Opened when it is first wanted."""
     drafter_name: str = "off"
     no_draft_reason: str = "off"
     sources: tuple[str, ...] = ("off",)

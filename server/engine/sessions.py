@@ -1,9 +1,10 @@
 """DraftSessions: the life of the draft sessions of an engine's sequences.
 
-    open -> (settle, ask, learn)* -> close
+    seat -> (settle, ask, learn)* -> close
 
-While a sequence rests (`Sequence.is_resting`) its session is told nothing. What was emitted
-meanwhile it is told before it is next asked, if it ever is.
+A session is opened when it is first wanted. While a sequence rests (`Sequence.is_resting`) its
+session is told nothing, or is not there yet. What was emitted meanwhile it is told before it is
+next asked, if it ever is.
 
 If a drafter raises, its session is closed and the request goes on without drafts.
 """
@@ -17,7 +18,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from drafters.base import LikelySession
+from drafters.base import DraftSession, LikelySession
 from server.engine.batch import Likely
 from server.engine.draft_worth import WorthBook
 from server.engine.drafting import CheckedTree, DrafterRegistry
@@ -30,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class DraftSessions:
-    """Writes the sequences' `session`, `drafter_name`, `sources` and `num_told`."""
+    """Writes the sequences' `drafter`, `session`, `drafter_name`, `sources`, `num_told` and
+    `is_resting`."""
 
     def __init__(self, drafters: DrafterRegistry, *, drafts: bool = True) -> None:
         """drafts: whether the engine has rows for drafts at all."""
@@ -40,19 +42,15 @@ class DraftSessions:
         self._logged: set[str] = set()
         self._worths = WorthBook()
 
-    def open(self, sequence: Sequence) -> None:
-        """Begin a session, unless the request wants no drafts. Called when a sequence is seated."""
+    def seat(self, sequence: Sequence) -> None:
+        """Find a sequence's drafter, unless the request wants no drafts. Called when it is
+        seated."""
         request = sequence.request
         try:
             drafter = self._drafters.resolve(request.task, request.speculation)
             if drafter is None:
                 return
-            sequence.session = drafter.open(
-                request.prompt_ids,
-                context_span=request.speculation.context_span,
-                prediction_ids=request.speculation.prediction_ids,
-            )
-            sequence.drafter_name = drafter.name
+            sequence.drafter, sequence.drafter_name = drafter, drafter.name
             key = (request.task, request.scope, drafter.name)
             sequence.draft_record.worth = worth = self._worths.of(key)
             sequence.is_resting = worth.is_resting
@@ -65,15 +63,16 @@ class DraftSessions:
     def settle(self, sequences: Iterable[Sequence]) -> None:
         """Let every session do its deferred work; called while the device works."""
         for sequence in sequences:
-            if sequence.session is not None and not sequence.is_resting:
-                try:
-                    sequence.session.settle()
-                except Exception as error:
-                    self.disable(sequence, error)
+            if sequence.is_resting or (sequence.session is None and self.no_draft_reason(sequence)):
+                continue
+            try:
+                _opened(sequence).settle()
+            except Exception as error:
+                self.disable(sequence, error)
 
     def no_draft_reason(self, sequence: Sequence) -> str:
         """Why the planner does not consider a sequence that draws, or ""."""
-        if sequence.session is None or not self._drafts:
+        if sequence.drafter is None or not self._drafts:
             return "off"
         if sequence.siblings:
             return "prefill"
@@ -81,13 +80,14 @@ class DraftSessions:
             return "length"
         return ""
 
-    def may_draft(self, sequence: Sequence) -> bool:
-        """Whether a sequence with a session is to be planned for: it does not rest, or its grammar
-        may force tokens, which are certain. Its session is told what it has missed."""
-        if sequence.is_resting:
-            return sequence.grammar is not None
+    def may_draft(self, sequence: Sequence, is_resting: bool) -> bool:
+        """Whether a sequence with a drafter is to be planned for in this step: it does not rest, or
+        its grammar may force tokens, which are certain. Its session is told what it has missed."""
+        sequence.is_resting = is_resting
+        if is_resting and sequence.grammar is None:
+            return False
         try:
-            _tell(sequence)
+            _opened(sequence)
         except Exception as error:
             self.disable(sequence, error)
         return sequence.session is not None
@@ -145,7 +145,7 @@ class DraftSessions:
         if tree is not None:
             nodes = (tree.token_ids, tree.parents)
         try:
-            _tell(sequence)
+            _opened(sequence)
             cast("LikelySession", session).note_likely(*nodes, likely.ids, likely.chances)
         except Exception as error:
             self.disable(sequence, error)
@@ -169,7 +169,8 @@ class DraftSessions:
             known = None if tree is None else tree.for_session(accepted)
             if known is not None:
                 session.feedback(*known)
-            _tell(sequence)
+            told, sequence.num_told = sequence.num_told, sequence.num_output
+            session.extend(sequence.output_ids(told))
         except Exception as error:
             self.disable(sequence, error)
 
@@ -194,7 +195,8 @@ class DraftSessions:
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """End a session. Idempotent."""
+        """End a session: the sequence drafts no more. Idempotent."""
+        sequence.drafter = None
         try:
             sequence.close_session()
         except Exception as error:
@@ -202,9 +204,20 @@ class DraftSessions:
             _log.debug("closing a draft session failed", exc_info=error)
 
 
-def _tell(sequence: Sequence) -> None:
-    """Tell a session all tokens that it has not been told yet."""
+def _opened(sequence: Sequence) -> DraftSession:
+    """The session of a sequence with a drafter; one that has rested knows what it missed."""
     session, told = sequence.session, sequence.num_told
-    if session is not None and told < sequence.num_output:
+    if session is None:
+        assert sequence.drafter is not None
+        request = sequence.request
+        session = sequence.session = sequence.drafter.open(
+            request.prompt_ids,
+            context_span=request.speculation.context_span,
+            prediction_ids=request.speculation.prediction_ids,
+        )
+    if told < sequence.num_output:
         sequence.num_told = sequence.num_output
-        session.extend(sequence.output_ids(told))
+        # Learning from each token that it missed would take a millisecond of a step.
+        catch_up = getattr(session, "catch_up", session.extend)
+        catch_up(sequence.output_ids(told))
+    return session

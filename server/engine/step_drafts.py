@@ -35,8 +35,7 @@ class Proposed:
 
 
 class StepDrafts:
-    """Writes the sequences' `no_draft_reason` and `is_resting`. max_draft_rows: most nodes a
-    step."""
+    """Writes the sequences' `no_draft_reason`. max_draft_rows: most nodes a step."""
 
     def __init__(
         self,
@@ -64,10 +63,10 @@ class StepDrafts:
         sequences = [plan.items[i].sequence for i in places]
         resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
         for sequence, is_resting in zip(sequences, resting, strict=True):
-            sequence.is_resting = is_resting
             if is_resting:
                 sequence.no_draft_reason = "budget"
-        places = [i for i in places if self._sessions.may_draft(plan.items[i].sequence)]
+        may_draft = map(self._sessions.may_draft, sequences, resting)
+        places = [i for i, may in zip(places, may_draft, strict=True) if may]
         if not places:
             return Proposed(trees, time.perf_counter() - began)
         asks = [self._sessions.ask(plan.items[i].sequence) for i in places]
@@ -128,7 +127,8 @@ class StepDrafts:
         shape, room = self._shape(items, len(items)), self._room(len(items))
         records = [items[i].sequence.draft_record for i in places]
         for i, rests in zip(places, self._planner.who_rests(records, shape), strict=True):
-            if rests or items[i].sequence.is_resting:  # a session is told only when a step waits
+            sequence = items[i].sequence  # a session is opened and told only when a step waits
+            if rests or sequence.is_resting or sequence.session is None:
                 foreseen.reasons[i] = "budget"
         places = [i for i in places if not foreseen.reasons[i]]
         asked: list[Foresight] = []
