@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -368,20 +368,22 @@ def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engin
     return engine, runner
 
 
-def drive(
-    work: Workload,
+def run_requests(
     engine: Engine,
+    arrivals: Iterable[tuple[int, Request]],
+    aborts: Iterable[tuple[int, str]] = (),
     each_step: Callable[[int], None] = lambda _: None,
     max_steps: int = 3000,
 ) -> dict[tuple[str, int], Result]:
-    """Submit, abort and step until all is done. Checks the engine's state after every step."""
+    """Submit, abort and step until all is done: a request arrives and leaves before the step that
+    its number names. Checks the engine's state after every step."""
     collector = Collector()
-    arrivals = sorted(work.requests, key=lambda item: item[0])
-    aborts = [(at, r.request_id) for _, r, at in work.requests if at is not None]
+    waiting = sorted(arrivals, key=lambda item: item[0])
+    aborts = list(aborts)
     step = 0
-    while arrivals or engine.has_work:
-        while arrivals and arrivals[0][0] <= step:
-            engine.submit(arrivals.pop(0)[1])
+    while waiting or engine.has_work:
+        while waiting and waiting[0][0] <= step:
+            engine.submit(waiting.pop(0)[1])
         for at, request_id in aborts:
             if at == step:
                 engine.abort(request_id)
@@ -392,6 +394,18 @@ def drive(
         assert step < max_steps, "the engine makes no progress"
     collector.take(engine.take_deltas())
     return collector.results
+
+
+def drive(
+    work: Workload,
+    engine: Engine,
+    each_step: Callable[[int], None] = lambda _: None,
+    max_steps: int = 3000,
+) -> dict[tuple[str, int], Result]:
+    """A workload's requests, until all are done."""
+    arrivals = [(at, request) for at, request, _ in work.requests]
+    aborts = [(at, request.request_id) for _, request, at in work.requests if at is not None]
+    return run_requests(engine, arrivals, aborts, each_step, max_steps)
 
 
 def compare(

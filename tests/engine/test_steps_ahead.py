@@ -19,7 +19,6 @@ from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import (
-    Collector,
     Result,
     Workload,
     compare,
@@ -27,6 +26,7 @@ from tests.engine.scenarios import (
     make_drafter,
     make_engine,
     random_workload,
+    run_requests,
     verifying_every,
     with_slices,
 )
@@ -181,13 +181,9 @@ def _request(name: str, max_tokens: int = 20, drafter: str = "", **more: object)
 
 
 def _texts(engine: Engine) -> dict[str, list[int]]:
-    collector = Collector()
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-    collector.take(engine.take_deltas())
+    results = run_requests(engine, [])
     assert engine.pool.num_free == engine.pool.num_blocks and len(engine.flights) == 0
-    return {name: result.ids for (name, _), result in collector.results.items()}
+    return {name: result.ids for (name, _), result in results.items()}
 
 
 def _alone(*requests: Request) -> dict[str, list[int]]:
@@ -350,13 +346,9 @@ def test_a_draw_without_an_answer_behind_an_accepted_node() -> None:
     engine, runner = _engine({"follows_trees": True}, {"fake": FakeDrafter(_endless)})
     runner.model = Broken(16, seed=5)
     engine.flights.policy = AheadPolicy(is_always=True)
-    for request in (_request("a", 20, "fake"), _request("b", 30, "fake")):
-        engine.submit(request)
-    collector = Collector()
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-    failed, other = collector.results["a", 0], collector.results["b", 0]
+    requests = (_request("a", 20, "fake"), _request("b", 30, "fake"))
+    results = run_requests(engine, [(0, request) for request in requests])
+    failed, other = results["a", 0], results["b", 0]
     assert failed.finish_reason == "error" and failed.ids == text[:7]
     assert other.ids == _alone(_request("b", 30))["b"]
     assert engine.flights.num_ahead_trees > 2 and engine.num_failed_steps == 0

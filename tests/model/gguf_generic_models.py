@@ -9,13 +9,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 import transformers
 
 from tests.model.families import randomised
-from tests.model.gguf_models import MAX_LEN, VOCAB_SIZE, WINDOW, Writer, add_tokenizer
+from tests.model.gguf_models import (
+    MAX_LEN,
+    VOCAB_SIZE,
+    WINDOW,
+    Writer,
+    add_tokenizer,
+    named_tensors,
+    write_tensors,
+    zeros,
+)
 
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -157,21 +165,18 @@ def _delta_net(config: Any, part: str, values: np.ndarray) -> np.ndarray:
 def _converted(model: GenericModel, module: Any) -> dict[str, np.ndarray]:
     """The tensors under llama.cpp's names, float32."""
     config = module.config
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[model.kind], config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
-    for name, tensor in module.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values, part = tensor.numpy().copy(), name.partition(".linear_attn.")[2]
+
+    def known(name: str) -> str:
+        return name.replace(".dt_bias", ".dt_proj.bias")
+
+    for name, written, values in named_tensors(model.kind, module, known):
+        part = name.partition(".linear_attn.")[2]
         if part:
             values = _delta_net(config, part, values)
         elif name.endswith("norm.weight"):
             values += np.float32(model.norms)
-        if part == "conv1d.weight":
-            values = values[:, 0]
-        name = name.replace(".dt_bias", ".dt_proj.bias")
-        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
+        found[written] = values[:, 0] if part == "conv1d.weight" else values
     return found
 
 
@@ -197,15 +202,4 @@ def write(
     writer.add_head_count_kv(config.num_key_value_heads)
     model.about(writer, config)
     add_tokenizer(writer, config.vocab_size)
-    kind = gguf.GGMLQuantizationType[form]
-    for name, values in _converted(model, module).items():
-        if values.ndim == 1 or form == "F32" or "ssm_conv1d" in name:
-            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    for name, size in extra.items():
-        writer.add_tensor(name, np.zeros(size, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, _converted(model, module) | zeros(extra), form)

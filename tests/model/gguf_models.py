@@ -3,7 +3,7 @@ writes them (convert_hf_to_gguf.py): its metadata keys, its order of rows, its n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -396,16 +396,49 @@ def _llama3_factors(config: Any) -> np.ndarray:
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
+def named_tensors(
+    kind: str, module: Any, rename: Callable[[str], str] = lambda name: name
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """A copy of each tensor behind its own name and llama.cpp's; a tied head has none.
+
+    kind: `general.architecture`. rename: a name as gguf's map knows it."""
+    config = module.config
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[kind], config.num_hidden_layers)
+    for name, tensor in module.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            written = names.get_name(rename(name), try_suffixes=(".weight", ".bias"))
+            yield name, written, tensor.numpy().copy()
+
+
+def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], form: str) -> None:
+    """The file's end: matrices in a form of ggml, vectors and convolutions in float32."""
+    kind = gguf.GGMLQuantizationType[form]
+    for name, values in tensors.items():
+        if values.ndim == 1 or form == "F32" or "conv" in name:
+            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def zeros(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Vectors that a model has not."""
+    return {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+
+
 def converted(model: GgufModel, module: Any) -> dict[str, np.ndarray]:
     """The tensors under llama.cpp's names, float32."""
     config = module.config
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[model.kind], config.num_hidden_layers)
     found: dict[str, np.ndarray] = {}
-    for name, tensor in module.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.numpy().copy()
+
+    def known(name: str) -> str:
+        return name.replace("shared_mlp.output_linear", "mlp.down_proj")
+
+    for name, written, values in named_tensors(model.kind, module, known):
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         num = heads.get(name.split(".")[-2])
         if model.permuted and num:
@@ -419,9 +452,8 @@ def converted(model: GgufModel, module: Any) -> dict[str, np.ndarray]:
             layer = name.split(".")[2]
             gate, up = np.split(values, 2)
             found |= {f"blk.{layer}.ffn_gate.weight": gate, f"blk.{layer}.ffn_up.weight": up}
-            continue
-        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
-        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
+        else:
+            found[written] = values
     if config.rope_parameters.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(config)
     return found
@@ -436,18 +468,7 @@ def write(
 ) -> None:
     """The file, its matrices in a form of ggml. extra: vectors that the model has not, by size."""
     writer = Writer(path, model.kind)
-    kind = gguf.GGMLQuantizationType[form]
     _common(writer, module.config)
     model.about(writer, module.config)
     add_tokenizer(writer, module.config.vocab_size)
-    for name, values in converted(model, module).items():
-        if values.ndim == 1 or form == "F32" or "shortconv.conv" in name:
-            writer.add_tensor(name, np.ascontiguousarray(values))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    for name, size in extra.items():
-        writer.add_tensor(name, np.zeros(size, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, converted(model, module) | zeros(extra), form)

@@ -15,7 +15,7 @@ from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.model.cpu.runner import CpuRunner
 from server.types import Request, SamplingParams, SpeculationParams, VocabularyParams
-from tests.engine.scenarios import Collector, Result
+from tests.engine.scenarios import Result, run_requests
 from tests.model import families
 from tests.model.cpu_models import cpu_runner
 from vocab_store.profile import VocabProfile
@@ -83,17 +83,11 @@ def _run(
         stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
         profiles=PROFILES.__getitem__,
     )
-    collector = Collector()
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-    collector.take(engine.take_deltas())
+    results = run_requests(engine, [(0, request) for request in requests])
     assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
     for table in range(8):  # the runner lives on
         runner.drop_table(table)
-    return collector.results
+    return results
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -15,7 +15,7 @@ from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.model.cpu.runner import CpuRunner
 from server.types import EngineStats, Request, SamplingParams, SpeculationParams, VocabularyParams
-from tests.engine.scenarios import Collector, Result
+from tests.engine.scenarios import Result, run_requests
 from tests.fakes.fake_drafters import liar_drafter
 from tests.model import families
 from tests.model.cpu_models import cpu_runner
@@ -69,17 +69,11 @@ def _run(
 ) -> tuple[dict[tuple[str, int], Result], EngineStats]:
     runner.info = replace(runner.info, num_blocks=num_blocks)
     engine = Engine(runner, drafters, settings, profiles={"task": PROFILE}.__getitem__)
-    collector = Collector()
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-    collector.take(engine.take_deltas())
+    results = run_requests(engine, [(0, request) for request in requests])
     assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
     for table in range(4):  # the runner lives on
         runner.drop_table(table)
-    return collector.results, engine.stats()
+    return results, engine.stats()
 
 
 ALONE = EngineSettings(max_num_seqs=1, max_num_batched_tokens=256, prefix_cache=False)

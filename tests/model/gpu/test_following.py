@@ -20,7 +20,7 @@ from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.types import Request, SamplingParams, SpeculationParams
-from tests.engine.scenarios import Collector
+from tests.engine.scenarios import run_requests
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.cpu_models import cpu_runner
@@ -64,20 +64,12 @@ def _run(
     engine.flights.policy = AheadPolicy(is_always=True)
     if drafter is not None:
         requests = [replace(r, speculation=SpeculationParams("fake", num_nodes)) for r in requests]
-    collector = Collector()
-    for request in requests:
-        engine.submit(request)
-    num_steps = 0
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-        num_steps += 1
-        if num_steps == abort_at:
-            engine.abort(requests[-1].request_id)
-    collector.take(engine.take_deltas())
+    results = run_requests(
+        engine, [(0, request) for request in requests], [(abort_at, requests[-1].request_id)]
+    )
     assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
     assert engine.pool.num_free == engine.pool.num_blocks and len(engine.flights) == 0
-    return {name: result.ids for (name, _), result in collector.results.items()}, engine
+    return {name: result.ids for (name, _), result in results.items()}, engine
 
 
 def _knowing(requests: list[Request], texts: Texts) -> FakeDrafter:

@@ -32,7 +32,7 @@ from server.model.gpu.runner import TorchRunner
 from server.model.gpu.slices import TorchSlices
 from server.model.gpu.transfers import Fence, HostTable, SideStream
 from server.types import EngineSizes, Request, SamplingParams, SpeculationParams, VocabularyParams
-from tests.engine.scenarios import Collector, Result
+from tests.engine.scenarios import Result, run_requests
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.cpu_models import cpu_runner
@@ -583,23 +583,13 @@ def _serve(
         stop_table=StopTable.from_list([b"<%d>" % i for i in range(V)], ()),
         profiles=PROFILES.__getitem__,
     )
-    collector = Collector()
-    for request in requests:
-        engine.submit(request)
-    step = 0
-    while engine.has_work:
-        collector.take(engine.step())
-        engine.check()
-        step += 1
-        for request_id, after in (abort_after or {}).items():
-            if after == step:
-                engine.abort(request_id)
-    collector.take(engine.take_deltas())
+    aborts = [(after, request_id) for request_id, after in (abort_after or {}).items()]
+    results = run_requests(engine, [(0, request) for request in requests], aborts)
     assert engine.num_failed_steps == 0 and engine.num_drafter_errors == 0
     assert engine.slices.index.num_pinned_rows == 0, "a head row was never unpinned"
     for table in range(8):  # the runner lives on
         runner.drop_table(table)
-    return collector.results, engine
+    return results, engine
 
 
 def _asked(requests: list[Request], rng: Random, modes: tuple[str, ...]) -> list[Request]:
