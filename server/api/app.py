@@ -42,6 +42,7 @@ from server.api.keys import ApiKey, Keyring, KeyUse, OwnUse
 from server.api.middleware import OPEN_PATHS, Gate, error_response
 from server.api.model_routes import ModelRoutes
 from server.api.openapi import document
+from server.api.other_routes import advice
 from server.api.query import QueryCheck
 from server.api.route_context import RouteContext
 from server.api.served_model import ServedModel
@@ -204,7 +205,8 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     method, path = request.method[:16], echoed(request.url.path, 100)
     told: TailorError = RequestError("The request cannot be handled.")
     if error.status_code == 404:
-        told = RouteNotFoundError(f"There is no route {path}.")
+        ours = {getattr(route, "path", "") for route in request.app.routes}
+        told = RouteNotFoundError(f"There is no route {path}.{advice(request.url.path, ours)}")
     elif error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         told = MethodNotAllowedError(

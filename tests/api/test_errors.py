@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from server.api import other_routes
 from server.config import (
     CorsConfig,
     KeyConfig,
@@ -372,6 +373,34 @@ def test_routes_that_are_not_there(
     check(response, status, code, "model" if code == "model_not_found" else None)
     if status == 405:
         assert response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/completions", "There is no route /completions. Ask /v1/completions."),
+        ("/v1/v1/chat/completions", "Ask /v1/chat/completions."),
+        ("//v1/completions", "Ask /v1/completions."),
+        ("/completion", "Ask /v1/completions."),
+        ("/api/chat", "Ask /v1/chat/completions."),
+        ("/v1/embeddings", "generates text and has no vectors or scores of whole texts."),
+        ("/rerank", "generates text and has no vectors or scores of whole texts."),
+        ("/nothing", "There is no route /nothing."),
+    ],
+)
+def test_a_route_of_another_server_is_told_where_to_go(
+    server: LiveServer, path: str, says: str
+) -> None:
+    message = httpx.post(server.url + path, json={}).json()["error"]["message"]
+    assert message.endswith(says)
+
+
+def test_the_routes_that_are_advised_are_there(server: LiveServer) -> None:
+    known = httpx.get(server.url + "/openapi.json").json()["paths"]
+    for path in other_routes.ELSEWHERE:
+        told = httpx.post(server.url + path, json={}).json()["error"]["message"]
+        named = told.partition(" Ask ")[2].removesuffix(".").split(" and ")
+        assert set(named) <= {*known, "/metrics"}, path
 
 
 def test_an_unknown_model_is_a_404(server: LiveServer) -> None:
