@@ -415,7 +415,7 @@ def write_tensors(writer: Writer, tensors: Mapping[str, np.ndarray], form: str) 
     """The file's end: matrices in a form of ggml, vectors and convolutions in float32."""
     kind = gguf.GGMLQuantizationType[form]
     for name, values in tensors.items():
-        if values.ndim == 1 or form == "F32" or "conv" in name:
+        if values.ndim == 1 or form == "F32" or "conv.weight" in name or "conv1d" in name:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
