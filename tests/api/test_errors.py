@@ -378,14 +378,14 @@ def test_routes_that_are_not_there(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/completions", "There is no route /completions. Ask /v1/completions."),
+        ("/completions", "There is no route '/completions'. Ask /v1/completions."),
         ("/v1/v1/chat/completions", "Ask /v1/chat/completions."),
         ("//v1/completions", "Ask /v1/completions."),
         ("/completion", "Ask /v1/completions."),
         ("/api/chat", "Ask /v1/chat/completions."),
         ("/v1/embeddings", "generates text and has no vectors or scores of whole texts."),
         ("/rerank", "generates text and has no vectors or scores of whole texts."),
-        ("/nothing", "There is no route /nothing."),
+        ("/nothing", "There is no route '/nothing'."),
     ],
 )
 def test_a_route_of_another_server_is_told_where_to_go(
