@@ -16,7 +16,7 @@ foreseen there is no tree: the sequence has its one row, of a token that is righ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +40,9 @@ class Ahead:
       once.
     node_start [O + 1], node_tokens, node_parents [M]: the tree of each option under the drawn
       token's row (parent -1).
+
+    resolved: what `resolve` made of it, with the ids that it was made from: the runner and the
+      engine both ask. Written by `resolve` alone.
     """
 
     root_draws: Int32
@@ -52,6 +55,7 @@ class Ahead:
     node_start: Int32
     node_tokens: Int32
     node_parents: Int32
+    resolved: list[tuple[Int32, Resolved]] = field(default_factory=list, init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +101,16 @@ def resolve(batch: Batch, drawn_ids: Int32, block_size: int) -> Resolved:
     batch: one row and one draw a sequence, as if no node were accepted; with `ahead`. Raises
     IndexError when drawn_ids lacks a draw.
     """
+    assert batch.ahead is not None
+    for known, resolved in batch.ahead.resolved[:1]:
+        if known is drawn_ids:
+            return resolved
     made = _Made(batch, drawn_ids, block_size)
     for s in range(batch.num_rows):
         made.add(s)
-    return made.resolved()
+    resolved = made.resolved()
+    batch.ahead.resolved[:] = [(drawn_ids, resolved)]
+    return resolved
 
 
 class _Made:

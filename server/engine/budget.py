@@ -319,8 +319,7 @@ class DraftBudget:
     ) -> list[bool]:
         """Whether each of these choices is not to be asked in a step, because drafts do not pay for
         its scope as a whole (draft_worth.py). Called once a step."""
-        at = class_of(num_draws)
-        cells = [None if r.worth is None else r.worth.cells[at] for r in records]
+        cells = [record.cell_at(num_draws) for record in records]
         cost = self.cost
         if cost is None or not any(cells):
             return [False] * len(records)

@@ -145,16 +145,16 @@ class CheckedTree:
     def below(self, node: int) -> CheckedTree | None:
         """What hangs off a node, as a tree under its token: its chances are those that it has once
         the node is accepted. None when nothing does."""
-        under = {node: -1}
+        place: dict[int, int] = {node: -1}
+        order: list[int] = []
         for i in range(node + 1, len(self.parents)):
-            if self.parents[i] in under:
-                under[i] = len(under) - 1
-        del under[node]
-        if not under or self.survival[node] <= 0.0:
+            if self.parents[i] in place:
+                place[i] = len(order)
+                order.append(i)
+        if not order or self.survival[node] <= 0.0:
             return None
-        order, tree = np.array(list(under)), self.tree
-        under[node] = -1
-        parents = [under[self.parents[i]] for i in order]
+        tree = self.tree
+        parents = [place[self.parents[i]] for i in order]
         survival = np.minimum(self.survival[order] / self.survival[node], 1.0)
         return CheckedTree(
             DraftTree(

@@ -142,9 +142,16 @@ class DraftPlanner:
                     turn.ask.record.record_value(0.0, price)
                     turn.ask.record.asked_in_vain()
         heard = [turn for turn in turns if turn.index in proposed]
-        self._choose(heard, proposed, plan, shape, room)
+        chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in heard]
+        taken = self.budget.choose(
+            chances, shape.num_draws, shape.num_rows, shape.mean_len, room, shape.num_waiting
+        )
+        for turn, num in zip(heard, taken, strict=True):
+            if num:
+                plan.trees[turn.index] = proposed[turn.index].prune(num)
+                plan.reasons[turn.index] = ""
         if is_judged:
-            self._credit(heard, proposed, plan, shape, price)
+            self._credit(heard, chances, taken, shape, price)
         return plan
 
     def nobody_drafts(self, records: Sequence[DraftRecord], shape: StepShape, room: int) -> bool:
@@ -155,35 +162,16 @@ class DraftPlanner:
             shape.num_draws, shape.num_rows, shape.mean_len, room, shape.num_waiting
         )
 
-    def _choose(
-        self,
-        turns: Sequence[_Turn],
-        proposed: dict[int, CheckedTree],
-        plan: DraftPlan,
-        shape: StepShape,
-        room: int,
-    ) -> None:
-        """Take the nodes of all trees that pay together."""
-        at = shape.num_draws, shape.num_rows, shape.mean_len
-        chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in turns]
-        taken = self.budget.choose(chances, *at, room, shape.num_waiting)
-        for turn, num in zip(turns, taken, strict=True):
-            if num:
-                plan.trees[turn.index] = proposed[turn.index].prune(num)
-                plan.reasons[turn.index] = ""
-
     def _credit(
         self,
         turns: Sequence[_Turn],
-        proposed: dict[int, CheckedTree],
-        plan: DraftPlan,
+        chances: Sequence[npt.NDArray[np.float64]],
+        taken: Sequence[int],
         shape: StepShape,
         price: float,
     ) -> None:
-        """Weigh what was taken against what asking cost."""
-        chances = [proposed[turn.index].chances(turn.ask.record.trust) for turn in turns]
-        trees = [plan.trees[turn.index] for turn in turns]
-        taken = [0 if tree is None else len(tree.token_ids) for tree in trees]
+        """Weigh the nodes taken of each turn's tree against what asking cost. chances: of all its
+        nodes."""
         values = self.budget.values(chances, taken, shape.num_draws, shape.num_rows, shape.mean_len)
         for turn, num, value in zip(turns, taken, values, strict=True):
             # Where nothing is taken because others wait, that is no evidence about the drafter.

@@ -48,9 +48,11 @@ class StepDrafts:
         self._sessions = sessions
         self._planner = planner
         self._max_draft_rows = max_draft_rows
+        self._judged: dict[Sequence, bool] = {}  # who rests in the next step
 
     def propose(self, plan: Plan, *, is_plain: bool) -> Proposed:
         """Trees for a step; what is chosen has its blocks. is_plain: nobody may draft."""
+        judged, self._judged = self._judged, {}
         trees: list[CheckedTree | None] = [None] * len(plan.items)
         drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
         for _, item in drawing:
@@ -61,7 +63,10 @@ class StepDrafts:
         began = time.perf_counter()
         shape = self._shape([item for _, item in drawing], plan.num_rows)
         sequences = [plan.items[i].sequence for i in places]
-        resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
+        if all(sequence in judged for sequence in sequences):
+            resting = [judged[sequence] for sequence in sequences]
+        else:
+            resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
         for sequence, is_resting in zip(sequences, resting, strict=True):
             if is_resting:
                 sequence.no_draft_reason = "budget"
@@ -125,9 +130,10 @@ class StepDrafts:
         foreseen = Foreseen(trees, [[] for _ in items], list(reasons))
         places = [i for i, reason in enumerate(reasons) if not reason]
         shape, room = self._shape(items, len(items)), self._room(len(items))
-        records = [items[i].sequence.draft_record for i in places]
-        for i, rests in zip(places, self._planner.who_rests(records, shape), strict=True):
-            sequence = items[i].sequence  # a session is opened and told only when a step waits
+        sequences = [items[i].sequence for i in places]
+        resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
+        for i, sequence, rests in zip(places, sequences, resting, strict=True):
+            # A session is opened and told only when a step waits.
             if rests or sequence.is_resting or sequence.session is None:
                 foreseen.reasons[i] = "budget"
         places = [i for i in places if not foreseen.reasons[i]]
@@ -152,9 +158,12 @@ class StepDrafts:
                 foreseen.options[i] = [
                     replace(option, tree=option.tree.prune(num)) for option in behind.options
                 ]
-        if not any(foreseen.options):
-            return None
-        return self._proposed(foreseen, items, time.perf_counter() - began, drafts.ceiling)
+        found = any(foreseen.options)
+        seconds = time.perf_counter() - began
+        proposed = self._proposed(foreseen, items, seconds, drafts.ceiling) if found else None
+        if proposed is None:  # `propose` plans the same step again
+            self._judged = dict(zip(sequences, resting, strict=True))
+        return proposed
 
     def _proposed(
         self,

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from drafters.tree import DraftTree
 from server.engine.ahead_policy import AheadPolicy
 from server.engine.batch import Batch, Float32
+from server.engine.budget import DraftRecord
 from server.engine.engine import Engine
+from server.engine.planner import StepShape
 from server.engine.settings import EngineSettings
 from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import (
@@ -331,6 +333,28 @@ def test_a_tree_follows_a_tree() -> None:
         num_steps.append(runner.num_steps)
     assert engine.flights.num_ahead_trees >= num_steps[1] - 2
     assert num_steps[0] <= num_steps[1] <= num_steps[0] + 1  # one launched in vain
+
+
+def test_a_step_is_judged_once_where_nothing_is_foreseen() -> None:
+    """Trees of one node have nothing to prepare behind them: each step is planned twice, first to
+    be launched ahead, and who rests counts it once."""
+    engine, runner = _engine(
+        {"follows_trees": True}, {"fake": FakeDrafter(lambda t, _, d: _endless(t, 1, d))}
+    )
+    engine.flights.policy = AheadPolicy(is_always=True)
+    planner, num_judged = engine.planner, 0
+    who_rests = planner.who_rests
+
+    def counted(records: Sequence[DraftRecord], shape: StepShape) -> list[bool]:
+        nonlocal num_judged
+        num_judged += 1
+        return who_rests(records, shape)
+
+    planner.who_rests = counted  # type: ignore[method-assign]
+    engine.submit(_request("a", 20, "fake"))
+    assert _texts(engine) == _alone(_request("a", 20))
+    assert engine.flights.num_ahead_trees <= 1 and runner.num_steps > 8
+    assert num_judged <= runner.num_steps + 1  # one that the end of the text made needless
 
 
 def test_a_draw_without_an_answer_behind_an_accepted_node() -> None:
