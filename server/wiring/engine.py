@@ -18,7 +18,7 @@ from server.config import EngineConfig
 from server.errors import ModelError
 from server.types import adapter_of
 from server.wiring.drafter import WARM_UP, make_task_drafter
-from server.wiring.model import enrichment_of
+from server.wiring.model import enrichment_of, table_file
 from server.wiring.profiles import ProfileFiles
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
     cost_file = _cost_file(order, runner.info)
     if not cost_file.exists():
         log.info("the first start of this model here: compiling and measuring, a minute or two")
-    grammars = _grammars(order, runner.info)
+    grammars = _grammars(order, runner.info, table)
     engine = Engine(
         runner,
         _drafter_makers(runner.info, memory, vocabularies),
@@ -275,19 +275,25 @@ def _adapter_grammars(
     return GrammarCompiler(load, vocab_size)
 
 
-def _grammars(order: EngineOrder, info: ModelInfo) -> GrammarCompiler | None:
+def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> GrammarCompiler | None:
     """What compiles grammars, its tokenizer read; None where they are switched off."""
+    from tokenizers import Tokenizer
+
     from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.grammar_tokenizer import load_grammar_tokenizer
 
     if not order.engine.structured_outputs:
         return None
+    folder = Path(order.folder)
     load = functools.partial(
         load_grammar_tokenizer,
-        Path(order.folder) / "tokenizer.json",
+        folder / "tokenizer.json",
+        table,
         info.vocab_size,
         info.eos_token_ids,
+        Tokenizer.from_str,
         enrichment_of(order.adapter),
+        table_file(folder).with_suffix(".merges"),
     )
     grammars = GrammarCompiler(load, info.vocab_size)
     grammars.load()

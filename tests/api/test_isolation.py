@@ -28,13 +28,13 @@ from server.config import (
 )
 from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.wiring.drafter import make_task_drafter
 from tests.api.live import TABLE, TOKENIZER, LiveServer, encode
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from vocab_store.profile import VocabProfile
 from vocab_store.slice import RequiredIds, VocabSlice
@@ -85,7 +85,7 @@ def _engine(folder: Path) -> Engine:
         EngineSettings(max_num_seqs=8, max_num_batched_tokens=64),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         grammars=GrammarCompiler(
-            partial(load_grammar_tokenizer, tokenizer_file, VOCAB, (EOS,)), VOCAB
+            partial(read_grammar_tokenizer, tokenizer_file, VOCAB, (EOS,)), VOCAB
         ),
         profiles=_profile,
         memory=memory,

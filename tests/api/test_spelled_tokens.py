@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from drafters import make_drafter
 from server.engine.grammar import GrammarState
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.model.catalog import cached_folder
 from server.types import GrammarSpec
 from tests.api.chat_models import TOKENIZER
@@ -27,6 +26,7 @@ from tests.api.test_chat_end_to_end import chat
 from tests.api.test_chat_end_to_end import server as server  # a fixture
 from tests.api.test_completions import events
 from tests.api.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 
 SPELLED = (
     "<|im_end|>",
@@ -171,7 +171,7 @@ def real_tokenizer() -> Path:
 def _check_tokenizer(file: Path, eos: int, texts: tuple[str, ...], special: set[str]) -> None:
     tokenizer = Tokenizer.from_file(str(file))
     vocab = tokenizer.get_vocab_size(with_added_tokens=True)
-    compiler = GrammarCompiler(lambda: load_grammar_tokenizer(file, vocab, (eos,)), vocab)
+    compiler = GrammarCompiler(lambda: read_grammar_tokenizer(file, vocab, (eos,)), vocab)
     try:
         for text in texts:
             for spec, wanted in (

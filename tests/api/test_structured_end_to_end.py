@@ -16,12 +16,12 @@ from drafters import make_drafter
 from server.api.engines.slot import EngineSpec
 from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.host import start_thread
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from tests.api.live import TABLE, TOKENIZER, LiveServer
 from tests.api.test_completions import events
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 VOCAB = TABLE.vocab_size
@@ -47,7 +47,7 @@ def make_engine(tokenizer_file: Path) -> Engine:
         EngineSettings(max_num_seqs=8, max_num_batched_tokens=64),
         stop_table=StopTable(TABLE.offsets, TABLE.blob, TABLE.special_ids.tolist()),
         grammars=GrammarCompiler(
-            partial(load_grammar_tokenizer, tokenizer_file, VOCAB, (0,)), VOCAB
+            partial(read_grammar_tokenizer, tokenizer_file, VOCAB, (0,)), VOCAB
         ),
     )
 

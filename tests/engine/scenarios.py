@@ -27,6 +27,7 @@ from server.types import (
     VocabularyParams,
 )
 from tests.engine.one_token_loop import Outcome, one_token_loop
+from tests.engine.tiny_vocabularies import NO_PIECES
 from tests.fakes.fake_drafters import (
     FakeDrafter,
     LikelyDrafter,
@@ -350,7 +351,7 @@ def fake_runner(work: Workload) -> FakeRunner:
 def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
-        known = GrammarTokenizer(work.grammar_tokenizer, {})
+        known = GrammarTokenizer(work.grammar_tokenizer, {}, NO_PIECES, lambda text: [])
         grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
         for _, request, _ in work.requests:  # so that arrivals stay at their steps
             if request.grammar is not None:

@@ -22,7 +22,6 @@ from server.engine.drafting import check_tree
 from server.engine.engine import Engine
 from server.engine.grammar import ConstrainedTree, GrammarState, constrain, fill_masks
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.settings import EngineSettings
 from server.engine.stops import StopTable
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
@@ -41,7 +40,7 @@ from tests.engine.scenarios import (
     with_own_logits,
     with_slices,
 )
-from tests.engine.tiny_vocabularies import tokenizer_over
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer, tokenizer_over
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 from tests.profiles import examples
@@ -182,7 +181,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompil
     padded.enable_truncation(8)
     padded.enable_padding()
     file.write_text(padded.to_str(), encoding="utf-8")
-    made = GrammarCompiler(partial(load_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
+    made = GrammarCompiler(partial(read_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
     made.load()
     yield made
     made.close()

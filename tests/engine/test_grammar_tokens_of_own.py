@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 from server.engine.grammar import GrammarState
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
+from server.engine.grammar_tokenizer import GrammarTokenizer
 from server.types import GrammarSpec
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.model.tiny_models import save_tokenizer
 from vocab_store.enrichment import Enrichment
 
@@ -32,7 +33,7 @@ def _states(folder: Path, spec: GrammarSpec) -> tuple[GrammarState, GrammarState
 
     def state(given: Enrichment | None, size: int) -> GrammarState:
         def load() -> GrammarTokenizer:
-            return load_grammar_tokenizer(file, size, (EOS,), given)
+            return read_grammar_tokenizer(file, size, (EOS,), given)
 
         return GrammarState(GrammarCompiler(load, size).compile(spec).result())
 

@@ -1,10 +1,36 @@
-"""llguidance tokenizers over a handful of ids, for engine tests with a FakeRunner."""
+"""Grammar tokenizers over a handful of ids, and of tiny tokenizer files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
+
+from server import token_bytes
+from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
+from vocab_store.enrichment import Enrichment
+
+NO_PIECES = token_bytes.TokenBytes(
+    np.zeros(1, np.int64), np.zeros(0, np.uint8), np.zeros(0, np.int64), 0, b""
+)
+"""A table without ids, for a GrammarTokenizer that nobody widens."""
+
+
+def read_grammar_tokenizer(
+    tokenizer_file: Path,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    enrichment: Enrichment | None = None,
+) -> GrammarTokenizer:
+    """load_grammar_tokenizer with the table of the file's ids."""
+    table = token_bytes.build(Tokenizer.from_file(str(tokenizer_file)), vocab_size)
+    return load_grammar_tokenizer(
+        tokenizer_file, table, vocab_size, eos_token_ids, Tokenizer.from_str, enrichment
+    )
 
 
 class _Greedy:

@@ -18,11 +18,11 @@ from server import token_bytes
 from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.grammar_compiler import GrammarCompiler
-from server.engine.grammar_tokenizer import load_grammar_tokenizer
 from server.engine.settings import EngineSettings
 from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.engine.scenarios import Collector, Result
+from tests.engine.tiny_vocabularies import read_grammar_tokenizer
 from tests.model.cpu_models import cpu_runner
 from tests.model.tiny_models import tiny_config
 from tests.model.torch_runners import runner_over
@@ -71,7 +71,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(runner: Runner, tokenizer_file: Path) -> Engine:
-    load = partial(load_grammar_tokenizer, tokenizer_file, VOCAB, (0,))
+    load = partial(read_grammar_tokenizer, tokenizer_file, VOCAB, (0,))
     return Engine(
         runner,
         {name: make_drafter(name) for name in ("suffix", "auto")},

@@ -1,0 +1,266 @@
+"""Texts cut into a tokenizer's ids, from tables that lie in a file and are mapped.
+
+What: TextCutter, which cuts a text as a tokenizer.json with byte pairs does. What not: the grammars
+that force texts (grammar_tokenizer.py).
+
+A whole tokenizer of 49,000 ids takes 13 MiB of an engine's memory and one of 262,000 ids 94: its
+vocabulary in two directions and its merges, in hash tables. An engine needs it for the few texts
+that grammars force. So the `tokenizers` library only does here what comes before the merges
+(added tokens, normalisation, words, the characters or bytes that a word begins as), with a
+vocabulary of these alone, and the merges (Sennrich, Haddow and Birch 2016) are one sorted table.
+Other kinds of tokenizers are read whole.
+
+File: magic b"TLRMERG1" | uint64 bytes of the JSON | JSON, padded with spaces to 8 bytes |
+int64 pairs [M], ascending: left id << 32 | right id | int64 merged [M]: rank << 32 | new id.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import mmap
+import os
+import secrets
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drafters.jit import compiled
+
+Int64 = npt.NDArray[np.int64]
+
+ReadTokenizer = Callable[[str], Any]
+"""Tokenizer.from_str of the `tokenizers` library, which this package does not import."""
+
+_MAGIC = b"TLRMERG1"
+_HEADER = struct.Struct("<8sQ")
+
+
+@dataclass(frozen=True, slots=True)
+class CutterTables:
+    """What a TextCutter is made of.
+
+    spec: a tokenizer.json; with `pairs`, of the words' beginnings alone. control: id of each
+    control token, by name. num_ids: above every id of the tokenizer. pairs, merged: int64 [M], as
+    in the file; None where `spec` is whole.
+    """
+
+    spec: Mapping[str, Any]
+    control: Mapping[str, int]
+    num_ids: int
+    pairs: Int64 | None
+    merged: Int64 | None
+
+
+def control_tokens(spec: Mapping[str, Any]) -> dict[str, int]:
+    """Names and ids of a tokenizer.json's control tokens: the special ones, and what llguidance
+    takes for one, an added token like <tool_call>. Other added tokens ("   ") are text."""
+    return {
+        token["content"]: int(token["id"])
+        for token in spec.get("added_tokens") or ()
+        if token.get("special") or (token["content"][:1] == "<" and token["content"][-1:] == ">")
+    }
+
+
+def make_tables(spec: Mapping[str, Any]) -> CutterTables:
+    """The tables of a tokenizer.json.
+
+    A control token's name in a text is text: the tokenizer does not know these names. No space is
+    put before a text, which goes on what stands before it.
+    """
+    control = control_tokens(spec)
+    spec = dict(spec, truncation=None, padding=None, post_processor=None)
+    spec["normalizer"] = _without_prefix(spec.get("normalizer"))
+    spec["pre_tokenizer"] = _without_prefix(spec.get("pre_tokenizer"))
+    added = [t for t in spec.get("added_tokens") or () if t["content"] not in control]
+    model = spec["model"]
+    vocab = model["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    num_ids = 1 + max([*ids, *control.values(), *(int(t["id"]) for t in added)], default=-1)
+    if not _merges_alone(model):
+        whole = dict(spec, added_tokens=added, model=_renamed(model, control))
+        return CutterTables(whole, control, num_ids, None, None)
+    begins = {
+        piece: i
+        for piece, i in vocab.items()
+        if piece == model.get("unk_token")
+        or ((len(piece) == 1 or _is_byte(piece)) and piece not in control)
+    }
+    begins.update((t["content"], int(t["id"])) for t in added)
+    pairs, merged = _merge_tables(vocab, model["merges"])
+    small = dict(spec, added_tokens=added, model=dict(model, vocab=begins, merges=[]))
+    return CutterTables(small, control, num_ids, pairs, merged)
+
+
+def _merges_alone(model: Mapping[str, Any]) -> bool:
+    """Whether the merges say all of how a word is cut."""
+    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+    return model.get("type") == "BPE" and not any(model.get(name) for name in others)
+
+
+def _renamed(model: Mapping[str, Any], control: Mapping[str, int]) -> dict[str, Any]:
+    """A model that looks for whole words or pieces, with names of control tokens that no text
+    has."""
+    secret = secrets.token_hex(16)
+    names = {name: f"<{secret}-{token_id}>" for name, token_id in control.items()}
+    model = dict(model)
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in vocab.items()}
+    else:  # Unigram: [piece, score] by id
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return model
+
+
+def _is_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _without_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer that puts nothing before a text, as llguidance has it."""
+    if not isinstance(part, dict):
+        return part
+    if part["type"] == "Prepend":
+        return None
+    if part["type"] == "Metaspace":
+        return dict(part, prepend_scheme="never")
+    for name in ("normalizers", "pretokenizers"):
+        if part["type"] == "Sequence" and name in part:
+            kept = [_without_prefix(inner) for inner in part[name]]
+            kept = [inner for inner in kept if inner is not None]
+            return dict(part, **{name: kept}) if kept else None
+    return part
+
+
+def _merge_tables(vocab: Mapping[str, int], merges: Sequence[Any]) -> tuple[Int64, Int64]:
+    """(pairs, merged) of a vocabulary's merges, "left right" or [left, right] in their order."""
+    pairs = np.empty(len(merges), np.int64)
+    merged = np.empty(len(merges), np.int64)
+    for rank, merge in enumerate(merges):
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        pairs[rank] = vocab[left] << 32 | vocab[right]
+        merged[rank] = rank << 32 | vocab[left + right]
+    order = np.argsort(pairs, kind="stable")
+    pairs, merged = pairs[order], merged[order]
+    last = np.ones(pairs.shape[0], np.bool_)  # of a pair that stands twice
+    last[:-1] = pairs[1:] != pairs[:-1]
+    return pairs[last], merged[last]
+
+
+def save_tables(tables: CutterTables, path: Path) -> None:
+    """Write tables that have merges, atomically. Raises OSError."""
+    assert tables.pairs is not None and tables.merged is not None
+    told = json.dumps(
+        {"spec": tables.spec, "control": tables.control, "num_ids": tables.num_ids}
+    ).encode()
+    told += b" " * (-len(told) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(_HEADER.pack(_MAGIC, len(told)) + told)
+            for table in (tables.pairs, tables.merged):
+                file.write(np.ascontiguousarray(table, "<i8").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def open_tables(path: Path) -> CutterTables:
+    """Map what `save_tables` wrote. Raises ValueError for another file, OSError."""
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(data) < _HEADER.size or data[:8] != _MAGIC:
+        raise ValueError(f"{path}: not a table of merges")
+    size = _HEADER.unpack_from(data)[1]
+    begin = _HEADER.size + size
+    if begin > len(data) or (len(data) - begin) % 16:
+        raise ValueError(f"{path}: the table of merges is cut short")
+    told = json.loads(data[_HEADER.size : begin])
+    num = (len(data) - begin) // 16
+    pairs = np.frombuffer(data, "<i8", num, begin)
+    merged = np.frombuffer(data, "<i8", num, begin + 8 * num)
+    return CutterTables(told["spec"], told["control"], told["num_ids"], pairs, merged)
+
+
+class TextCutter:
+    """Cuts texts into ids as the tokenizer does whose tables these are, without special tokens."""
+
+    def __init__(self, tables: CutterTables, read: ReadTokenizer) -> None:
+        self._begin = read(json.dumps(tables.spec))
+        self._pairs, self._merged = tables.pairs, tables.merged
+        self("ab")  # compiles, where it is not yet
+
+    def __call__(self, text: str) -> list[int]:
+        found = self._begin.encode(text, add_special_tokens=False)
+        if self._pairs is None or self._merged is None or len(found) == 0:
+            return list(found.ids)
+        ids = np.array(found.ids, np.int64)
+        words = np.array([-1 if w is None else w for w in found.word_ids], np.int64)
+        num = _merge(ids, words, self._pairs, self._merged)
+        return [int(i) for i in ids[:num]]
+
+
+@compiled
+def _place(pairs: Int64, pair: int) -> int:
+    """Where a pair stands in the table; -1 where it does not."""
+    low, high = 0, pairs.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if pairs[middle] < pair:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < pairs.shape[0] and pairs[low] == pair else -1
+
+
+@compiled
+def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
+    """Merge ids of the same word, the lowest rank first, of equal ones the leftmost; in place.
+    Returns how many ids are left. Time n log n in the ids."""
+    n = ids.shape[0]
+    after = np.arange(1, n + 1)
+    before = np.arange(-1, n - 1)
+    waiting: list[Any] = [(np.int64(0), np.int64(0), np.int64(0))]  # (rank, place, pair's place)
+    waiting.clear()
+    rows = np.full(n, -1, np.int64)  # of the pair that begins here now
+    for i in range(n - 1):
+        if words[i] == words[i + 1]:
+            rows[i] = _place(pairs, ids[i] << 32 | ids[i + 1])
+            if rows[i] >= 0:
+                heapq.heappush(waiting, (merged[rows[i]] >> 32, np.int64(i), rows[i]))
+    while len(waiting) > 0:
+        _, first, row = heapq.heappop(waiting)
+        if rows[first] != row:
+            continue
+        gone = after[first]
+        ids[first] = merged[row] & 0xFFFFFFFF
+        after[first] = after[gone]
+        rows[first] = rows[gone] = -1
+        if after[first] < n:
+            before[after[first]] = first
+        for left in (before[first], first):
+            if left >= 0 and after[left] < n:
+                right = after[left]
+                rows[left] = -1
+                if words[left] == words[right]:
+                    rows[left] = _place(pairs, ids[left] << 32 | ids[right])
+                if rows[left] >= 0:
+                    heapq.heappush(waiting, (merged[rows[left]] >> 32, left, rows[left]))
+    num, place = 0, 0
+    while place < n:
+        ids[num] = ids[place]
+        num += 1
+        place = int(after[place])
+    return num
