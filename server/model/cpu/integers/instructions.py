@@ -2,8 +2,9 @@
 
 Which is used is decided at import from the features that numba compiles for: `vpdpbusd` where there
 is one (AVX-512 VNNI, AVX-VNNI); else even and odd bytes are widened to int16 for `vpmaddwd` (AVX2,
-AVX-512BW), which cannot saturate as `vpmaddubsw` does; else plain int32 multiplications, which LLVM
-makes for any CPU. All give the same sums. Emitters of IR: kernels.py puts them together.
+AVX-512BW), which cannot saturate as `vpmaddubsw` does; on AArch64 `usdot` (i8mm) or `sdot`, which
+takes 8-bit weights less 128; else plain int32 multiplications, which LLVM makes for any CPU. All
+give the same sums. Emitters of IR: kernels.py puts them together.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ def choose(features: set[str]) -> str:
         return "avx-vnni"
     if {"avx512f", "avx512bw"} <= features:
         return "avx512"
-    return "avx2" if "avx2" in features else "plain"
+    if "avx2" in features:
+        return "avx2"
+    if {"neon", "i8mm"} <= features:
+        return "neon-i8mm"
+    return "neon-dotprod" if {"neon", "dotprod"} <= features else "plain"
 
 
 KERNEL = choose(_FEATURES)
 """Name of the kernel in use, for the log and /metrics."""
 
-LANES = 16 if KERNEL.startswith("avx512") else 8
+LANES = 16 if KERNEL.startswith("avx512") else 4 if KERNEL.startswith("neon") else 8
 """Outputs of one vector."""
 
-# (rows, vectors of outputs) of the kernels, largest first: as many as the registers hold.
 INTS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(F32, LANES)
 _BYTES = ir.VectorType(I8, 4 * LANES)
@@ -73,12 +77,20 @@ def store(b: Any, value: Any, address: Any, offset: int) -> None:
 
 _VNNI = KERNEL.endswith("vnni")
 _MADD = KERNEL in ("avx512", "avx2")
+_NEON = {"neon-i8mm": "usdot", "neon-dotprod": "sdot"}.get(KERNEL)
 
 
-def weight_parts(b: Any, w: Any) -> list[Any]:
+def taken_off(form: Form) -> int:
+    """What weight_parts takes off every stored number: 0 where bytes are multiplied unsigned."""
+    return 128 if _NEON == "sdot" and form.bits == 8 else 0
+
+
+def weight_parts(b: Any, w: Any, form: Form) -> list[Any]:
     """What dot needs of LANES x 4 stored bytes (int32 lanes), made once for all rows."""
     if _VNNI:
         return [w]
+    if _NEON is not None:
+        return [b.bitcast(b.xor(w, ints(0x80808080)) if taken_off(form) else w, _BYTES)]
     if _MADD:
         pairs = b.bitcast(w, _SHORTS)
         low = ir.Constant(_SHORTS, [0xFF] * (2 * LANES))
@@ -91,6 +103,8 @@ def input_parts(b: Any, x: Any) -> list[Any]:
     """What dot needs of four int8 activations (an int32)."""
     if _VNNI:
         return [splat(b, x, INTS)]
+    if _NEON is not None:
+        return [b.bitcast(splat(b, x, INTS), _BYTES)]
     if _MADD:
         pairs = b.bitcast(splat(b, x, INTS), _SHORTS)
         eight = ir.Constant(_SHORTS, [8] * (2 * LANES))
@@ -107,6 +121,8 @@ def dot(b: Any, total: Any, weight: list[Any], inputs: list[Any]) -> Any:
         as_bytes = llvm.llvm_version_info[0] > 20
         operands = [b.bitcast(v, _BYTES) if as_bytes else v for v in (weight[0], inputs[0])]
         return call(b, name, INTS, [total, *operands])
+    if _NEON is not None:
+        return call(b, f"llvm.aarch64.neon.{_NEON}.v4i32.v16i8", INTS, [total, *weight, *inputs])
     for w, x in zip(weight, inputs, strict=True):
         if _MADD:
             name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
@@ -121,7 +137,7 @@ def dot(b: Any, total: Any, weight: list[Any], inputs: list[Any]) -> Any:
 
 def load_halves(b: Any, address: Any, offset: int) -> Any:
     """LANES float16, widened: exact."""
-    if "f16c" in _FEATURES or "avx512f" in _FEATURES:
+    if {"f16c", "avx512f", "neon"} & _FEATURES:
         return b.fpext(at(b, address, offset, ir.VectorType(F16, LANES), 2), FLOATS)
     bits = b.zext(at(b, address, offset, ir.VectorType(I16, LANES), 2), INTS)
     sign = b.shl(b.and_(bits, ints(0x8000)), ints(16))

@@ -36,6 +36,7 @@ from server.model.cpu.integers.instructions import (
     load_small,
     load_stored,
     store,
+    taken_off,
     weight_parts,
 )
 from server.model.cpu.vector_ir import intrinsic
@@ -56,6 +57,9 @@ _BLOCK_SIZES: _Sizes = ((3, 2), (2, 2), (1, 4))
 if LANES == 16:
     _CHANNEL_SIZES = ((12, 2), (8, 2), (4, 2), (2, 2), (1, 2))
     _BLOCK_SIZES = ((6, 2), (4, 2), (2, 2), (1, 2))
+if LANES == 4:
+    _CHANNEL_SIZES = ((4, 4), (2, 4), (1, 8))
+    _BLOCK_SIZES = ((3, 4), (2, 4), (1, 4))
 
 # --- kernels --------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class _Kernel:
         totals = list(totals)
         for step in steps:
             parts = [
-                weight_parts(b, load_stored(b, self.form, words, step, v))
+                weight_parts(b, load_stored(b, self.form, words, step, v), self.form)
                 for v in range(self.vectors)
             ]
             for m in range(self.num_rows):
@@ -148,9 +152,10 @@ class _Kernel:
 
     def _start(self, b: Any, sum_of_inputs: Any) -> list[Any]:
         """Totals of one row before its first product: what the zero point adds, taken off."""
-        if not self.form.zero:
+        zero = self.form.zero - taken_off(self.form)
+        if not zero:
             return [ints(0)] * self.vectors
-        offset = b.mul(sum_of_inputs, i32(-self.form.zero))
+        offset = b.mul(sum_of_inputs, i32(-zero))
         return [splat(b, offset, INTS)] * self.vectors
 
     def _channel(self, b: Any, args: Any) -> None:

@@ -89,6 +89,8 @@ def test_the_widest_kernel_that_a_cpu_has_is_chosen() -> None:
     assert choose({"avx2", "avx512f", "avx512bw", "avxvnni"}) == "avx-vnni"
     assert choose({"avx2", "avx512f", "avx512bw"}) == "avx512"
     assert choose({"avx2"}) == "avx2"
+    assert choose({"neon", "dotprod", "i8mm"}) == "neon-i8mm"
+    assert choose({"neon", "dotprod"}) == "neon-dotprod"
     assert choose({"neon"}) == "plain"
 
 
@@ -129,40 +131,3 @@ def test_every_instruction_set_gives_the_same_bits(kernel: str, other_cpu_s_code
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "same"
-
-
-def arm_assembly(form: str) -> str:
-    """In a process of its own: what LLVM makes of the kernel without x86 for an AArch64 CPU."""
-    from llvmlite import ir
-
-    from server.model.cpu.integers import kernels
-    from server.model.cpu.integers.forms import BY_NAME
-
-    assert KERNEL == "plain"
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    triple = "aarch64-unknown-linux-gnu"
-    module = ir.Module("kernels")
-    module.triple = triple
-    kernels._define_rows(module, BY_NAME[form]).linkage = "external"
-    target = llvm.Target.from_triple(triple)
-    machine = target.create_target_machine(cpu="neoverse-n1", features="+neon", opt=2)
-    return machine.emit_assembly(llvm.parse_assembly(str(module)))
-
-
-def test_the_kernel_for_any_cpu_compiles_for_aarch64_and_calls_nothing() -> None:
-    """Its bits are tested on x86 (`plain` above); there is no AArch64 machine to run it on."""
-    cpu, features, _ = PATHS["plain"]
-    env = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
-    env["PYTHONPATH"] = str(Path(__file__).parents[4])
-    code = (
-        "from tests.model.cpu.integers.test_kernels import arm_assembly; "
-        "print(*(arm_assembly(f) for f in ('int8', 'q4_1', 'q6_k')), sep='=====')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for assembly in done.stdout.split("====="):
-        words = [line.split() for line in assembly.splitlines() if line.startswith("\t")]
-        assert any(word[0] == "mla" and ".4s" in word[1] for word in words)  # NEON, int32
-        called = {word[1] for word in words if word[0] == "bl"}
-        assert all(name.startswith("tailor_integers_") for name in called), called

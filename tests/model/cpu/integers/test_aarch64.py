@@ -1,0 +1,155 @@
+"""The integer kernels of AArch64: compiled here, and run where qemu and a cross compiler are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from server.model.cpu.arena import Arena
+from server.model.cpu.integers.forms import FORMS
+from server.model.cpu.integers.product import count_of, pack
+from tests.model.cpu.integers import reference
+from tests.model.cpu.integers.cases import inputs, stored
+
+# Kernel -> (CPU that is compiled for, features of it that are told to LLVM, its instruction).
+KERNELS = {
+    "plain": ("neoverse-n1", "+neon", "mla"),
+    "neon-dotprod": ("neoverse-n1", "+neon,+dotprod", "sdot"),
+    "neon-i8mm": ("neoverse-n2", "+neon,+dotprod,+i8mm", "usdot"),
+}
+_NAMES = [f"tailor_integers_{form.name}" for form in FORMS]
+
+# Reads what _job writes, and writes the products of all rows with all panels.
+_DRIVER = """
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+typedef int64_t i;
+typedef void kernel(i x, i ldx, i figures, i ldf, i rows, i panel, i count, i out, i ldo, i next);
+kernel KERNELS;
+static kernel *kernels[] = {KERNELS};
+static char *bytes(i size) {
+  char *p = aligned_alloc(64, (size + 63) / 64 * 64);
+  if (fread(p, 1, size, stdin) != (size_t)size) exit(2);
+  return p;
+}
+int main(void) {
+  i h[7];
+  while (fread(h, 8, 7, stdin) == 7) {
+    i form = h[0], rows = h[1], ldx = h[2], ldf = h[3], count = h[4], panels = h[5], size = h[6];
+    char *x = bytes(rows * ldx), *figures = bytes(rows * ldf), *panel = bytes(panels * size);
+    i ldo = panels * 128;
+    float *out = calloc(rows, ldo);
+    for (i p = 0; p < panels; p++)
+      kernels[form]((i)x, ldx, (i)figures, ldf, rows, (i)(panel + p * size), count,
+                    (i)(out + p * 32), ldo, p + 1 < panels ? (i)(panel + (p + 1) * size) : 0);
+    fwrite(out, 1, rows * ldo, stdout);
+  }
+  return 0;
+}
+""".replace("KERNELS", ", ".join(_NAMES))
+
+
+def compile_for_arm(kernel: str, folder: str) -> None:
+    """In a process of its own: writes what LLVM makes of every form's kernel, kernels.s and .o."""
+    from llvmlite import ir
+
+    from server.model.cpu.integers import kernels
+    from server.model.cpu.integers.instructions import KERNEL
+
+    assert kernel == KERNEL, f"{KERNEL} was chosen"
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    triple = "aarch64-unknown-linux-gnu"
+    module = ir.Module("kernels")
+    module.triple = triple
+    for form in FORMS:
+        kernels._define_rows(module, form).linkage = "external"
+    cpu, features, _ = KERNELS[kernel]
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu, features, opt=2)
+    parsed = llvm.parse_assembly(str(module))
+    Path(folder, "kernels.s").write_text(machine.emit_assembly(parsed))
+    Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def compiled(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(kernel, folder of kernels.s and kernels.o)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    env = {**os.environ, "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(Path(__file__).parents[4])}
+    env["NUMBA_CPU_FEATURES"] = KERNELS[request.param][1]
+    code = (
+        "from tests.model.cpu.integers.test_aarch64 import compile_for_arm; "
+        f"compile_for_arm({request.param!r}, {str(folder)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, folder
+
+
+def test_kernels_compile_to_their_instruction_and_call_nothing(compiled: tuple[str, Path]) -> None:
+    kernel, folder = compiled
+    lines = (folder / "kernels.s").read_text().splitlines()
+    words = [line.split() for line in lines if line.startswith("\t")]
+    assert any(word[0] == KERNELS[kernel][2] and ".4s" in word[1] for word in words)
+    assert any(word[0] == "fmla" for word in words)
+    called = {word[1] for word in words if word[0] == "bl"}
+    assert all(name.startswith("tailor_integers_") for name in called), called
+
+
+def _figures(rows: reference.Inputs) -> npt.NDArray[np.int32]:
+    """quantise.py's figures: int32 [rows, blocks or 1, 4]."""
+    num, per_row = rows.scales.shape
+    q = rows.q.reshape(num, per_row, -1).astype(np.int32)
+    figures = np.zeros((num, per_row, 4), np.int32)
+    scales = figures.view(np.float32)
+    whole = q.sum(axis=2, dtype=np.int32)
+    scales[..., 0], figures[..., 2] = rows.scales, whole
+    figures[..., 1] = q[..., :16].sum(axis=2, dtype=np.int32)
+    scales[..., 3] = rows.scales * whole.astype(np.float32)
+    return figures
+
+
+def _job(form: str, num_rows: int, seed: int) -> tuple[bytes, reference.Float32]:
+    """(input of the driver, what it must write)."""
+    weights = stored(form, 64, 512, seed)
+    rows = reference.inputs_of(inputs(num_rows, 512, seed), per_row=weights.form.per_output)
+    part = pack(weights, Arena())
+    figures = _figures(rows)
+    head = (
+        weights.form.number, num_rows, 512, figures[0].nbytes, count_of(weights.form, 512),
+        *part.panels.shape,
+    )  # fmt: skip
+    q = rows.q.astype(np.int8).tobytes()
+    data = struct.pack("<7q", *head) + q + figures.tobytes() + part.panels.tobytes()
+    return data, reference.product(rows, weights)
+
+
+def test_an_emulated_cpu_gives_numpys_bits(compiled: tuple[str, Path]) -> None:
+    qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    gcc = shutil.which("aarch64-linux-gnu-gcc")
+    if qemu is None or gcc is None:
+        pytest.skip("qemu-aarch64 and aarch64-linux-gnu-gcc are not both here")
+    _, folder = compiled
+    source, program = folder / "driver.c", folder / "driver"
+    source.write_text(_DRIVER)
+    made = [gcc, "-O1", "-static", str(source), str(folder / "kernels.o"), "-o", str(program)]
+    subprocess.run(made, check=True, capture_output=True, timeout=120)
+    jobs = [_job(form.name, rows, rows) for form in FORMS for rows in (1, 2, 5, 11)]
+    done = subprocess.run(
+        [qemu, "-cpu", "max", str(program)], input=b"".join(data for data, _ in jobs),
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    got = np.frombuffer(done.stdout, np.float32)
+    want = np.concatenate([numbers.ravel() for _, numbers in jobs])
+    assert np.array_equal(got, want)
