@@ -1,4 +1,5 @@
-"""What a request or a configuration may ask for beside the plain path: top-p, adapters, 8 bits.
+"""What a request or a configuration may ask for beside the plain path: top-p, adapters and tokens
+of their own, 8 bits.
 
 Each is compared with another way to the same numbers on the same device (a sort on the host, a
 model with the adapter merged, one with the rounded weights), and timed beside the plain way.
@@ -18,18 +19,21 @@ from loadtest.gpu.correct import PROMPT, apart_bound, random_ids, rows_of, run
 from loadtest.gpu.shapes import SHAPES, Asked, build, info_of
 from loadtest.gpu.steps import Case, batch_of, blocks_needed, measure, timed
 from server.engine.batch import Batch
+from server.model.adapter import TokenRows
 from server.model.gpu import nucleus
 from server.model.gpu.draw_plan import DrawPlan
-from server.model.gpu.lora import GpuAdapter
+from server.model.gpu.lora import KINDS, GpuAdapter
 from server.model.gpu.narrow import LEAST_CAPABILITY, narrowed
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.spec import TorchModel, Ways
 from server.types import NarrowForm
 
-__all__ = ["adapters", "eight_bits", "top_p"]
+__all__ = ["adapters", "eight_bits", "own_tokens", "top_p"]
 
 ROWS = 16
 RANK = 8
+NEW = 40
+"""Tokens of an adapter's own."""
 TOP_P = 0.9
 _DECODED = Case("decode", 4, 1, 32)
 _PRODUCTS = (
@@ -81,12 +85,12 @@ def top_p(asked: Asked) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _runner(asked: Asked, module: Any, **ways: Any) -> TorchRunner:
+def _runner(asked: Asked, module: Any, *, graphs: bool = True, **ways: Any) -> TorchRunner:
     info = info_of(
         module, asked.device, num_blocks=max(64, blocks_needed(_DECODED)),
         max_model_len=SHAPES[asked.name].max_model_len, max_num_seqs=8, max_num_batched_tokens=256,
     )  # fmt: skip
-    graphs = asked.device.type == "cuda"
+    graphs = graphs and asked.device.type == "cuda"
     return TorchRunner(TorchModel(module), info, Ways(decoder="fused", cuda_graphs=graphs, **ways))
 
 
@@ -171,6 +175,62 @@ def _merge(module: Any, adapter: GpuAdapter) -> None:
                 added = ((a * scales) @ own).t().to(linear.weight.device)
                 linear.weight.copy_(linear.weight.float() + added)
                 at += linear.out_features
+
+
+def own_tokens(asked: Asked) -> Iterator[dict[str, Any]]:
+    """Tokens of an adapter's own against a model with larger tables; a decode step of them and of
+    rows of the base from a graph, to the bit of the plain path; the base's rows keep their bits."""
+    size = SHAPES[asked.name].vocab_size
+    ids = random_ids(SHAPES[asked.name])[: PROMPT + 1]
+    ids[1::4] = [size + i % NEW for i in range(len(ids[1::4]))]
+    prompt = rows_of(ids[:PROMPT], 0, root=None, targets=ids[1:])
+    module = build(SHAPES[asked.name], asked.device, asked.dtype)
+    adapter = _with_tokens(module)
+    assert adapter.head is not None
+    module.resize_token_embeddings(size + NEW, mean_resizing=False)
+    table: Any = module.get_submodule("model.embed_tokens")
+    with torch.no_grad():
+        table.weight[size:] = adapter.head.rows.to(asked.device)
+    runner = _runner(asked, module)
+    merged = run(runner, prompt).score_logprobs
+    runner.close()
+    del module
+    places = np.array([0, -1, 0, -1], np.int32)
+    greedy = replace(_decoded(asked, None), seq_adapters=places)
+    greedy.token_ids[::2] = size + np.arange(2)
+    none = greedy.score_rows[:0]
+    greedy = replace(greedy, score_rows=none, score_targets=none, score_top=none)
+    scored = replace(_decoded(asked, None), seq_adapters=places, token_ids=greedy.token_ids)
+    drawn: list[list[int]] = []
+    scores = []
+    for graphs in (False, True):
+        runner = _runner(asked, build(SHAPES[asked.name], asked.device, asked.dtype), graphs=graphs)
+        before = run(runner, _decoded(asked, None)).score_logprobs
+        runner.hold_adapter(0, adapter)
+        own = run(runner, replace(prompt, seq_adapters=places[:1])).score_logprobs
+        drawn += [run(runner, step).token_ids.tolist() for step in (greedy, greedy, scored)]
+        scores.append(run(runner, scored).score_logprobs)
+        same = bool((scores[-1] == before)[1::2].all() and (scores[-1] != before)[::2].all())
+        step_s = measure(runner, greedy, asked.repeats)[0]
+        runner.close()
+    apart, bound = float(np.abs(own - merged).max()), apart_bound(asked.dtype, float(merged.std()))
+    same_graphs = drawn == [drawn[0]] * 6 and bool((scores[0] == scores[1]).all())
+    yield {
+        "what": "own tokens against larger tables", "shape": asked.name,
+        "logprobs_apart": round(apart, 6), "bound": round(bound, 4), "others_same_bits": same,
+        "graph_same_bits": same_graphs, "decode_ms": round(1e3 * step_s, 4),
+        "ok": apart <= bound and same and same_graphs,
+    }  # fmt: skip
+
+
+def _with_tokens(module: Any) -> GpuAdapter:
+    """An adapter that changes no layer and brings NEW tokens after the base's, which often win."""
+    size, width = module.config.vocab_size, module.config.hidden_size
+    scale = 3 * float(module.get_input_embeddings().weight.detach().float().std())
+    rows = torch.randn((NEW, width), generator=torch.Generator().manual_seed(7)) * scale
+    own = TokenRows(np.arange(size, size + NEW), rows.to(module.dtype))
+    layers = tuple((None,) * len(KINDS) for _ in range(module.config.num_hidden_layers))
+    return GpuAdapter(layers, 16, size + NEW, 0, own, own)
 
 
 def eight_bits(asked: Asked) -> Iterator[dict[str, Any]]:

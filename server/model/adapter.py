@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from vocab_store.errors import EnrichmentFileError
 if TYPE_CHECKING:
     import torch
 
-    from server.engine.batch import Int32
+    from server.engine.batch import Int32, Int64
     from server.model.shape import ModelShape
 
 HEAD = "lm_head.weight"
@@ -317,6 +318,54 @@ def opened_adapter(folder: Path, shape: ModelShape, num_base: int) -> tuple[Lora
             raise ModelError(f"adapter {folder} changes {name}, which is not there")
         lora.check(name, sizes[name])
     return lora, lora.num_rows(num_base)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows of an adapter's own in a table: ids int64 [n], ascending; rows [n, hidden_size], as they
+    are stored."""
+
+    ids: Int64
+    rows: torch.Tensor
+
+
+def token_rows(
+    lora: LoraAdapter, shape: ModelShape, num_rows: int
+) -> tuple[TokenRows | None, TokenRows | None]:
+    """An adapter's own rows of (the embedding, the head), None where it has none. A tied head has
+    the embedding's, unless it has others.
+
+    num_rows: of its tables, as opened_adapter tells. Raises ModelError for ids past them.
+    """
+    embedding, head = (_rows_of(lora, name, shape.hidden_size) for name in (EMBEDDING, HEAD))
+    if head is None and shape.tied:
+        head = embedding
+    most = max((int(t.ids[-1]) + 1 for t in (embedding, head) if t is not None), default=0)
+    if most > num_rows:
+        raise ModelError(
+            f"adapter {lora.folder}: row {most - 1} lies past the {num_rows} that it has"
+        )
+    return embedding, head
+
+
+def _rows_of(lora: LoraAdapter, name: str, width: int) -> TokenRows | None:
+    if not lora.changes_table(name):
+        return None
+    unsorted, rows = lora.rows(name, width)
+    ids = np.asarray(unsorted, np.int64)
+    order = np.argsort(ids, kind="stable")
+    return TokenRows(ids[order], rows[order])
+
+
+def has_own_head(lora: LoraAdapter, shape: ModelShape) -> bool:
+    """Whether an adapter's head has rows of its own."""
+    return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
+
+
+def num_ids_with(lora: LoraAdapter, num_ids: int) -> int:
+    """Ids that a request with the adapter may have, over a base of num_ids real ids."""
+    own = () if lora.enrichment is None else lora.enrichment.ids
+    return max((num_ids, *(i + 1 for i in own)))
 
 
 def adapter_spans(places: Int32, most_rows: int) -> list[tuple[int, int, int]]:

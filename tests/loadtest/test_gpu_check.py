@@ -20,6 +20,7 @@ import torch
 from loadtest import gpu_check
 from loadtest.gpu import parts, steps
 from loadtest.gpu.shapes import SHAPES, build, weight_bytes
+from server.model.gpu import decoder_ops
 
 CPU = torch.device("cpu")
 
@@ -66,6 +67,8 @@ def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
     assert cuts[0]["kept"] < 1024 < cuts[2]["kept"], "selected values, and what is beyond them"
     [adapter] = found("adapters", shape)
     assert adapter["ok"] and adapter["moved_by"] > 0.1
+    [tokens] = found("own-tokens", shape)
+    assert tokens["ok"] and tokens["graph_same_bits"] and tokens["others_same_bits"]
     narrow = found("eight-bits", shape)
     assert [line["ok"] for line in narrow] == [True] * 2
     assert all(line["rounding"] > 0 for line in narrow)
@@ -81,6 +84,9 @@ def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(options, "_merge", lambda *_: None)
         assert not found("adapters", "tiny")[0]["ok"]
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_ops, "own_embed", lambda rows, *_: rows.table[rows.ids % 64])
+        assert not found("own-tokens", "tiny")[0]["ok"]
     monkeypatch.setattr(options, "_round", lambda *_: None)
     assert not any(line["ok"] for line in found("eight-bits", "tiny"))
 

@@ -19,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, Int32
-from server.errors import ModelError
 from server.model.adapter import (
-    EMBEDDING,
-    HEAD,
     LoraAdapter,
+    TokenRows,
     adapter_spans,
+    has_own_head,
     linear_sizes,
+    num_ids_with,
     opened_adapter,
+    token_rows,
 )
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels import PANEL, pack_panels
@@ -106,7 +107,7 @@ class _Outputs:
 def check_adapter(folder: Path, shape: ModelShape, num_base: int) -> bool:
     """Whether an adapter's head has rows of its own; reads no weights. Raises as pack_adapter."""
     lora, _ = opened_adapter(folder, shape, num_base)
-    return lora.changes_table(HEAD) or (shape.tied and lora.changes_table(EMBEDDING))
+    return has_own_head(lora, shape)
 
 
 def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers) -> CpuAdapter:
@@ -118,17 +119,11 @@ def pack_adapter(folder: Path, shape: ModelShape, num_base: int, layers: Layers)
     lora, num_rows = opened_adapter(folder, shape, num_base)
     up = gate_up_layout(layers, shape)[1]
     packer = _Packer(lora, shape, up)
-    embedding, head = (_own_rows(lora, name, shape) for name in (EMBEDDING, HEAD))
-    if head is None and shape.tied:
-        head = embedding
-    own = max((int(t.ids[-1]) + 1 for t in (embedding, head) if t is not None), default=0)
-    if own > num_rows:
-        raise ModelError(f"adapter {folder}: row {own - 1} lies past the {num_rows} that it has")
-    enriched = () if lora.enrichment is None else lora.enrichment.ids
-    vocab_size = max(shape.vocab_size, *(i + 1 for i in enriched)) if enriched else shape.vocab_size
+    embedding, head = map(_own_rows, token_rows(lora, shape, num_rows))
     return CpuAdapter(
-        packer.inputs, packer.parts, tuple(packer.arrays), embedding, _own_head(head), vocab_size
-    )
+        packer.inputs, packer.parts, tuple(packer.arrays), embedding, _own_head(head),
+        num_ids_with(lora, shape.vocab_size),
+    )  # fmt: skip
 
 
 def _own_head(own: OwnRows | None) -> OwnHead | None:
@@ -141,13 +136,10 @@ def _own_head(own: OwnRows | None) -> OwnHead | None:
     return OwnHead(own.ids, panels)
 
 
-def _own_rows(lora: LoraAdapter, name: str, shape: ModelShape) -> OwnRows | None:
-    if not lora.changes_table(name):
+def _own_rows(own: TokenRows | None) -> OwnRows | None:
+    if own is None:
         return None
-    ids, rows = lora.rows(name, shape.hidden_size)
-    order = np.argsort(np.asarray(ids, np.int64), kind="stable")
-    table = np.ascontiguousarray(rows.float().numpy()[order])
-    return OwnRows(np.asarray(ids, np.int64)[order], table)
+    return OwnRows(own.ids, np.ascontiguousarray(own.rows.float().numpy()))
 
 
 class _Packer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.engine.batch import Batch
+from server.engine.batch import Batch, Int32
 from server.types import ModelInfo
 
 
@@ -19,14 +19,16 @@ def check_sizes(config: Any, info: ModelInfo) -> None:
         raise ValueError(f"block_size must be a power of two, not {info.block_size}")
 
 
-def check_batch(batch: Batch, info: ModelInfo, num_slots: int, num_previous: int) -> None:
+def check_batch(
+    batch: Batch, info: ModelInfo, num_slots: int, num_previous: int, num_ids: Int32 | int
+) -> None:
     """Raise ValueError for indices that would read or write outside the device's memory: on a GPU
-    they would end the process."""
+    they would end the process. num_ids: that each row may have."""
     if batch.num_rows == 0:
         raise ValueError("a batch without rows")
     if int(batch.slots.min()) < 0 or int(batch.slots.max()) >= num_slots:
         raise ValueError("a row's slot is outside the KV cache")
-    if int(batch.token_ids.min()) < 0 or int(batch.token_ids.max()) >= info.vocab_size:
+    if int(batch.token_ids.min()) < 0 or (batch.token_ids >= num_ids).any():
         raise ValueError("a row's token id is outside the vocabulary")
     if int(batch.token_from.max()) >= num_previous:
         raise ValueError("a row takes its token from a draw that the previous batch lacks")

@@ -22,6 +22,7 @@ from server.model.gpu import attention as paged
 from server.model.gpu.decoder import FusedDecoder, Kept, not_covered
 from server.model.gpu.decoder_ops import DecoderOps, TorchOps
 from server.model.gpu.delta import PagedDeltaNet, kept_width, state_size
+from server.model.gpu.lora import LoraBank
 from server.model.shape import shape_of
 from server.types import DecoderChoice, NarrowForm
 
@@ -31,8 +32,9 @@ class StepIds:
     """What goes into a step: one row per position.
 
     token_ids: int32 [R]. adapters: int32 [n, 3], lora_spans of the step, None in a step without
-    adapters. embeds: [R, hidden_size], rows of the table that were gathered in CPU
-    memory, in their place; None where the table is on the device. token_from: int32 [R], the draw
+    adapters. own_places: int32 [R], OwnRows.embedding_places, None where no row has one. embeds:
+    [R, hidden_size], rows of the table that were gathered in CPU memory, in their place, own ones
+    among them; None where the table is on the device. token_from: int32 [R], the draw
     of the step before whose id the row takes, -1 = its own; None when no row does. drawn: int32,
     ids by draw of the step before; below 0 for a draw without an answer, whose row is nobody's and
     takes id 0.
@@ -43,15 +45,17 @@ class StepIds:
     token_from: torch.Tensor | None
     drawn: torch.Tensor
     adapters: torch.Tensor | None = None
+    own_places: torch.Tensor | None = None
 
 
 class Body(Protocol):
     """Everything between token ids and the LM head. name: of Ways.decoder. kept: of a position.
-    nets: its gated delta nets."""
+    nets: its gated delta nets. adapters: beside the model; None where it computes none."""
 
     name: str
     kept: Kept
     nets: Sequence[PagedDeltaNet]
+    adapters: LoraBank | None
 
     def __call__(
         self, ids: StepIds, step: paged.StepTensors, paged_step: paged.PagedStep
@@ -77,6 +81,7 @@ class ModuleBody:
     """transformers' own modules. See server.model.gpu.attention for how they reach our cache."""
 
     name = "modules"
+    adapters: LoraBank | None = None
 
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         embed: Any = module.get_input_embeddings()

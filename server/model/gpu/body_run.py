@@ -21,10 +21,11 @@ from server.model.gpu import attention as paged
 from server.model.gpu.body import Body, StepIds
 from server.model.gpu.convolution import input_sources
 from server.model.gpu.delta import ITEMS_A_ROW, DeltaItems, DeltaStates, delta_rule
-from server.model.gpu.graph_head import GraphHead
+from server.model.gpu.graph_head import GraphHead, Widens
 from server.model.gpu.graphs import GraphKey, StepGraphs, pad_to_bucket, row_bucket, split_level
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lora import SPAN_FIELDS, lora_spans
+from server.model.gpu.own_rows import graph_arrays
 from server.model.gpu.slices import gathered
 from server.model.gpu.transfers import Upload
 
@@ -82,6 +83,7 @@ class BodyRun:
     ) -> None:
         device = cache.memory.device
         self.body = body
+        self.own = None if body.adapters is None else body.adapters.own
         self._taps = body.kept.taps
         self.states: DeltaStates | None = None
         if body.nets:
@@ -102,7 +104,7 @@ class BodyRun:
             num_kv_heads, head_dim = (int(n) for n in cache.memory.shape[-2:])
             self._partials = Partials(shape, num_kv_heads * shape.group_size, head_dim, device)
         width = 0 if embedding is None else embedding.shape[1] * embedding.element_size()
-        fields = 12 + paged.TILE_FIELDS + SPAN_FIELDS + graph_rows // paged.WORD + self._taps
+        fields = 14 + paged.TILE_FIELDS + 2 * SPAN_FIELDS + graph_rows // paged.WORD + self._taps
         if self.states is not None:
             fields += 2 + ITEMS_A_ROW * self.states.item_fields
         per_row = 4 * fields + width
@@ -114,33 +116,17 @@ class BodyRun:
             self.graphs = StepGraphs(device, graph_rows)
 
     def plan(
-        self, batch: Batch, drawn_ids: Int32 | None, head_rows: Int32 | None = None
+        self,
+        batch: Batch,
+        drawn_ids: Int32 | None,
+        head_rows: Int32 | None = None,
+        head_places: Int32 | None = None,
     ) -> BodyPlan:
         """What a step's body reads. drawn_ids: what the step before has drawn, for rows that take
         it, where they are embedded on the host; None elsewhere. head_rows: the rows that go through
-        the full head, if all go through it at once and none through a slice of it."""
-        arrays: dict[str, Array] = {
-            "token_ids": batch.token_ids,
-            "token_from": batch.token_from,
-            "positions": batch.positions,
-            "seq_ids": batch.seq_ids,
-            "slots": batch.slots,
-            "prefix_len": batch.prefix_len,
-            "block_tables": batch.block_tables,
-        }
-        if self.embedding is not None:
-            token_ids = batch.token_ids
-            if drawn_ids is not None:
-                taken = batch.token_from >= 0
-                token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
-            arrays["embeds"] = gathered(self.embedding, token_ids)
-        if self._taps:
-            arrays["sources"] = input_sources(batch, self._taps, self._cache.block_size)
-        if self.states is not None:
-            arrays |= self.states.plan(batch)._asdict()
-        spans = lora_spans(batch)
-        if spans.shape[0]:
-            arrays["adapters"] = spans
+        the full head, if all go through it at once and none through a slice of it; head_places:
+        Slab.own_places of them."""
+        arrays = self._row_arrays(batch, drawn_ids)
         if self._attention == "torch":
             arrays |= {
                 "path_start": batch.path_start,
@@ -155,19 +141,61 @@ class BodyRun:
             if arrays["items"].shape[0] > ITEMS_A_ROW * key.rows:
                 key = None  # a history is replayed
         if key is not None:
-            key = key._replace(has_adapters=bool(spans.shape[0]))
             # Exactly the blocks that `splits` splits can be in, of at most as many sequences.
             num_blocks = key[1] * self.shape.split_size // self._cache.block_size
             shape = (min(key[0], self._max_seqs), min(self._max_blocks, max(1, num_blocks)))
+            has = {"has_adapters": "adapters" in arrays, "has_own_rows": "own_places" in arrays}
+            key = key._replace(**has)
             tiles = pad_to_bucket(arrays, tiles, key, self._cache.trash_slot, shape)
-            if head_rows is not None and self.head is not None and key.rows <= self.head.num_rows:
-                key = key._replace(has_head=True)
+            if head_rows is not None and key.rows <= self._most_head_rows(head_places):
+                key = key._replace(has_head=True, has_own_head=head_places is not None)
                 arrays["graph_rows"] = np.zeros(key.rows, np.int32)  # padded: row 0's logits
                 arrays["graph_rows"][: head_rows.shape[0]] = head_rows
+                if head_places is not None:
+                    arrays |= graph_arrays(head_places, key.rows)
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
         return BodyPlan(arrays, key, tiles)
+
+    def _row_arrays(self, batch: Batch, drawn_ids: Int32 | None) -> dict[str, Array]:
+        """What a step's layers read beside the attention's work."""
+        arrays: dict[str, Array] = {
+            "token_ids": batch.token_ids,
+            "token_from": batch.token_from,
+            "positions": batch.positions,
+            "seq_ids": batch.seq_ids,
+            "slots": batch.slots,
+            "prefix_len": batch.prefix_len,
+            "block_tables": batch.block_tables,
+        }
+        if self.embedding is not None:
+            token_ids = batch.token_ids
+            if drawn_ids is not None:
+                taken = batch.token_from >= 0
+                token_ids = np.where(taken, drawn_ids[batch.token_from], token_ids)
+            if self.own is None:
+                arrays["embeds"] = gathered(self.embedding, token_ids)
+            else:
+                arrays["embeds"] = self.own.gathered(self.embedding, batch, token_ids)
+        if self._taps:
+            arrays["sources"] = input_sources(batch, self._taps, self._cache.block_size)
+        if self.states is not None:
+            arrays |= self.states.plan(batch)._asdict()
+        spans = lora_spans(batch)
+        if spans.shape[0]:
+            arrays["adapters"] = spans
+        own_places = None if self.own is None else self.own.embedding_places(batch)
+        if own_places is not None:
+            arrays["own_places"] = own_places
+        return arrays
+
+    def _most_head_rows(self, head_places: Int32 | None) -> int:
+        """Rows of the largest graph that has the head, and its own rows at these places."""
+        most = 0 if self.head is None else self.head.num_rows
+        if head_places is None or self.own is None:
+            return most
+        return min(most, self.own.most_graph_rows)
 
     def _graph_key(self, batch: Batch, plan: paged.TilePlan) -> GraphKey | None:
         """The graph for a step of short runs, or None to run it plainly."""
@@ -229,16 +257,18 @@ class BodyRun:
             embeds = tensors["embeds"].view(self.embedding.dtype)
         source = tensors["token_from"] if takes_drawn else None
         ids = StepIds(
-            tensors["token_ids"], embeds, source, self.previous_ids, tensors.get("adapters")
-        )
+            tensors["token_ids"], embeds, source, self.previous_ids, tensors.get("adapters"),
+            tensors.get("own_places"),
+        )  # fmt: skip
 
         head = self.head if plan.has_head else None
+        widens = self._widens(plan, tensors)
 
         def forward(keeps_ids: bool) -> tuple[torch.Tensor, ...]:
             hidden = self.body(ids, step, paged_step)
             if head is None:
                 return (hidden,)
-            logits, drawn = head(hidden, tensors["graph_rows"])
+            logits, drawn = head(hidden, tensors["graph_rows"], widens)
             if keeps_ids:  # as in keep_ids; draw i is made from the head's row i
                 self.previous_ids[: drawn.shape[0]].copy_(drawn)
             return hidden, logits, drawn
@@ -252,6 +282,12 @@ class BodyRun:
         if self.states is not None:
             self.states.commit()
         return computed
+
+    def _widens(self, plan: BodyPlan, tensors: Mapping[str, torch.Tensor]) -> Widens | None:
+        """What puts adapters' own head rows into a graph, where it has some."""
+        if self.own is None or plan.graph_key is None or not plan.graph_key.has_own_head:
+            return None
+        return partial(self.own.widened_in_graph, tensors)
 
     def steps(self) -> tuple[int, int, int]:
         """Steps since the start: replayed, captured first, and without a graph."""

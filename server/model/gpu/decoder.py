@@ -26,6 +26,7 @@ from server.model.gpu.convolution import Inputs
 from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
 from server.model.gpu.lora import DOWN, GATE_UP, MIX, OUT, LoraBank
 from server.model.gpu.narrow import NarrowWeight, narrowed
+from server.model.gpu.own_rows import OwnRows
 from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
 from server.types import NarrowForm
 
@@ -162,7 +163,8 @@ class FusedDecoder:
             return _fused(linears) if form is None else _narrow(linears, form, ops)
 
         self._layers = [_layer(module, shape, i, made) for i in range(shape.num_layers)]
-        self.adapters = LoraBank(shape, weight.dtype, device)
+        own = OwnRows(shape.vocab_size, shape.hidden_size, weight.dtype, device, ops)
+        self.adapters: LoraBank | None = LoraBank(shape, weight.dtype, device, own)
         # Gemma's scale is rounded to the model's dtype, as transformers' own embedding does.
         scale = torch.tensor(shape.embedding_scale)
         rounds = getattr(embed, "embed_scale", None) is not None
@@ -184,6 +186,9 @@ class FusedDecoder:
         rows = Rows(self._table, ids.token_ids, ids.token_from, ids.drawn, self._scale)
         if ids.embeds is not None:
             rows = Rows(ids.embeds, None, None, ids.drawn, self._scale)
+        elif ids.own_places is not None and self.adapters is not None:
+            embeds = self.adapters.own.embed(rows, ids.own_places)
+            rows = Rows(embeds, None, None, ids.drawn, self._scale)
         x, normed = ops.embed(rows, self._layers[0].norms[0], s.norm_eps)
         for i, layer in enumerate(self._layers):
             mixed = self._adapted(i, MIX, normed, layer.mix(normed), ids.adapters)
@@ -207,7 +212,7 @@ class FusedDecoder:
         self, i: int, kind: int, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor | None
     ) -> torch.Tensor:
         """y, a product of x in layer i, with the adapters of its rows added in place."""
-        if spans is not None:
+        if spans is not None and self.adapters is not None:
             self._ops.lora(x, y, spans, self.adapters.tables(i)[kind])
         return y
 

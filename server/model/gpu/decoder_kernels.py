@@ -23,6 +23,8 @@ from server.model.gpu.lora import LoraTable
 from server.model.gpu.lora_kernels import add_lora
 from server.model.gpu.narrow import NarrowWeight
 from server.model.gpu.narrow_kernels import multiply_few
+from server.model.gpu.own_row_kernels import own_embed, own_logits
+from server.model.gpu.own_rows import HeadRows, OwnPart
 from server.model.gpu.triton_kernels import FUSE
 
 _GATE_BLOCK = 1024
@@ -338,3 +340,13 @@ class TritonOps:
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """See DecoderOps."""
         add_lora(x, y, spans, table)
+
+    def own_embed(self, rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
+        """See DecoderOps."""
+        return own_embed(rows, places, part)
+
+    def own_logits(
+        self, hidden: torch.Tensor, logits: torch.Tensor, rows: HeadRows, out: torch.Tensor
+    ) -> None:
+        """See DecoderOps."""
+        own_logits(hidden, logits, rows, out)

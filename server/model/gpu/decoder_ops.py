@@ -16,6 +16,7 @@ from torch.nn import functional
 from server.model.gpu.convolution import FIRST_ROW, Inputs
 from server.model.gpu.lora import LoraTable
 from server.model.gpu.narrow import NarrowWeight, multiply
+from server.model.gpu.own_rows import HeadRows, OwnPart, own_embed, own_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,16 @@ class DecoderOps(Protocol):
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
         """y [R, outputs] += ((x [R, K] @ A) * scale) @ B in place, for the rows of the spans (int32
         [n, SPAN_FIELDS], as lora_spans has them). Two launches."""
+
+    def own_embed(self, rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
+        """[R, H], not scaled: of each row with a place (int32 [R], -1: none) its own row for its
+        id, where `part` has one, else the table's. rows: with ids."""
+
+    def own_logits(
+        self, hidden: torch.Tensor, logits: torch.Tensor, rows: HeadRows, out: torch.Tensor
+    ) -> None:
+        """Wide logits of hidden [n, H] into out, float32 [n, W]: products of own rows in their
+        ids' columns, else logits (float32 [n, V]), else -inf. Two launches, soft-capping apart."""
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -216,3 +227,13 @@ class TorchOps:
             rows = slice(first, first + num)
             t = (x[rows].float() @ table.a[place].float()) * table.scales[place]
             y[rows] = (y[rows].float() + t @ table.b[place].float()).to(y.dtype)
+
+    def own_embed(self, rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
+        """See DecoderOps."""
+        return own_embed(rows, places, part)
+
+    def own_logits(
+        self, hidden: torch.Tensor, logits: torch.Tensor, rows: HeadRows, out: torch.Tensor
+    ) -> None:
+        """See DecoderOps."""
+        own_logits(hidden, logits, rows, out)

@@ -154,7 +154,9 @@ class _Processed:
     def arrays(self) -> dict[str, Array]:
         """DrawPlan.arrays of these draws."""
         made = {name: np.asarray(self._columns[name], dtype) for name, dtype in _DTYPES.items()}
-        made["masks"] = self._batch.masks[made["masks"]].view(np.int32)
+        masks = self._batch.masks[made["masks"]]
+        lacking = max(0, -(-self._width // 32) - masks.shape[1])  # ids of other adapters' own
+        made["masks"] = np.pad(masks, ((0, 0), (0, lacking))).view(np.int32)
         made["keys"] = made["keys"].reshape(-1, 3).view(np.int32)
         return made
 

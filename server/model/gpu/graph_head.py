@@ -9,10 +9,15 @@ the graph runs. Slices, and heads that are copied through the device, have the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.sampler import argmax_ids
+
+Widens = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""OwnRows.widened in a graph: (hidden, logits, cap) of the head's rows -> their wide logits."""
 
 
 class GraphHead:
@@ -26,9 +31,12 @@ class GraphHead:
         self._logits = torch.empty(shape, dtype=torch.float32, device=head.weight.device)
 
     def __call__(
-        self, hidden: torch.Tensor, rows: torch.Tensor
+        self, hidden: torch.Tensor, rows: torch.Tensor, widens: Widens | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits float32 [n, V], their argmax int32 [n], as in sampler.py) of rows int32 [n] of
-        `hidden`. Both are overwritten by the next step."""
-        logits = self._head.logits(hidden.index_select(0, rows), self._logits[: rows.shape[0]])
+        `hidden`. Both are overwritten by the next step. widens: where adapters have own rows."""
+        states = hidden.index_select(0, rows)
+        logits = self._head.logits(states, self._logits[: rows.shape[0]])
+        if widens is not None:
+            logits = widens(states, logits, self._head.cap)
         return logits, argmax_ids(logits)

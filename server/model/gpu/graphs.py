@@ -10,8 +10,9 @@ What makes this possible lives elsewhere and must stay: all inputs of the body a
 device buffer at offsets that a bucket fixes (server.model.gpu.body_run), launches have grids
 known on the host, and nothing between the upload and the last hidden state syncs.
 
-Adapters' rows are in graphs of their own: their tables keep their addresses until larger ones are
-needed, and the graphs are captured again then. Vocabulary slices work beside graphs: theirs ends
+Adapters' rows are in graphs of their own, and so are those of adapters with rows of embedding and
+head: their tables keep their addresses until larger ones are needed, and the graphs are captured
+again then. Vocabulary slices work beside graphs: theirs ends
 at the hidden states, their products and draws are outside. Embeddings that are gathered in CPU
 memory are inputs like the others.
 
@@ -33,6 +34,7 @@ from server.model.gpu import attention as paged
 from server.model.gpu.convolution import NOTHING
 from server.model.gpu.delta import ITEMS_A_ROW
 from server.model.gpu.lora import SPAN_FIELDS
+from server.model.gpu.own_rows import with_no_places
 
 Array = npt.NDArray[Any]
 
@@ -57,12 +59,14 @@ def split_level(num_splits: int, max_splits: int) -> int:
 
 class GraphKey(NamedTuple):
     """rows, splits: as padded. has_head, has_adapters: whether the full LM head and rows' adapters
-    are in the graph."""
+    are in the graph. has_own_rows, has_own_head: the adapters' own rows of embedding and head."""
 
     rows: int
     splits: int
     has_head: bool = False
     has_adapters: bool = False
+    has_own_rows: bool = False
+    has_own_head: bool = False
 
 
 Outputs = tuple[torch.Tensor, ...]
@@ -142,6 +146,8 @@ def pad_to_bucket(
     arrays["ancestors"] = _corner(arrays["ancestors"], (num_rows, num_words))
     if key.has_adapters:  # a span a row is the most; padded ones have no rows
         arrays["adapters"] = _corner(arrays["adapters"], (num_rows, SPAN_FIELDS))
+    if "own_places" in arrays:
+        arrays["own_places"] = with_no_places(arrays["own_places"], num_rows)
     if "embeds" in arrays:
         arrays["embeds"] = _corner(arrays["embeds"], (num_rows, arrays["embeds"].shape[1]))
     arrays["block_tables"] = _corner(arrays["block_tables"], tables_shape)

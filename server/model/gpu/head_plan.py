@@ -16,6 +16,8 @@ import torch
 from server.engine.batch import Batch, Int32, places_of
 from server.model.gpu.draw_plan import DrawPlan, has_choice, plan_draws
 from server.model.gpu.lm_head import FullHead
+from server.model.gpu.lora import spans_of
+from server.model.gpu.own_rows import OwnRows
 from server.model.gpu.slices import Placed, TorchSlices
 
 Array = npt.NDArray[Any]
@@ -42,7 +44,9 @@ class SliceView:
 class Slab:
     """Rows (ascending, unique) that go through the head together, and what reads their logits.
 
-    start: where its rows begin among the step's head rows. view: None for the whole vocabulary.
+    start: where its rows begin among the step's head rows; slabs of the same rows have the same.
+    view: None for the whole vocabulary. own_places: None; or int32 of the rows, head_places of
+    OwnRows: its draws and scores see the rows' wide logits.
     """
 
     rows: Int32
@@ -52,6 +56,7 @@ class Slab:
     score_ids: Array
     num_score_top: int
     view: SliceView | None = None
+    own_places: Int32 | None = None
 
     @property
     def end(self) -> int:
@@ -68,15 +73,53 @@ class Slab:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Rows (ascending, unique) that go through the full head together; start: of a Slab; draws, and
+    of each draw, and of each of the batch's scores, its row's place among the rows, if there."""
+
+    batch: Batch
+    rows: Int32
+    start: int
+    draws: Array
+    draw_at: Array
+    score_at: Array
+
+    def slab(
+        self, width: int, chosen: Array | None = None, own_places: Int32 | None = None
+    ) -> Slab:
+        """What reads `width` columns of logits: of all rows, or of the chosen ones (bool)."""
+        is_read = np.ones(self.rows.shape[0], bool) if chosen is None else chosen
+
+        def those(at: Array) -> Array:
+            inside = (at >= 0) & (at < is_read.shape[0])
+            return np.flatnonzero(inside & is_read[np.where(inside, at, 0)])
+
+        own, scores = those(self.draw_at), those(self.score_at)
+        draws = self.draws[own]
+        plan = plan_draws(self.batch, draws, self.draw_at[own], width)
+        num_top = int(self.batch.score_top[scores].max()) if scores.shape[0] else 0
+        return Slab(
+            self.rows, self.start, draws, plan, scores, num_top, own_places=own_places
+        )  # fmt: skip
+
+
 class HeadPlanner:
     """Divides a step's head rows into slabs.
 
     vocab_size: of the head. head_bytes: memory that a slab of logits and the work on it may take;
-    more rows go through the head in several slabs.
+    more rows go through the head in several slabs. own: adapters' own rows, if there may be some.
     """
 
-    def __init__(self, slices: TorchSlices, vocab_size: int, head_bytes: int) -> None:
+    def __init__(
+        self,
+        slices: TorchSlices,
+        vocab_size: int,
+        head_bytes: int,
+        own: OwnRows | None = None,
+    ) -> None:
         self._slices = slices
+        self._own = own
         self._vocab_size = vocab_size
         self.head_bytes = head_bytes
 
@@ -101,21 +144,35 @@ class HeadPlanner:
         return slabs, new
 
     def full(self, batch: Batch, draws: Array, first: int) -> list[Slab]:
-        """Slabs of the draws from the full head and of all scores."""
+        """Slabs of the draws from the full head and of all scores. Where adapters have own head
+        rows, their draws are a slab of their own over the same rows, so that the others' work is
+        what it is without them; but not where all of it is an argmax, which is the same in wide
+        logits."""
         all_rows = np.unique(np.concatenate([batch.draw_rows[draws], batch.score_rows]))
+        places = None if self._own is None else self._own.head_places(batch, all_rows)
+        if places is not None and not (places >= 0).any():
+            places = None
         draw_at = np.searchsorted(all_rows, batch.draw_rows[draws])
         score_at = np.searchsorted(all_rows, batch.score_rows)
-        vocab_size = self._vocab_size
-        at_once = max(1, self.head_bytes // (vocab_size * bytes_per_logit(batch)))
+        width = self._vocab_size
+        if self._own is not None and places is not None:
+            width += 2 * self._own.width  # logits, and wide ones beside them
+        at_once = max(1, self.head_bytes // (width * bytes_per_logit(batch)))
         slabs = []
         for start in range(0, all_rows.shape[0], at_once):
             rows = all_rows[start : start + at_once].astype(np.int32)
+            part = _Part(batch, rows, first + start, draws, draw_at - start, score_at - start)
             end = start + rows.shape[0]
-            own = np.flatnonzero((draw_at >= start) & (draw_at < end))
-            scores = np.flatnonzero((score_at >= start) & (score_at < end))
-            plan = plan_draws(batch, draws[own], draw_at[own] - start, vocab_size)
-            num_top = int(batch.score_top[scores].max()) if scores.shape[0] else 0
-            slabs.append(Slab(rows, first + start, draws[own], plan, scores, num_top))
+            if self._own is None or places is None or not (places[start:end] >= 0).any():
+                slabs.append(part.slab(self._vocab_size))
+                continue
+            own, width = places[start:end], self._own.width
+            whole = part.slab(width, own_places=own)
+            if (whole.is_argmax and not batch.num_likely) or (own >= 0).all():
+                slabs.append(whole)
+                continue
+            slabs.append(part.slab(self._vocab_size, own < 0))
+            slabs.append(part.slab(width, own >= 0, own))
         return slabs
 
     def _sliced(
@@ -163,12 +220,16 @@ class HeadPlanner:
 
 def slab_arrays(batch: Batch, slabs: Sequence[Slab], *, keep_ids: bool) -> dict[str, Array]:
     """What the slabs read, by slab. keep_ids: the next step may take the drawn ids."""
-    none = [np.empty(0, np.int32)]
-    arrays: dict[str, Array] = {"head_rows": np.concatenate(none + [s.rows for s in slabs])}
+    of_slabs = {slab.start: slab.rows for slab in slabs}
+    none = np.empty(0, np.int32)
+    arrays: dict[str, Array] = {"head_rows": np.concatenate((none, *of_slabs.values()))}
     for i, slab in enumerate(slabs):
         arrays.update({f"{i}.{name}": a for name, a in slab.plan.arrays.items()})
         if keep_ids:
             arrays[f"{i}.draw_ids"] = slab.draw_ids.astype(np.int32)
+        if slab.own_places is not None:
+            arrays[f"{i}.own_places"] = slab.own_places
+            arrays[f"{i}.own_spans"] = spans_of(slab.own_places)
         named = _named_columns(batch, slab)
         if named.shape[1]:
             arrays[f"{i}.named_columns"] = named
@@ -205,10 +266,12 @@ def _named_columns(batch: Batch, slab: Slab) -> Array:
     return columns
 
 
-def whole_head_rows(slabs: Sequence[Slab]) -> Int32 | None:
-    """The rows of a step that go through the full head, if they do so at once and none sees a
-    slice; else None."""
-    return slabs[0].rows if len(slabs) == 1 and slabs[0].view is None else None
+def whole_head_rows(slabs: Sequence[Slab]) -> tuple[Int32 | None, Int32 | None]:
+    """The rows of a step that go through the full head, if they do so at once, none sees a slice,
+    and all or none see wide logits (else None), and their Slab.own_places."""
+    if len(slabs) == 1 and slabs[0].view is None:
+        return slabs[0].rows, slabs[0].own_places
+    return None, None
 
 
 def rows_of(
@@ -217,22 +280,23 @@ def rows_of(
     """The rows of `hidden` that consecutive slabs take, without a copy where they lie together."""
     start, end = slabs[0].start, slabs[-1].end
     first, last = int(slabs[0].rows[0]), int(slabs[-1].rows[-1])
-    if len(slabs) == 1 and last - first + 1 == end - start:
+    if slabs[0].start == slabs[-1].start and last - first + 1 == end - start:
         return hidden[first : last + 1]
     return hidden.index_select(0, tensors["head_rows"][start:end])
 
 
 def sharing(slabs: Sequence[Slab], head: FullHead) -> list[Slab]:
-    """The first of these slabs, and those after it that go through the full head with it: others
-    only where a pass over the head costs more than the memory of their logits."""
+    """The first of these slabs, and those after it that go through the full head with it: those of
+    the same rows, others only where a pass over the head costs more than the memory of their
+    logits."""
     shared = [slabs[0]]
-    if head.is_streamed:
-        for slab in slabs[1:]:
-            num_rows = slab.end - shared[0].start
-            is_cached = slab.view is not None and slab.view.table >= 0
-            if is_cached or 4 * num_rows * head.vocab_size > STREAMED_BYTES:
-                break
-            shared.append(slab)
+    for slab in slabs[1:]:
+        num_rows = slab.end - shared[0].start
+        is_cached = slab.view is not None and slab.view.table >= 0
+        has_room = head.is_streamed and 4 * num_rows * head.vocab_size <= STREAMED_BYTES
+        if is_cached or not (slab.start == shared[0].start or has_room):
+            break
+        shared.append(slab)
     return shared
 
 

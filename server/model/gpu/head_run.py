@@ -11,6 +11,7 @@ import torch
 from server.model.gpu.body_run import Computed
 from server.model.gpu.head_plan import Slab, rows_of, sharing
 from server.model.gpu.lm_head import FullHead
+from server.model.gpu.own_rows import OwnRows
 from server.model.gpu.results import Segment, Step
 from server.model.gpu.sampler import Sampler, token_logprobs
 from server.model.gpu.slices import TorchSlices
@@ -18,17 +19,19 @@ from server.model.gpu.slices import TorchSlices
 
 class HeadRun:
     """keep_ids: called with (draws of the batch, drawn ids, which draws they are) for the ids that
-    the next step may take."""
+    the next step may take. own: adapters' own rows, if there may be some."""
 
     def __init__(
         self,
         slices: TorchSlices,
         keep_ids: Callable[[int, torch.Tensor, torch.Tensor], None],
+        own: OwnRows | None = None,
         *,
         on_gpu: bool,
     ) -> None:
         self._slices = slices
         self._keep_ids = keep_ids
+        self._own = own
         self._on_gpu = on_gpu
 
     def run(
@@ -60,6 +63,10 @@ class HeadRun:
                     with self._timed(step):
                         logits = head.logits(rows_of(hidden, shared, tensors))
                 seen = logits[slab.start - shared[0].start : slab.end - shared[0].start]
+                if self._own is not None and slab.own_places is not None:
+                    states = rows_of(hidden, [slab], tensors)
+                    of_rows = own["own_spans"], own["own_places"]
+                    seen = self._own.widened(states, seen, *of_rows, head.cap)
             ids = None
             if slab.view is not None:
                 seen, ids = self._slices.pick(

@@ -13,30 +13,33 @@ one matrix that is 0 elsewhere.
 
 Grouped products as in S-LoRA and Punica (arXiv 2311.03285, 2310.18547): rows of one adapter that
 follow each other share a program and its reads of A and B. The torch reference is TorchOps.lora,
-the kernels are lora_kernels.py. What not: rows of embedding and head of an adapter's own: one that
-has some is served merged.
+the kernels are lora_kernels.py. Rows of embedding and head of an adapter's own: own_rows.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from server.engine.batch import Batch, Int32
-from server.errors import UnsupportedModelError
 from server.model.adapter import (
-    EMBEDDING,
-    HEAD,
     LoraAdapter,
+    TokenRows,
     adapter_spans,
+    has_own_head,
     linear_sizes,
+    num_ids_with,
     opened_adapter,
+    token_rows,
 )
 from server.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from server.model.gpu.own_rows import OwnRows
 
 KINDS = ("mix", "out", "gate_up", "down")
 """The products of a layer; a kind's place is its number. mix: of q, k and v, or of what a short
@@ -66,27 +69,21 @@ class LoraTable(NamedTuple):
 class GpuAdapter:
     """One adapter in CPU memory. parts[layer][kind]: (A [K, columns], scales [columns],
     B [columns, outputs]) or None where it changes nothing. columns: most of any product.
-    vocab_size: ids that a request with it may have. num_bytes: of its place on the device."""
+    vocab_size: ids that a request with it may have. num_bytes: of its place on the device.
+    embedding, head: its own rows, in the base's dtype, or None."""
 
     parts: tuple[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, ...], ...]
     columns: int
     vocab_size: int
     num_bytes: int
+    embedding: TokenRows | None = None
+    head: TokenRows | None = None
 
 
-def _opened(folder: Path, shape: ModelShape) -> LoraAdapter:
+def check_adapter(folder: Path, shape: ModelShape) -> bool:
+    """Whether an adapter's head has rows of its own; reads no weights. Raises as pack_adapter."""
     lora, _ = opened_adapter(folder, shape, shape.vocab_size)
-    if lora.changes_table(HEAD) or lora.changes_table(EMBEDDING):
-        raise UnsupportedModelError(
-            f"adapter {folder}: it has rows of the embedding or the head of its own; on cuda it is "
-            "served only when it is merged (`adapter:` of a model of its own)"
-        )
-    return lora
-
-
-def check_adapter(folder: Path, shape: ModelShape) -> None:
-    """Raise as pack_adapter does; reads no weights."""
-    _opened(folder, shape)
+    return has_own_head(lora, shape)
 
 
 def _modules(shape: ModelShape, layer: int) -> dict[str, tuple[str, ...]]:
@@ -99,13 +96,14 @@ def _modules(shape: ModelShape, layer: int) -> dict[str, tuple[str, ...]]:
     return dict(zip(KINDS, modules, strict=True))
 
 
-def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype) -> GpuAdapter:
+def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: int) -> GpuAdapter:
     """Read a PEFT adapter for a base model. Called from any thread.
 
-    dtype: of the base, which A and B are rounded to. Raises ModelError for one that does not fit,
+    shape: its vocab_size is the rows of the base's tables, num_ids of them real ids. dtype: of the
+    base, which everything is rounded to. Raises ModelError for one that does not fit,
     UnsupportedModelError for what is not computed.
     """
-    lora = _opened(folder, shape)
+    lora, num_rows = opened_adapter(folder, shape, shape.vocab_size)
     sizes, known = linear_sizes(shape), lora.names()
     layers = []
     most, num_values = _LEAST_COLUMNS, 0
@@ -121,9 +119,16 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype) -> GpuAdap
             num_values += sizes[weights[0]][1] + outputs
             of_kind.append(packed)
         layers.append(tuple(of_kind))
-    columns = _power_of_two(most)
+    columns = power_of_two(most)
+    own = [
+        None if part is None else TokenRows(part.ids, part.rows.to(dtype))
+        for part in token_rows(lora, shape, num_rows)
+    ]
     num_bytes = num_values * columns * dtype.itemsize
-    return GpuAdapter(tuple(layers), columns, shape.vocab_size, num_bytes)
+    for part in own:
+        num_bytes += 0 if part is None else part.rows.nbytes + 4 * num_rows
+    num_ids = num_ids_with(lora, num_ids)
+    return GpuAdapter(tuple(layers), columns, num_ids, num_bytes, *own)
 
 
 def _packed(
@@ -150,7 +155,8 @@ def _packed(
     return a.to(dtype).contiguous(), scales, b.to(dtype)
 
 
-def _power_of_two(num: int) -> int:
+def power_of_two(num: int) -> int:
+    """The least one that is not below num."""
     return 1 << (num - 1).bit_length()
 
 
@@ -159,19 +165,26 @@ def lora_spans(batch: Batch) -> Int32:
     adapter. Empty where no row has one."""
     if batch.seq_adapters is None:
         return np.zeros((0, SPAN_FIELDS), np.int32)
-    spans = adapter_spans(batch.seq_adapters[batch.seq_ids], SPAN_ROWS)
-    return np.array(spans, np.int32).reshape(-1, SPAN_FIELDS)
+    return spans_of(batch.seq_adapters[batch.seq_ids])
+
+
+def spans_of(places: Int32) -> Int32:
+    """The same of places int32 [R], -1 for the base."""
+    return np.array(adapter_spans(places, SPAN_ROWS), np.int32).reshape(-1, SPAN_FIELDS)
 
 
 class LoraBank:
     """The adapters on a device, by place. Changed between steps alone.
 
-    The tables grow for a higher place (at least twofold) and a wider adapter, and stay: CUDA graphs
-    read them where they are.
+    own: their rows of embedding and head. The tables grow for a higher place (at least twofold) and
+    a wider adapter, and stay: CUDA graphs read them where they are.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, own: OwnRows
+    ) -> None:
         self.shape = shape
+        self.own = own
         self.dtype = dtype
         self._device = device
         self._held: dict[int, GpuAdapter] = {}
@@ -201,18 +214,24 @@ class LoraBank:
                     table.scales[place, :columns] = scales.to(self._device)
                     table.b[place, :columns] = b.to(self._device)
         self._held[place] = adapter
-        return moves
+        return self.own.hold(place, adapter.embedding, adapter.head) or moves
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine. No step may be in flight."""
         self._held.pop(place, None)
+        self.own.drop(place)
 
-    def check(self, batch: Batch) -> None:
-        """Raise ValueError for a row whose place is empty."""
-        if batch.seq_adapters is not None:
-            for place in set(batch.seq_adapters.tolist()) - {-1}:
-                if place not in self._held:
-                    raise ValueError(f"no adapter is held at place {place}")
+    def num_ids(self, batch: Batch, of_base: int) -> Int32 | int:
+        """Ids that each row may have, int32 [R]; of_base: a row without adapter. Raises ValueError
+        for a row whose place is empty."""
+        if batch.seq_adapters is None:
+            return of_base
+        places = batch.seq_adapters.tolist()
+        for place in set(places) - {-1}:
+            if place not in self._held:
+                raise ValueError(f"no adapter is held at place {place}")
+        nums = [of_base if place < 0 else self._held[place].vocab_size for place in places]
+        return np.array(nums, np.int32)[batch.seq_ids]
 
     def _grow(self, places: int, columns: int) -> None:
         """Larger tables with what the old ones hold."""

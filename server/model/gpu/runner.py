@@ -44,7 +44,6 @@ from server.model.gpu import lora
 from server.model.gpu.batch_check import check_batch, check_sizes
 from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun, Computed
-from server.model.gpu.decoder import FusedDecoder
 from server.model.gpu.device import DeviceMeter
 from server.model.gpu.following import Following
 from server.model.gpu.graph_head import GraphHead
@@ -118,8 +117,9 @@ class TorchRunner:
             largest = self._body.graphs.largest
             num_rows = graph_head_rows(self._head.weight.shape[0], ways.head_bytes, largest)
             self._body.head = GraphHead(self._head, num_rows)
-        self._planner = HeadPlanner(self._slices, self._head.vocab_size, ways.head_bytes)
-        self._head_run = HeadRun(self._slices, self._body.keep_ids, on_gpu=self._on_gpu)
+        own, head_size = self._body.own, self._head.vocab_size
+        self._planner = HeadPlanner(self._slices, head_size, ways.head_bytes, own)
+        self._head_run = HeadRun(self._slices, self._body.keep_ids, own, on_gpu=self._on_gpu)
         self._num_previous = 0
         self._upload = self._make_upload(embedding is not None)
         self._stream: torch.cuda.Stream | None = None
@@ -310,14 +310,13 @@ class TorchRunner:
     # The AdaptingRunner protocol.
 
     def check_adapter(self, folder: str) -> bool:
-        """See AdaptingRunner: False, for an adapter with rows of its own is refused."""
-        lora.check_adapter(Path(folder), self._adapting(folder).shape)
-        return False
+        """See AdaptingRunner."""
+        return lora.check_adapter(Path(folder), self._adapting(folder).shape)
 
     def pack_adapter(self, folder: str) -> lora.GpuAdapter:
         """See AdaptingRunner; raises as lora.pack_adapter does."""
         bank = self._adapting(folder)
-        return lora.pack_adapter(Path(folder), bank.shape, bank.dtype)
+        return lora.pack_adapter(Path(folder), bank.shape, bank.dtype, self.info.vocab_size)
 
     def hold_adapter(self, place: int, adapter: lora.GpuAdapter) -> None:
         """See AdaptingRunner."""
@@ -329,11 +328,12 @@ class TorchRunner:
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
         self._check_idle()
-        self._adapting().drop(place)
+        with torch.inference_mode(), self._on_stream():
+            self._adapting().drop(place)
 
     def _adapting(self, folder: str = "") -> lora.LoraBank:
         body = self._body.body
-        if isinstance(body, FusedDecoder):
+        if body.adapters is not None:
             return body.adapters
         raise UnsupportedModelError(
             f"adapter {folder}: transformers' own layers compute this model (decoder: "
@@ -431,13 +431,13 @@ class TorchRunner:
     def _start(self, step: Step) -> None:
         ahead = self._following.lay_out(step, self._last, self._num_previous)
         batch = step.batch
-        check_batch(batch, self.info, self._cache.num_slots, self._num_previous)
-        if batch.seq_adapters is not None:
-            self._adapting().check(batch)
+        num_ids, held = self.info.vocab_size, batch.seq_adapters is not None
+        own_ids = self._adapting().num_ids(batch, num_ids) if held else num_ids
+        check_batch(batch, self.info, self._cache.num_slots, self._num_previous, own_ids)
         self._mark_begin(step)
         slabs, step.placed = self._planner.plan(batch)
         drawn_ids = self._drawn_before(batch)
-        plan = self._body.plan(batch, drawn_ids, whole_head_rows(slabs))
+        plan = self._body.plan(batch, drawn_ids, *whole_head_rows(slabs))
         keep = kept_draws(batch)
         arrays: dict[str, Array] = {}
         if keep.shape[0]:

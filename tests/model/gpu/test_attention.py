@@ -24,6 +24,7 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
 from server.model.gpu import nucleus, sampler
+from server.model.gpu.graphs import GraphKey
 from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
 from tests.model import attention_cases as cases
@@ -42,11 +43,13 @@ INTERPRETED_FILES = (
     Path(__file__),
     Path(__file__).with_name("test_decoder.py"),
     Path(__file__).with_name("test_lora.py"),
+    Path(__file__).with_name("test_own_rows.py"),
     Path(__file__).with_name("test_narrow.py"),
     Path(__file__).with_name("test_ahead_rows.py"),
     Path(__file__).with_name("test_following.py"),
     Path(__file__).with_name("test_delta.py"),
 )
+OWN_ROW_CASES = 4
 DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 4, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
@@ -215,7 +218,8 @@ def test_triton_runner_is_the_torch_runner(family: str, bucketed: bool) -> None:
         runner.close()
     np.testing.assert_array_equal(results[1][0], results[0][0])
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=0, atol=1e-4)
-    assert graphs.keys == ([(4, 4, True, False)] + 2 * [(16, 4, True, False)]) * bucketed
+    keys = [GraphKey(rows, 4, has_head=True) for rows in (4, 16, 16)]
+    assert graphs.keys == keys * bucketed
     assert not graphs.num_forgotten
 
 
@@ -282,7 +286,7 @@ def test_triton_a_greedy_step_is_one_upload_and_one_replay(
         runner.launch(tree.build())
         ids.append(runner.wait().token_ids.tolist())
         if attention == "triton":
-            assert uploads == [inputs] and graphs.keys[-1] == (4, 1, True, False)
+            assert uploads == [inputs] and graphs.keys[-1] == GraphKey(4, 1, has_head=True)
         found.append(ids)
         runner.close()
     assert found[0] == found[1]
@@ -301,7 +305,8 @@ def test_triton_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     num = len(TRITON_CASES) + 10 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES
-    assert f"{num + DELTA_CASES} passed" in done.stdout, done.stdout[-400:]
+    num += OWN_ROW_CASES + DELTA_CASES
+    assert f"{num} passed" in done.stdout, done.stdout[-400:]
 
 
 # Kernel, launch as in server.model.gpu.triton_kernels: enough of them to meet every branch; and the

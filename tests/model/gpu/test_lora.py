@@ -21,13 +21,14 @@ import torch
 from server.engine.batch import AdaptingRunner
 from server.errors import ModelError, UnsupportedModelError
 from server.model.gpu.decoder_ops import TorchOps
+from server.model.gpu.graphs import GraphKey
 from server.model.gpu.lora import SPAN_ROWS, LoraTable, lora_spans
 from server.model.gpu.runner import TorchRunner
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, all_logprobs
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
-from tests.model.peft_adapters import enriched, lora
+from tests.model.peft_adapters import lora
 from tests.model.torch_runners import runner_over
 
 # peft 0.21 asks transformers 5.23 by an old name.
@@ -134,15 +135,10 @@ def test_places_are_used_again_and_tables_grow(tmp_path: Path) -> None:
 
 @needs_peft
 def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
-    enriched(families.build("llama"), tmp_path / "own", 2, 3)
     lora(families.build("qwen2"), tmp_path / "other")
     lora(families.build("llama"), tmp_path / "plain")
     runner, modules = fused(), fused(decoder="modules")
     for ask in (runner.check_adapter, runner.pack_adapter):
-        with pytest.raises(
-            UnsupportedModelError, match="own; on cuda it is served only when it is"
-        ):
-            ask(str(tmp_path / "own"))
         with pytest.raises(ModelError, match="in the model, and"):
             ask(str(tmp_path / "other"))
     for ask in (modules.check_adapter, modules.pack_adapter):
@@ -228,9 +224,9 @@ def test_triton_replays_a_graph_with_other_adapters(tmp_path: Path) -> None:
             for own, other in zip(got, want, strict=True):
                 np.testing.assert_allclose(own, other, rtol=0, atol=1e-4)
     assert forgotten == [1, 2, 3] and graphs.num_captured == 2
-    assert graphs.keys == [(16, 1, True, True)] * 4
+    assert graphs.keys == [GraphKey(16, 1, has_head=True, has_adapters=True)] * 4
     logprobs(runner, [tokens(3, 1)], None)
-    assert graphs.keys[-1] == (4, 1, True, False)
+    assert graphs.keys[-1] == GraphKey(4, 1, has_head=True)
     runner.close()
     plain.close()
 

@@ -1,0 +1,236 @@
+"""Rows of the embedding and of the LM head that adapters bring, beside a base on a GPU.
+
+    embedding   a row whose adapter has a row of its own for its id takes that one, else the base's
+    head        the logits of a row whose adapter has head rows are as wide as the widest adapter's
+                ids: its own rows' products in the columns of their ids, the base's logits in the
+                others, -inf where neither has a row
+
+Each half is an OwnPart: tables by place on the device, which a CUDA graph reads where they are.
+Rows of the base are not touched: their logits are the base's own, in their own width, with the same
+bits. DecoderOps has the two operations; own_row_kernels.py has them in Triton, here is what they
+are compared with. Tokens of an adapter's own come from PEFT's `trainable_token_indices`
+(server.model.adapter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.engine.batch import Batch, Int32
+from server.model.adapter import TokenRows
+from server.model.gpu.lm_head import soft_capped
+from server.model.gpu.lora import SPAN_FIELDS, power_of_two, spans_of
+from server.model.gpu.slices import gathered
+
+if TYPE_CHECKING:
+    from server.model.gpu.decoder_ops import DecoderOps, Rows
+
+GRAPH_BYTES = 64 << 20
+"""Of the wide logits that CUDA graphs share: larger graphs end at the hidden states."""
+
+_LEAST_ROWS = 16  # of a tensor core's tile
+_LEAST_NEW = 64
+
+
+class OwnPart(NamedTuple):
+    """Own rows of one table. P: places, N: rows of a place.
+
+    at: int32 [P, W]: where an id's row lies among its place's `rows`, -1: the base's. rows:
+    [P, N, hidden_size], in the model's dtype.
+    """
+
+    at: torch.Tensor
+    rows: torch.Tensor
+
+
+class OwnRows:
+    """The own rows of the adapters on a device, by place. Changed between steps alone.
+
+    num_base: rows of the base's tables. width: columns of logits with own rows: at least the ids of
+    every adapter; 0 while none was held. most_graph_rows: rows of wide logits that graphs share.
+    """
+
+    def __init__(
+        self, num_base: int, size: int, dtype: torch.dtype, device: torch.device, ops: DecoderOps
+    ) -> None:
+        self.width = self.most_graph_rows = 0
+        self._num_base, self._size = num_base, size
+        self._ops = ops
+        self._embeddings: dict[int, TokenRows] = {}
+        self._heads: dict[int, TokenRows] = {}
+        at = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        rows = torch.zeros((0, 0, size), dtype=dtype, device=device)
+        self._embedding = self._head = OwnPart(at, rows)
+        self._graph_logits = torch.empty((0, 0), device=device)
+
+    def hold(self, place: int, embedding: TokenRows | None, head: TokenRows | None) -> bool:
+        """Put an adapter's rows at a free place; whether the tables have moved for it."""
+        parts = [part for part in (embedding, head) if part is not None]
+        if not parts:
+            return False
+        num_places, num_rows = self._embedding.rows.shape[:2]
+        new = max(int(part.ids[-1]) + 1 for part in parts) - self._num_base
+        width = self._num_base + (power_of_two(max(new, _LEAST_NEW)) if new > 0 else 0)
+        most = power_of_two(max(_LEAST_ROWS, *(part.ids.shape[0] for part in parts)))
+        moves = place >= num_places or width > self.width or most > num_rows
+        if moves:
+            places = num_places if place < num_places else max(place + 1, 2 * num_places)
+            self.width = max(width, self.width)
+            self.most_graph_rows = GRAPH_BYTES // (4 * self.width)
+            shape = places, max(most, num_rows)
+            self._embedding = self._grown(self._embedding, *shape)
+            self._head = self._grown(self._head, *shape)
+        for own, held, part in (
+            (embedding, self._embeddings, self._embedding),
+            (head, self._heads, self._head),
+        ):
+            if own is not None:
+                num = own.ids.shape[0]
+                part.rows[place, :num] = own.rows.to(part.rows.device)
+                at = torch.from_numpy(own.ids).to(part.at.device)
+                part.at[place, at] = torch.arange(num, dtype=torch.int32, device=part.at.device)
+                held[place] = own
+        return moves
+
+    def drop(self, place: int) -> None:
+        """Forget what is at a place; an empty one is fine."""
+        for held, part in ((self._embeddings, self._embedding), (self._heads, self._head)):
+            if held.pop(place, None) is not None:
+                part.at[place] = -1
+
+    def _grown(self, part: OwnPart, places: int, num: int) -> OwnPart:
+        at = torch.full((places, self.width), -1, dtype=torch.int32, device=part.at.device)
+        at[: part.at.shape[0], : part.at.shape[1]] = part.at
+        rows = part.rows.new_zeros((places, num, self._size))
+        rows[: part.rows.shape[0], : part.rows.shape[1]] = part.rows
+        return OwnPart(at, rows)
+
+    # -- which rows ---------------------------------------------------------------------------
+
+    def embedding_places(self, batch: Batch) -> Int32 | None:
+        """int32 [R]: the place of each row whose adapter has rows of the embedding, else -1; None
+        where no row has one."""
+        return _places(batch, batch.seq_ids, self._embeddings)
+
+    def head_places(self, batch: Batch, rows: Int32) -> Int32 | None:
+        """The same of rows [n] of the batch and of the head."""
+        return _places(batch, batch.seq_ids[rows], self._heads)
+
+    # -- the embedding ------------------------------------------------------------------------
+
+    def embed(self, rows: Rows, places: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size]: rows of the base's table and own ones, not scaled yet."""
+        return self._ops.own_embed(rows, places, self._embedding)
+
+    def gathered(self, table: torch.Tensor, batch: Batch, token_ids: Int32) -> npt.NDArray[Any]:
+        """The same where the base's table is in CPU memory: as slices.gathered has them."""
+        found = gathered(table, np.where(token_ids < table.shape[0], token_ids, 0))
+        places = self.embedding_places(batch)
+        if places is not None:
+            for place in np.unique(places[places >= 0]).tolist():
+                own, rows = self._embeddings[place], np.flatnonzero(places == place)
+                wanted = token_ids[rows]
+                at = np.minimum(np.searchsorted(own.ids, wanted), own.ids.shape[0] - 1)
+                has_own = own.ids[at] == wanted
+                found[rows[has_own]] = gathered(own.rows, at[has_own])
+        return found
+
+    # -- the head -----------------------------------------------------------------------------
+
+    def widened(
+        self,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        spans: torch.Tensor,
+        places: torch.Tensor,
+        cap: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """float32 [n, width] of hidden [n, hidden_size] whose logits over the base's ids are there.
+
+        places: of head_places; spans: their lora.spans_of. cap: soft-capping of logits, 0 = none.
+        out: where they are written, or None.
+        """
+        if out is None:
+            shape = hidden.shape[0], self.width
+            out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        self._ops.own_logits(hidden, logits, HeadRows(spans, places, self._head, cap), out)
+        return out
+
+    def widened_in_graph(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        cap: float,
+    ) -> torch.Tensor:
+        """`widened`, into memory that all graphs share."""
+        shape = self.most_graph_rows, self.width
+        if self._graph_logits.shape != shape:  # never under a capture: plain runs come before it
+            self._graph_logits = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        out = self._graph_logits[: hidden.shape[0]]
+        spans, places = tensors["graph_spans"], tensors["graph_places"]
+        return self.widened(hidden, logits, spans, places, cap, out)
+
+
+def graph_arrays(places: Int32, num_rows: int) -> dict[str, Int32]:
+    """What OwnRows.widened_in_graph reads, in a graph of num_rows rows. places: head_places."""
+    spans, own = np.zeros((num_rows, SPAN_FIELDS), np.int32), spans_of(places)
+    spans[: own.shape[0]] = own
+    return {"graph_places": with_no_places(places, num_rows), "graph_spans": spans}
+
+
+def with_no_places(places: Int32, num: int) -> Int32:
+    """Places of adapters, int32 [num], -1 behind the last."""
+    padded = np.full(num, -1, np.int32)
+    padded[: places.shape[0]] = places
+    return padded
+
+
+class HeadRows(NamedTuple):
+    """Which rows of a head's product have own rows: places int32 [n] and their lora.spans_of int32
+    [m, SPAN_FIELDS], of what part. cap: soft-capping of their logits."""
+
+    spans: torch.Tensor
+    places: torch.Tensor
+    part: OwnPart
+    cap: float
+
+
+def _places(batch: Batch, seq_ids: Int32, held: dict[int, TokenRows]) -> Int32 | None:
+    of_seq = batch.seq_adapters
+    if of_seq is None or not held:
+        return None
+    places = np.where(np.isin(of_seq, list(held)), of_seq, -1)[seq_ids].astype(np.int32)
+    return places if (places >= 0).any() else None
+
+
+def own_embed(rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
+    """DecoderOps.own_embed in plain torch."""
+    ids = rows.ids
+    assert ids is not None
+    if rows.token_from is not None:
+        drawn = rows.drawn.index_select(0, rows.token_from.clamp(min=0)).clamp(min=0)
+        ids = torch.where(rows.token_from >= 0, drawn, ids)
+    ids, place = ids.long(), places.clamp(min=0).long()
+    at = torch.where(places >= 0, part.at[place, ids.clamp(max=part.at.shape[1] - 1)], -1)
+    base = rows.table.index_select(0, ids.clamp(max=rows.table.shape[0] - 1))
+    return torch.where(at[:, None] >= 0, part.rows[place, at.clamp(min=0).long()], base)
+
+
+def own_logits(
+    hidden: torch.Tensor, logits: torch.Tensor, rows: HeadRows, out: torch.Tensor
+) -> None:
+    """DecoderOps.own_logits in plain torch: row by row, so that no row's sums depend on others."""
+    out.fill_(float("-inf"))
+    out[:, : logits.shape[1]] = logits
+    for row, place in enumerate(rows.places.tolist()):
+        if place >= 0:
+            at = rows.part.at[place]
+            own = soft_capped(rows.part.rows[place].float() @ hidden[row].float(), rows.cap)
+            out[row] = torch.where(at >= 0, own[at.clamp(min=0).long()], out[row])

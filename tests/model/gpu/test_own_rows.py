@@ -1,0 +1,433 @@
+"""Adapters with tokens of their own beside a base on TorchRunner: PEFT's numbers, the CPU path's
+texts, and for the base's requests the bits of a runner that never held an adapter.
+
+The Triton half runs in the interpreter's process (tests/model/gpu/test_attention.py starts it).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from drafters.tree import DraftTree
+from server.engine.adapters import Vocabulary
+from server.engine.batch import Batch, Drawn
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.model.gpu import own_rows
+from server.model.gpu.decoder_ops import Rows, TorchOps
+from server.model.gpu.graphs import GraphKey
+from server.model.gpu.lora import spans_of
+from server.model.gpu.own_rows import HeadRows, OwnPart
+from server.model.gpu.runner import TorchRunner
+from server.types import AdapterOrder, Request, SamplingParams, SpeculationParams
+from tests.engine.scenarios import Collector
+from tests.fakes.fake_drafters import FakeDrafter
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.cpu_models import cpu_runner
+from tests.model.gpu.ahead_of_time import compiled, stack_bytes
+from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.peft_adapters import enriched, lora
+from tests.model.torch_runners import runner_over
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed"
+)
+quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+V, NEW, MORE = families.VOCAB_SIZE, 5, 90
+Logprobs = npt.NDArray[np.float32]
+
+OWN = {0: 0, 1: NEW, 2: MORE, -1: 0}
+"""Place -> ids of its adapter's own: a plain adapter, two with tokens, and the base."""
+
+
+def adapters(family: str, folder: Path) -> list[Any]:
+    """PEFT's models of the adapters at places 0, 1 and 2, saved into folders of these names."""
+    return [
+        lora(families.build(family), folder / "0", 1),
+        enriched(families.build(family), folder / "1", 2, NEW),
+        enriched(families.build(family), folder / "2", 3, MORE),
+    ]
+
+
+def fused(family: str, folder: Path | None, **options: Any) -> TorchRunner:
+    """A runner that holds the adapters, if there is a folder."""
+    runner = runner_over(families.build(family), **({"decoder": "fused"} | options))
+    return runner if folder is None else holding(runner, folder)
+
+
+def holding(runner: Any, folder: Path) -> Any:
+    for place in (1, 0, 2):  # the widest comes last, so that tables grow
+        assert runner.check_adapter(str(folder / str(place))) == bool(OWN[place])
+        packed = runner.pack_adapter(str(folder / str(place)))
+        assert packed.vocab_size == V + OWN[place]
+        runner.hold_adapter(place, packed)
+    return runner
+
+
+def tokens(num: int, seed: int, vocab: int = V) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(3, vocab, num).tolist()
+    return ids
+
+
+def step(runner: TorchRunner, batch: Batch, places: Sequence[int] | None = None) -> Drawn:
+    if places is not None:
+        batch = replace(batch, seq_adapters=np.asarray(places, np.int32))
+    runner.launch(batch)
+    return runner.wait()
+
+
+def scored(prompts: Sequence[Sequence[int]], places: Sequence[int]) -> Batch:
+    """Every row of every prompt with all its ids."""
+    pages, builder = Pages(64, seed=3), BatchBuilder()
+    for ids, place in zip(prompts, places, strict=True):
+        for row in builder.add_rows(pages.sequence(len(ids)), list(ids), 0):
+            builder.score(row, 0, V + OWN[place])
+    return builder.build()
+
+
+def logprobs(drawn: Drawn) -> list[Logprobs]:
+    """Log-softmax of each scored row."""
+    return [all_logprobs(replace(drawn, score_top=[top]), len(top))[0] for top in drawn.score_top]
+
+
+@needs_peft
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "lfm2"])
+@pytest.mark.parametrize("place", ["device", "cpu"])
+def test_rows_have_the_tokens_of_their_adapter_alone(
+    family: str, place: str, tmp_path: Path
+) -> None:
+    """Heads of their own and tied ones, soft-capped ones; the embedding on either side."""
+    theirs = adapters(family, tmp_path)
+    table: dict[str, Any] = {}
+    if place == "cpu":
+        embedding: Any = families.build(family).get_submodule("model.embed_tokens")
+        table["embedding"] = embedding.weight.detach()
+    runner, bare = fused(family, tmp_path, **table), fused(family, None, **table)
+    order = [1, -1, 2, 0, 1, -1]
+    prompts = [tokens(4 + 5 * i, i, V + OWN[a]) for i, a in enumerate(order)]
+    prompts[0][1], prompts[2][2] = V + NEW - 1, V + MORE - 1
+    got = logprobs(step(runner, scored(prompts, order), order))
+    inside = [[i if i < V else 7 for i in ids] for ids in prompts]
+    plain = logprobs(step(bare, scored(inside, [-1] * len(order))))
+    first = 0
+    for ids, own in zip(prompts, order, strict=True):
+        rows = slice(first, first + len(ids))
+        first += len(ids)
+        if own < 0:
+            assert all(map(np.array_equal, got[rows], plain[rows])), "the base's bits"
+            continue
+        with torch.inference_mode():
+            logits = theirs[own](torch.tensor([ids]), use_cache=False).logits[0].float()
+        want = torch.log_softmax(logits, -1).numpy()
+        assert want.shape[1] == V + OWN[own]
+        np.testing.assert_allclose(np.stack(got[rows]), want, rtol=0, atol=2e-4)
+    runner.close()
+    bare.close()
+
+
+@needs_peft
+def test_what_is_drawn_is_drawn_from_the_ids_of_its_request(tmp_path: Path) -> None:
+    """Bias, masks, logprobs, named ones and likely ids, greedy and sampled, in one step."""
+    adapters("llama", tmp_path)
+    runner, bare = fused("llama", tmp_path), fused("llama", None)
+    pages, builder = Pages(64, seed=6), BatchBuilder()
+    masked = builder.add_mask([7, V + 2], V + MORE)
+    to_own = tuple((V + i, 90.0) for i in range(NEW))
+    named: dict[str, Any] = {"num_logprobs": 2, "logprob_token_ids": (3, V - 1)}
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (1, -1, {"logit_bias": to_own}), (-1, -1, {"num_logprobs": 2}), (1, masked, {}),
+        (-1, masked, {}), (2, -1, {"temperature": 0.9, "top_p": 0.9, "seed": 4}),
+        (-1, -1, {"temperature": 0.9, "top_p": 0.9, "seed": 4, "num_logprobs": 3}),
+        (0, -1, named), (1, -1, {"num_logprobs": 2, "logprob_token_ids": (3, V + 1)}),
+        (-1, -1, named), (1, -1, {"temperature": 0.8, "repetition_penalty": 1.3, "seed": 1}),
+    ]  # fmt: skip
+    for i, (_, mask, settings) in enumerate(cases):
+        row = builder.add_rows(pages.sequence(4), tokens(4, i), 0)[-1]
+        params = draw_params(SamplingParams(**{"temperature": 0.0} | settings), counts={5: (1, 1)})
+        builder.draw(row, builder.add_params(params), mask=mask)
+    places = [place for place, _, _ in cases]
+    batch = replace(builder.build(), num_likely=3)
+    drawn = step(runner, batch, places)
+    assert V <= drawn.token_ids[0] < V + NEW
+    assert drawn.token_ids[2] in (7, V + 2) and drawn.token_ids[3] == 7
+    assert {i for i, _ in drawn.top[7]} == {3, V + 1}
+    assert np.isfinite([p for _, p in drawn.top[7]]).all()
+    unbiased = SamplingParams(temperature=0.0, num_logprobs=2)
+    unmoved = [
+        replace(p, sampling=unbiased) if OWN[place] else p
+        for p, place in zip(batch.params, places, strict=True)
+    ]
+    plain = step(bare, replace(batch, params=tuple(unmoved)))
+    assert drawn.likely is not None and plain.likely is not None
+    for d, place in enumerate(places):
+        assert drawn.token_ids[d] < V + OWN[place]
+        assert (drawn.likely.ids[d] < V + OWN[place]).all()
+        if place < 0:
+            assert drawn.token_ids[d] == plain.token_ids[d] and drawn.top[d] == plain.top[d]
+            assert np.array_equal(drawn.logprobs[d], plain.logprobs[d], equal_nan=True)
+            assert np.array_equal(drawn.likely.chances[d], plain.likely.chances[d])
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        step(runner, scored([[V + NEW]], [1]), [1])
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        step(runner, scored([[V]], [-1]), [-1])
+    runner.drop_adapter(1)
+    runner.hold_adapter(1, runner.pack_adapter(str(tmp_path / "0")))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        step(runner, scored([[V]], [-1]), [1])
+    runner.close()
+    bare.close()
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"num_logprobs": 1},
+    "noisy": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
+    "penalised": {"frequency_penalty": 0.6, "repetition_penalty": 1.2},
+    "biased": {"logit_bias": tuple((V + i, 4.0) for i in range(NEW)), "min_tokens": 4},
+}
+ORDERS = [AdapterOrder(f"a{p}@{p}", "", V + OWN[p]) for p in (0, 1, 2)]
+
+
+def requests() -> list[Request]:
+    """Each adapter and the base with each sampling."""
+    made: list[Request] = []
+    for place in (-1, 0, 1, 2):
+        for name, settings in SAMPLINGS.items():
+            if "logit_bias" in settings and not OWN[place]:
+                settings = {"logit_bias": ((7, 1.0),)}
+            sampling = SamplingParams(
+                **{"temperature": 0.0, "max_tokens": 14, "ignore_eos": True} | settings
+            )
+            prompt = tuple(tokens(6 + 3 * len(made) % 17, len(made), V + OWN[place]))
+            adapter = f"a{place}@{place}" if place >= 0 else ""
+            made.append(Request(f"{place} {name}", "t", "tiny", prompt, sampling, adapter=adapter))
+    return made
+
+
+def texts(
+    runner: Any, folder: Path, asked: Sequence[Request], drafter: FakeDrafter | None = None
+) -> dict[str, list[int]]:
+    """What an engine answers that may hold two adapters at once."""
+    settings = EngineSettings(max_num_seqs=6, max_num_batched_tokens=64, max_adapters=2)
+    engine = Engine(runner, {} if drafter is None else {"fake": drafter}, settings)
+    engine.adapters.read = lambda _: Vocabulary(own_head=True)
+    for order in ORDERS:
+        own = replace(order, folder=str(folder / order.adapter_id[-1]))
+        engine.adapters.register(own, load=False)
+    if drafter is not None:
+        asked = [replace(r, speculation=SpeculationParams("fake", 6)) for r in asked]
+    waiting, collector = list(asked), Collector()
+    while waiting or engine.has_work:
+        open_adapters = {r.adapter for r in asked if r.request_id in engine._open} - {""}
+        if waiting and len(open_adapters | {waiting[0].adapter} - {""}) <= 2:
+            engine.submit(waiting.pop(0))
+        collector.take(engine.step())
+    collector.take(engine.take_deltas())
+    assert engine.num_failed_steps == 0
+    assert not any(result.error_code for result in collector.results.values())
+    engine.adapters.close()
+    return {name: result.ids for (name, _), result in collector.results.items()}
+
+
+def knowing(asked: Sequence[Request], known: dict[str, list[int]]) -> FakeDrafter:
+    """Proposes what comes, and something else before it."""
+    whole = {r.prompt_ids: [*r.prompt_ids, *known[r.request_id]] for r in asked}
+
+    def propose(ids: list[int], budget: int, max_depth: int) -> DraftTree:
+        text = next(t for p, t in whole.items() if tuple(ids[: len(p)]) == p)
+        right = text[len(ids) :][: min(max_depth, budget // 2)]
+        nodes = [t for token in right for t in ((token + 1) % V, token)]
+        parents = [p for i in range(len(right)) for p in [2 * i - 1] * 2]
+        survival = np.repeat(0.95 ** np.arange(1, len(right) + 1), 2).astype(np.float32)
+        survival[0::2] *= 0.2
+        return DraftTree(
+            np.array(nodes, np.int32), np.array(parents, np.int32), survival,
+            np.zeros(len(nodes), np.uint8),
+        )  # fmt: skip
+
+    return FakeDrafter(propose)
+
+
+@needs_peft
+def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) -> None:
+    adapters("llama", tmp_path)
+    asked = requests()
+    cpu = cpu_runner(families.build("llama"))
+    want = texts(cpu, tmp_path, asked)
+    cpu.close()
+    assert sum(i >= V for ids in want.values() for i in ids) > 20, "ids of their own are drawn"
+    alone = fused("llama", None)
+    base = [r for r in asked if not r.adapter]
+    assert texts(alone, tmp_path, base) == {r.request_id: want[r.request_id] for r in base}
+    alone.close()
+    for drafter in (None, knowing(asked, want)):
+        runner = fused("llama", None)
+        assert texts(runner, tmp_path, asked, drafter) == want
+        runner.close()
+
+
+def check_kernels(dtype: torch.dtype, atol: float, device: str) -> None:
+    """Triton against the reference, on a device or in the interpreter."""
+    from server.model.gpu.decoder_kernels import TritonOps
+
+    seeds, size, num_base, width = torch.Generator().manual_seed(3), 72, 50, 90
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=seeds).to(device=device, dtype=dtype)
+
+    at = torch.full((3, width), -1, dtype=torch.int32)
+    at[2, [4, 60, 89]] = torch.arange(3, dtype=torch.int32)
+    at[0, 50:70] = torch.arange(20, dtype=torch.int32)
+    part = OwnPart(at.to(device), random(3, 40, size))
+    ids = torch.tensor([4, 4, 4, 60, 60, 30, 89, 55, 7], dtype=torch.int32, device=device)
+    places = torch.tensor([-1, 2, 0, 2, 0, 2, 2, 0, -1], dtype=torch.int32, device=device)
+    source = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 0, -1], dtype=torch.int32, device=device)
+    drawn = torch.tensor([-1, 89], dtype=torch.int32, device=device)
+    table = random(num_base, size)
+    for token_from in (None, source):
+        rows = Rows(table, ids, token_from, drawn, 1.0)
+        want, got = (ops.own_embed(rows, places, part) for ops in (TorchOps(), TritonOps()))
+        assert torch.equal(want, got)
+    assert torch.equal(got[0], table[4]) and torch.equal(got[1], part.rows[2, 0])
+    assert torch.equal(got[5], part.rows[2, 2]), "an id that the step before has drawn"
+
+    hidden, logits = random(9, 2 * size)[:, :size], random(9, 64).float()[:, :num_base]
+    spans = torch.from_numpy(spans_of(places.cpu().numpy())).to(device)
+    for cap in (0.0, 5.0):
+        found = []
+        for ops in (TorchOps(), TritonOps()):
+            out = torch.zeros((9, width), device=device)
+            ops.own_logits(hidden, logits, HeadRows(spans, places, part, cap), out)
+            found.append(out)
+        torch.testing.assert_close(found[1], found[0], rtol=atol, atol=atol)
+        assert torch.equal(found[1][0, :num_base], logits[0])
+        assert torch.isneginf(found[1][0, num_base:]).all()
+    again = torch.zeros((1, width), device=device)
+    one = HeadRows(spans.new_tensor([[0, 1, 2]]), places[3:4], part, cap)
+    TritonOps().own_logits(hidden[3:4], logits[3:4], one, again)
+    assert torch.equal(again[0], found[1][3]), "a row's bits do not depend on its neighbours"
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.float16, 2e-2)])
+def test_triton_has_own_rows_as_the_reference(dtype: torch.dtype, atol: float) -> None:
+    check_kernels(dtype, atol, "cpu")
+
+
+def decoded(num: int, places: Sequence[int], **settings: Any) -> Batch:
+    """`num` tokens of each sequence and a tree of two nodes under the last, all drawn from."""
+    pages, builder = Pages(64, seed=6), BatchBuilder()
+    for i, place in enumerate(places):
+        table = pages.sequence(num + 3)
+        rows = builder.add_rows(table, tokens(num, i, V + OWN[place]), 0)
+        rows += builder.add_tree(table, num - 1, tokens(2, 9 + i, V + OWN[place]), [-1, 0])
+        for row in rows:
+            params = draw_params(SamplingParams(**{"temperature": 0.0} | settings))
+            builder.draw(row, builder.add_params(params))
+    return builder.build()
+
+
+@needs_interpreter
+@needs_peft
+@quiet
+def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
+    """Greedy steps have own rows in the graph, embedding and head, to the bit of the plain path
+    (eight rows, which fill their bucket); others leave the head outside."""
+    adapters("llama", tmp_path)
+    runner, plain = (fused("llama", tmp_path, attention="triton") for _ in range(2))
+    graphs = FirstCalls(16)
+    use_graphs(runner, graphs)
+    orders = [(1, -1), (-1, 2), (2, 1), (0, -1)]
+    keys = []
+    for order in orders:
+        for settings in ({}, {"temperature": 0.9, "seed": 3, "num_logprobs": 2}):
+            batch = decoded(2, order, **settings)
+            got, want = (step(one, batch, order) for one in (runner, plain))
+            assert got.token_ids.tolist() == want.token_ids.tolist()
+            assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
+            keys.append(graphs.keys[-1])
+    has = dict.fromkeys(("has_adapters", "has_own_rows"), True)
+    with_head = GraphKey(8, 1, **has, has_head=True, has_own_head=True)
+    assert keys[:4] == [with_head, GraphKey(8, 1, **has)] * 2
+    assert keys[4:6] == [with_head] * 2, "all rows have wide logits"
+    assert keys[6:] == [GraphKey(8, 1, has_head=True, has_adapters=True)] * 2
+    runner.close()
+    plain.close()
+
+
+@needs_interpreter
+@needs_peft
+@quiet
+def test_triton_graphs_without_room_for_wide_logits_end_at_the_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_rows, "GRAPH_BYTES", 4 * 4 * (V + 128))
+    adapters("llama", tmp_path)
+    runner, plain = (fused("llama", tmp_path, attention="triton") for _ in range(2))
+    graphs = FirstCalls(16)
+    use_graphs(runner, graphs)
+    for num, order, has_head in ((1, (1,), True), (3, (1, -1), False)):
+        batch = decoded(num, order)
+        got, want = (step(one, batch, order) for one in (runner, plain))
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        assert graphs.keys[-1].has_head == has_head
+    runner.close()
+    plain.close()
+
+
+KINDS = {
+    "ids": "*i32", "token_from": "*i32", "drawn": "*i32", "places": "*i32", "at": "*i32",
+    "spans": "*i32", "width": "i32", "num_base": "i32", "num_own": "i32", "num_logits": "i32",
+    "stride_hidden": "i32", "stride_logits": "i32",
+}  # fmt: skip
+FLOATS = {
+    "_own_products": {"out": "*fp32"},
+    "_widen": dict.fromkeys(("logits", "own", "out"), "*fp32"),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
+@needs_triton
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("_own_embed", 80), ("_own_products", 80), ("_own_products", 100), ("_widen", 90)],
+)
+def test_own_row_kernels_compile_for_a_gpu(
+    name: str, capability: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to machine code, without a GPU; nothing spills."""
+    from server.model.gpu import own_row_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants: dict[str, dict[str, Any]] = {
+        "_own_embed": {"SIZE": 2048, "BLOCK": 2048, "TAKES_DRAWN": True},
+        "_own_products": {
+            "SIZE": 2048, "BLOCK_N": own_row_kernels.BLOCK_N, "BLOCK_K": own_row_kernels.BLOCK_K,
+        },
+        "_widen": {"BLOCK": own_row_kernels.BLOCK_COLUMNS},
+    }  # fmt: skip
+    made = compiled(
+        getattr(own_row_kernels, name), KINDS | FLOATS.get(name, {}), constants[name],
+        capability=capability, other=f"*{kind}", num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    assert stack_bytes(made, tmp_path) == 0
+    assert made.metadata.shared <= 99 << 10  # of compute capability 8.6 and 8.9
