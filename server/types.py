@@ -432,8 +432,8 @@ class AdapterOrder:
         return self.adapter_id.rpartition("@")[0]
 
 
-NarrowForm = Literal["int8", "fp8"]
-"""Weights in 8 bits on a GPU."""
+NarrowForm = Literal["int8", "fp8", "int8-blocks", "int4"]
+"""Weights in 8 or 4 bits on a GPU."""
 
 DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 """Sequences in one step, by kind of device: as many as the largest CUDA graph has rows."""

@@ -1,5 +1,5 @@
 """What a request or a configuration may ask for beside the plain path: top-p, adapters and tokens
-of their own, 8 bits.
+of their own, weights in 8 and 4 bits.
 
 Each is compared with another way to the same numbers on the same device (a sort on the host, a
 model with the adapter merged, one with the rounded weights), and timed beside the plain way.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from server.model.adapter import TokenRows
 from server.model.gpu import nucleus
 from server.model.gpu.draw_plan import DrawPlan
 from server.model.gpu.lora import KINDS, GpuAdapter
-from server.model.gpu.narrow import LEAST_CAPABILITY, narrowed
+from server.model.gpu.narrow import LEAST_CAPABILITY, narrowed, widened
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.spec import TorchModel, Ways
 from server.types import NarrowForm
@@ -240,7 +240,7 @@ def eight_bits(asked: Asked) -> Iterator[dict[str, Any]]:
     exact = run(runner, _prompt(asked)).score_logprobs
     plain_s = measure(runner, _decoded(asked, None), asked.repeats)[0]
     runner.close()
-    forms: tuple[NarrowForm, ...] = ("int8", "fp8")
+    forms: tuple[NarrowForm, ...] = get_args(NarrowForm)
     for form in forms:
         if asked.device.type == "cuda":
             if torch.cuda.get_device_capability(asked.device) < LEAST_CAPABILITY[form]:
@@ -269,5 +269,8 @@ def eight_bits(asked: Asked) -> Iterator[dict[str, Any]]:
 def _round(module: Any, form: NarrowForm) -> None:
     for name, linear in module.named_modules():
         if isinstance(linear, nn.Linear) and ".layers." in name:
-            values, scales = narrowed(linear.weight, form)
-            linear.weight.copy_(values.float() * scales[:, None])
+            own = narrowed(linear.weight, form)
+            if own.in_blocks:
+                linear.weight.copy_(widened(own, linear.weight.dtype)[:, : linear.in_features])
+            else:
+                linear.weight.copy_(own.values.float() * own.scales[:, None])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
@@ -37,7 +37,7 @@ class RunnerSpec:
     folder: a model in transformers' form. adapter: a PEFT LoRA's folder, merged at load.
     dtype: "auto" is float32 on a CPU and the model's own on CUDA. weights: how a CPU keeps them:
     "auto", "float32", "bfloat16", "int8", "int8-blocks", "int4" or "file"; on CUDA the layers' are
-    of `dtype`, "int8" or "fp8". max_model_len: None =
+    of `dtype`, "int8", "fp8", "int8-blocks" or "int4". max_model_len: None =
     the model's own limit, or what the KV memory holds if that is less. threads:
     CPU threads, None = the cores this process may run on. kv_dtype: what a CPU keeps K and V as:
     "auto", "float32", "float16" or "int8". full_head: where the full LM head lies on
@@ -70,11 +70,12 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
     """
     if spec.device == "cpu":
         return _build_cpu_runner(spec, progress)
-    if spec.weights not in ("auto", "int8", "fp8"):
+    if spec.weights not in ("auto", *get_args(NarrowForm)):
+        near = "int8-blocks" if spec.weights == "file" else "int8"
         raise UnsupportedModelError(
-            f"weights: {spec.weights} is for cpu; on {spec.device} they have `dtype`, or 8 bits. "
-            "Nearest that works: `weights: int8`, `dtype: bfloat16`, or `devices: [cpu]` for this "
-            "model"
+            f"weights: {spec.weights} is for cpu; on {spec.device} they have `dtype`, 8 bits or 4. "
+            f"Nearest that works: `weights: {near}`, `dtype: bfloat16`, or `devices: [cpu]` for "
+            "this model"
         )
     if spec.kv_dtype != "auto":
         raise UnsupportedModelError(

@@ -70,7 +70,7 @@ def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
     [tokens] = found("own-tokens", shape)
     assert tokens["ok"] and tokens["graph_same_bits"] and tokens["others_same_bits"]
     narrow = found("eight-bits", shape)
-    assert [line["ok"] for line in narrow] == [True] * 2
+    assert [line["ok"] for line in narrow] == [True] * 4
     assert all(line["rounding"] > 0 for line in narrow)
 
 

@@ -113,7 +113,7 @@ def test_texts_are_read_with_their_end_and_cut_to_those_that_fit(
     ("given", "error", "words"),
     [
         ({"weights": "int8", "dtype": "bfloat16"}, ValueError, "give one of them"),
-        ({"weights": "int4", "device": "cuda"}, UnsupportedModelError, "works: `weights: int8`"),
+        ({"weights": "file", "device": "cuda"}, UnsupportedModelError, "`weights: int8-blocks`"),
         ({"kv_dtype": "int8", "device": "cuda"}, UnsupportedModelError, "kv_cache_dtype"),
     ],
 )

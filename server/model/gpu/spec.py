@@ -44,8 +44,8 @@ class Ways(NamedTuple):
     transformers', or "auto": ours for the families that it covers, with "triton". cuda_graphs:
     captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
     memory that a slab of logits and the work on it may take; more rows go through the head in
-    several slabs. partial_bytes: memory for split attention. weights: of the layers, in 8 bits
-    (narrow.py), or None as they are loaded.
+    several slabs. partial_bytes: memory for split attention. weights: of the layers, in 8
+    or 4 bits (narrow.py), or None as they are loaded.
     """
 
     attention: AttentionName | None = None
