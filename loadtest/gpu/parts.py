@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu import correct, decoders, options, peers, prefill, steps, vocabulary
+from loadtest.gpu import correct, decoders, options, peers, prefill, sampled, steps, vocabulary
 from loadtest.gpu.shapes import SHAPES, Asked, build
 
 __all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
@@ -104,6 +104,7 @@ PARTS: dict[str, Part] = {
     "correct": correct.check,
     "decoders": decoders.check,
     "top-p": options.top_p,
+    "sampled": sampled.check,
     "adapters": options.adapters,
     "own-tokens": options.own_tokens,
     "eight-bits": options.eight_bits,
@@ -134,6 +135,8 @@ PLAN = (
     Planned("decoders", "smollm2-135m", 60),
     Planned("decoders", "gemma-3-270m", 60),
     Planned("top-p", "smollm2-135m", 30),
+    Planned("sampled", "smollm2-135m", 60),
+    Planned("sampled", "gemma-3-270m", 60),
     Planned("adapters", "smollm2-135m", 40),
     Planned("own-tokens", "smollm2-135m", 40),
     Planned("eight-bits", "smollm2-135m", 40),

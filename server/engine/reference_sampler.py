@@ -30,13 +30,18 @@ def _splitmix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def noise_stream(seed: int, choice_id: int) -> int:
+    """64 bits that the noise of all draws of a choice begins with."""
+    z = _splitmix64(seed & _U64)
+    return _splitmix64(z ^ ((choice_id * 0xD1342543DE82EF95) & _U64))
+
+
 def noise_key(seed: int, choice_id: int, position: int) -> tuple[int, int]:
     """Two uint32 words that key the noise of one draw.
 
     position is the absolute position of the token being drawn (prompt length for the first one).
     """
-    z = _splitmix64(seed & _U64)
-    z = _splitmix64(z ^ ((choice_id * 0xD1342543DE82EF95) & _U64))
+    z = noise_stream(seed, choice_id)
     z = _splitmix64(z ^ ((position * 0xDABA0B6EB09322E3) & _U64))
     return z >> 32, z & _U32
 

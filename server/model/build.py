@@ -302,13 +302,13 @@ def _calculated_reserve(
     """Bytes that a step takes beside weights and KV, where they are not measured. narrow_bytes: of
     the widest weights in `dtype`, where they are kept as less."""
     from server.model.gpu.graphs import MAX_GRAPH_ROWS
-    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_rows
+    from server.model.gpu.spec import HEAD_BYTES, PARTIAL_BYTES, graph_head_bytes
     from server.model.kv_memory import step_reserve
 
     sizes, graph_bytes = spec.sizes, 0
     if spec.cuda_graphs and spec.full_head == "device":
         rows = min(MAX_GRAPH_ROWS, sizes.max_num_batched_tokens)
-        graph_bytes = 4 * shape.vocab_size * graph_head_rows(shape.vocab_size, HEAD_BYTES, rows)
+        graph_bytes = graph_head_bytes(shape.vocab_size, HEAD_BYTES, rows)
     return narrow_bytes + step_reserve(
         rows=sizes.max_num_batched_tokens,
         hidden_size=shape.hidden_size,

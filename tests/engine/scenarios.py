@@ -27,7 +27,6 @@ from server.types import (
     VocabularyParams,
 )
 from tests.engine.one_token_loop import Outcome, one_token_loop
-from tests.engine.tiny_vocabularies import NO_PIECES
 from tests.fakes.fake_drafters import (
     FakeDrafter,
     LikelyDrafter,

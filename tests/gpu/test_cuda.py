@@ -5,6 +5,7 @@ Not collected without CUDA (conftest.py). `python loadtest/gpu_check.py` runs th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -17,6 +18,7 @@ import torch
 from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch, Drawn
 from server.model.gpu import nucleus, sampler
+from server.model.gpu.draw_plan import plan_draws
 from server.model.gpu.generic import take_over
 from server.model.gpu.runner import TorchRunner
 from server.model.loader import finish_module
@@ -24,6 +26,7 @@ from server.types import SamplingParams
 from tests.model import attention_cases as cases
 from tests.model import families, generic_models
 from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
+from tests.model.gpu import test_following as following
 from tests.model.gpu.cut_problems import cut_problem
 from tests.model.gpu.test_attention import tree_steps
 from tests.model.gpu.test_lora import check_kernels
@@ -106,23 +109,51 @@ def test_the_search_for_a_cut_finds_what_a_sort_finds(monkeypatch: pytest.Monkey
     assert ((kept - wanted).abs() <= 1).all() and (kept == wanted).sum() >= 60
 
 
-def test_gumbel_max_draws_the_same_ids_as_on_the_cpu() -> None:
-    from server.model.gpu import triton_kernels
+SAMPLINGS = (
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=0.9, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=20, min_p=0.05, logit_bias=((4, 2.0), (9, -100.0))),
+    SamplingParams(temperature=30.0, top_p=0.95),
+    SamplingParams(temperature=1.1, presence_penalty=0.4, repetition_penalty=1.2),
+    SamplingParams(temperature=0.8, min_tokens=9, allowed_token_ids=tuple(range(90))),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0),
+)
+"""As many as a bucket has rows, so that a graph has the logits of the plain path."""
 
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn((64, 150_001), generator=generator, dtype=torch.float64)
-    logits[2, 100:] = float("-inf")
-    logits[3] = 1.0
-    keys = np.ones((64, 3), np.uint32)
-    keys[:, :2] = [sampling.noise_key(5, i, 1000 + i) for i in range(64)]
-    keys[3, 2] = 0
-    device_keys = torch.from_numpy(keys.view(np.int32))
-    _, want = sampler.gumbel_max(logits, device_keys)
-    for found in (
-        triton_kernels.gumbel_max(logits.to(CUDA), device_keys.to(CUDA)),
-        sampler.gumbel_max(logits.to(CUDA), device_keys.to(CUDA)),
-    ):
-        assert found[1].tolist() == want.tolist() and want[3] == 0
+
+def decode_step(tables: list[Pages.Table], position: int, seed: int) -> Batch:
+    """A row of each sequence; SAMPLINGS with this seed, every third one with a grammar's mask."""
+    builder = BatchBuilder()
+    mask = builder.add_mask(range(0, V, 3), V)
+    for i, (table, asked) in enumerate(zip(tables, SAMPLINGS, strict=True)):
+        row = builder.add_rows(table, [5 + seed + i], position)[0]
+        params = draw_params(
+            replace(asked, seed=seed), choice_id=i, banned_until=[2], counts={3: (1, 0), 8: (2, 1)}
+        )
+        builder.draw(row, builder.add_params(params), mask=mask if i % 3 == 1 else -1)
+    return builder.build()
+
+
+def test_draws_are_the_cpu_s() -> None:
+    """Of a vocabulary of many parts: top-p within the selection and beyond it, top-k, min-p."""
+    size = 30_011
+    rng = np.random.default_rng(6)
+    logits = (rng.standard_normal((48, size)) * 4).astype(np.float32)
+    builder = BatchBuilder()
+    rows = builder.add_rows(Pages(8).sequence(64), [1] * 48, 0)
+    asked = [s for s in SAMPLINGS if s.allowed_token_ids is None]
+    for i, row in enumerate(rows):
+        params = draw_params(replace(asked[i % len(asked)], seed=i), counts={3: (1, 0)})
+        builder.draw(row, builder.add_params(params))
+    batch = builder.build()
+    plan = plan_draws(batch, np.arange(48), batch.draw_rows, size)
+    found = []
+    for device in (CPU, CUDA):
+        arrays = {name: torch.from_numpy(a.copy()).to(device) for name, a in plan.arrays.items()}
+        made = sampler.Sampler(use_triton=device == CUDA)
+        found.append(made.draw(torch.from_numpy(logits).to(device), plan, arrays).tolist())
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("family", [*families.FAMILIES, *GENERIC])
@@ -351,6 +382,83 @@ def test_graphs_draw_what_the_plain_path_draws(family: str) -> None:
         streams.append(drawn)
         runner.close()
     assert streams[0] == streams[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sampled_rows_in_a_graph_draw_what_the_plain_path_draws(family: str) -> None:
+    """To the bit, whatever is asked; replays have other seeds and positions."""
+    found = []
+    for cuda_graphs in (False, True):
+        runner = make(family, CUDA, cuda_graphs=cuda_graphs)
+        pages = Pages(NUM_BLOCKS, seed=2)
+        tables = [pages.sequence(40) for _ in SAMPLINGS]
+        prompt = BatchBuilder()
+        for i, table in enumerate(tables):
+            prompt.add_rows(table, tokens(20, i), 0)
+        run(runner, prompt.build())
+        steps = [decode_step(tables, 20 + seed, seed) for seed in range(6)]
+        found.append([run(runner, batch).token_ids.tolist() for batch in steps])
+        draws = runner._body.draws
+        if cuda_graphs:
+            assert draws is not None and draws.graphs.num_captured == 1
+        runner.close()
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_steps_behind_trees_change_no_text_on_the_device(cuda_graphs: bool) -> None:
+    """Greedy and sampled, a stop and an abort: the device walks the trees and moves their KV."""
+    requests = following._requests(24)
+    runner = make("llama", CUDA, cuda_graphs=cuda_graphs)
+    want, _ = following._run(runner, requests)
+    stopping = following._stopping(requests, want)
+    ends, _ = following._run(runner, stopping)
+    on_host = following._watched(runner)
+    got, engine = following._run(runner, stopping, following._knowing(requests, want), abort_at=6)
+    aborted = requests[-1].request_id
+    assert 0 < len(got[aborted]) < len(ends[aborted])
+    assert got == ends | {aborted: ends[aborted][: len(got[aborted])]}
+    assert engine.flights.num_ahead_trees > 4 and not any(on_host)
+    runner.close()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_after_warming_up_nothing_is_compiled_or_captured(cuda_graphs: bool) -> None:
+    """Triton's programs and graphs, while requests of all kinds are served."""
+    runner = make("llama", CUDA, cuda_graphs=cuda_graphs, max_num_batched_tokens=64)
+    runner.warm_up()
+    counted = [_num_programs(), _num_captured(runner)]
+    prompt = BatchBuilder()
+    pages = Pages(NUM_BLOCKS, seed=2)
+    tables = [pages.sequence(40) for _ in SAMPLINGS]
+    for i, table in enumerate(tables):
+        row = prompt.add_rows(table, tokens(7, i), 0)[-1]
+        prompt.draw(row, prompt.add_params(draw_params(SAMPLINGS[i])))
+    run(runner, prompt.build())
+    for seed in range(3):
+        run(runner, decode_step(tables, 7 + seed, seed))
+    assert [_num_programs(), _num_captured(runner)] == counted
+    runner.close()
+
+
+def _num_programs() -> int:
+    """Programs that Triton has compiled in this process, by its kernels' own caches."""
+    from triton.runtime.jit import JITFunction
+
+    kernels = [
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("server.model.gpu.")
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    ]
+    return sum(len(caches[0]) for k in set(kernels) for caches in k.device_caches.values())
+
+
+def _num_captured(runner: TorchRunner) -> int:
+    body = runner._body
+    drawn = 0 if body.draws is None else body.draws.graphs.num_captured
+    return drawn + (0 if body.graphs is None else body.graphs.num_captured)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

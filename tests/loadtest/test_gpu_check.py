@@ -65,6 +65,9 @@ def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
     cuts = found("top-p", shape)
     assert [line["ok"] for line in cuts] == [True] * 3
     assert cuts[0]["kept"] < 1024 < cuts[2]["kept"], "selected values, and what is beyond them"
+    sampled = found("sampled", shape)
+    assert [line["ok"] for line in sampled] == [True] * 7
+    assert all(line["different"] > 4 and line["graph_ms"] > 0 for line in sampled)
     [adapter] = found("adapters", shape)
     assert adapter["ok"] and adapter["moved_by"] > 0.1
     [tokens] = found("own-tokens", shape)
@@ -87,6 +90,11 @@ def test_a_wrong_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(decoder_ops, "own_embed", lambda rows, *_: rows.table[rows.ids % 64])
         assert not found("own-tokens", "tiny")[0]["ok"]
+    with monkeypatch.context() as patch:
+        seeds = iter(range(1000))
+        batch = parts.sampled._batch
+        patch.setattr(parts.sampled, "_batch", lambda k, _, n: batch(k, next(seeds), n))
+        assert not found("sampled", "tiny")[0]["ok"], "other noise"
     monkeypatch.setattr(options, "_round", lambda *_: None)
     assert not any(line["ok"] for line in found("eight-bits", "tiny"))
 

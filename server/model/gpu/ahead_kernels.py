@@ -38,14 +38,19 @@ def _slot(table, position, BLOCK_SIZE: tl.constexpr):
     return tl.load(table + position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
 
 
-@triton.jit
+_WORDS = tl.constexpr(8)
+"""Words of `ancestors` that are written at once."""
+
+
+# Widths of trees and tables differ from step to step, and no program is compiled anew for them.
+@triton.jit(do_not_specialize=("table_stride", "ancestor_stride", "node_words"))
 def _accept_trees(
     drawn, root_draws, tree_start, tree_tokens, tree_parents,
     option_start, option_end, option_token, node_start, node_tokens, node_ancestors, node_depths,
     first_positions, row_start, tables, table_stride,
-    token_ids, positions, slots, prefix_len, ancestors, ancestor_stride,
+    token_ids, positions, slots, prefix_len, ancestors, ancestor_stride, node_words,
     move_src, move_dst, trash_slot,
-    NODE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence)."""
     s = tl.program_id(0)
@@ -78,14 +83,14 @@ def _accept_trees(
 
     root = base + num_accepted
     row = tl.load(row_start + s)
-    word = tl.arange(0, ROW_WORDS)
     tl.store(token_ids + row, tl.maximum(token, 0))
     tl.store(positions + row, root)
     tl.store(slots + row, _slot(table, root, BLOCK_SIZE))
     tl.store(prefix_len + row, root + 1)
-    tl.store(
-        ancestors + row * ancestor_stride + word, tl.zeros_like(word), mask=word < ancestor_stride
-    )
+    for start in range(0, ancestor_stride, _WORDS):
+        word = start + tl.arange(0, _WORDS)
+        bits = tl.zeros_like(word)
+        tl.store(ancestors + row * ancestor_stride + word, bits, mask=word < ancestor_stride)
     for j in range(0, tl.load(row_start + s + 1) - row - 1):
         at = row + 1 + j
         is_there = j < num_nodes
@@ -96,13 +101,12 @@ def _accept_trees(
         tl.store(positions + at, tl.where(is_there, root + depth, 0))
         tl.store(slots + at, tl.where(is_there, _slot(table, where, BLOCK_SIZE), trash_slot))
         tl.store(prefix_len + at, tl.where(is_there, root + 1, 0))
-        num_words = tl.where(is_there, NODE_WORDS, 0)
-        bits = tl.load(
-            node_ancestors + (node + j) * NODE_WORDS + word,
-            mask=word < num_words,
-            other=0,
-        )
-        tl.store(ancestors + at * ancestor_stride + word, bits, mask=word < ancestor_stride)
+        num_words = tl.where(is_there, node_words, 0)
+        for start in range(0, ancestor_stride, _WORDS):
+            word = start + tl.arange(0, _WORDS)
+            own = node_ancestors + (node + j) * node_words + word
+            bits = tl.load(own, mask=word < num_words, other=0)
+            tl.store(ancestors + at * ancestor_stride + word, bits, mask=word < ancestor_stride)
 
 
 def accept_trees(
@@ -130,8 +134,6 @@ def accept_trees(
     _accept_trees[(arrays["root_draws"].shape[0],)](
         drawn, *(arrays[name] for name in names), block_tables, block_tables.stride(0),
         rows.token_ids, rows.positions, rows.slots, rows.prefix_len, rows.ancestors, num_words,
-        src, dst, trash_slot,
-        NODE_WORDS=arrays["ancestors"].shape[1], ROW_WORDS=triton.next_power_of_2(num_words),
-        BLOCK_SIZE=block_size, num_warps=1,
+        arrays["ancestors"].shape[1], src, dst, trash_slot, BLOCK_SIZE=block_size, num_warps=1,
     )  # fmt: skip
     return src, dst

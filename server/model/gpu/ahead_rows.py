@@ -13,8 +13,8 @@ How such a step runs on a device (following.py):
   from its number of rows;
 - then the kernel writes the rows in place, `KvCache.copy_slots` moves what was accepted, and the
   graph is replayed: three launches more than a step that waits;
-- draws that are an argmax need no more. Noise is keyed by the position: a sampled draw's keys are
-  picked, among those of all positions that there may be, by the one that the kernel wrote;
+- draws that are an argmax need no more. Noise is made on the device from the position: a sampled
+  draw is told the one that the kernel wrote;
 - `previous_ids` keeps a failed draw's number below 0, so that the device stops where the host does;
 - the slot of rows that are not there is one that their own kind alone writes, with finite numbers:
   it is read with weight 0;

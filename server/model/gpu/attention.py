@@ -425,7 +425,9 @@ class TorchAttention:
         behind = path_len - 1 - nth[None, :]  # position difference; negative: past the path's end
         on_path = (behind >= 0) if window is None else ((behind >= 0) & (behind < window))
         index = torch.where(on_path, step.path_start[rows, None] + nth[None, :], 0).long()
-        path_slot = step.path_slots[index].long() if max_path else index
+        path_slot = index
+        if max_path:  # behind its end a row reads itself: another row's NaN times 0 is NaN
+            path_slot = torch.where(on_path, step.path_slots[index].long(), self._slots[rows, None])
         scores.append(torch.einsum("nkgd,npkd->nkgp", q, keys[path_slot].float()))
 
         mask = torch.cat([visible, on_path], dim=1)[:, None, None, :]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.batch import Batch, DrawParams, places_of
-from server.engine.reference_sampler import noise_key, penalty_counts
+from server.engine.reference_sampler import noise_stream, penalty_counts
 
 Array = npt.NDArray[Any]
 
@@ -31,11 +31,13 @@ class DrawPlan:
       allow_row, allow_id int32; mask_rows int32, masks int32 [., words]; ban_row, ban_id int32;
       penalty_row, penalty_id int32, repetition, subtract float64; `*_row` index processed draws.
       temperature float64 [m] (1 for greedy); top_k int64 [m] (the logits' width when off); top_p
-      float64 [m]; log_min_p float64 [m] (-inf when off); keys int32 [m, 3]: the noise key's words,
-      and 1 where noise is added.
+      float64 [m]; log_min_p float64 [m] (-inf when off); noise int64 [m, 3]: the bits of
+      reference_sampler.noise_stream, the position of the token that is drawn, and 1 where noise is
+      added.
       logprob_rows, logprob_at int32: draws whose logprobs are wanted.
     Every `*_id` is a column of the logits: a vocabulary id, or an id's place in the draw's slice.
-    num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i.
+    num_draws: n. plain_is_all: draw i is the argmax of logits row i, for every i. in_order: draw i
+      is from logits row i, for every i.
     num_top: most top logprobs of any draw, -1 when no draw wants logprobs.
     has_order: whether a draw has top-k or top-p. noisy: whether a draw is not greedy.
     """
@@ -46,6 +48,7 @@ class DrawPlan:
     num_top: int
     has_order: bool
     noisy: bool
+    in_order: bool = False
 
 
 def has_choice(batch: Batch, draw_id: int, ids: Array) -> bool:
@@ -114,10 +117,13 @@ def plan_draws(
         "logprob_at": np.asarray(logprob_at, np.int32),
     }
     num_draws = int(draw_ids.shape[0])
-    is_all = not processed.num and plain_rows == list(range(num_draws))
+    in_order = bool((logits_rows == np.arange(num_draws)).all())
+    is_all = not processed.num and in_order
     if processed.num:
         arrays |= processed.arrays()
-    return DrawPlan(arrays, num_draws, is_all, num_top, processed.has_order, processed.noisy)
+    return DrawPlan(
+        arrays, num_draws, is_all, num_top, processed.has_order, processed.noisy, in_order
+    )
 
 
 class _Processed:
@@ -157,7 +163,7 @@ class _Processed:
         masks = self._batch.masks[made["masks"]]
         lacking = max(0, -(-self._width // 32) - masks.shape[1])  # ids of other adapters' own
         made["masks"] = np.pad(masks, ((0, 0), (0, lacking))).view(np.int32)
-        made["keys"] = made["keys"].reshape(-1, 3).view(np.int32)
+        made["noise"] = made["noise"].reshape(-1, 3).view(np.int64)
         return made
 
     def _append(self, **values: Any) -> None:
@@ -194,17 +200,17 @@ class _Processed:
             self._extend(len(ids), "ban_row", ban_id=ids)
 
     def _set_noise(self, draw_id: int, params: DrawParams) -> None:
-        """Temperature, top-k, top-p, min-p and the noise key; a greedy draw has none of them."""
+        """Temperature, top-k, top-p, min-p and the noise; a greedy draw has none of them."""
         s, width = params.sampling, self._width
         if s.temperature == 0.0:
             self._append(temperature=1.0, top_k=width, top_p=1.0, log_min_p=-np.inf)
-            self._columns["keys"].extend((0, 0, 0))
+            self._columns["noise"].extend((0, 0, 0))
             return
         top_k = s.top_k if 0 < s.top_k < width else width
         log_min_p = np.log(s.min_p) if s.min_p > 0.0 else -np.inf
         self._append(temperature=s.temperature, top_k=top_k, top_p=s.top_p, log_min_p=log_min_p)
-        key = noise_key(s.seed, params.choice_id, int(self._batch.draw_positions[draw_id]))
-        self._columns["keys"].extend((*key, 1))
+        stream = noise_stream(s.seed, params.choice_id)
+        self._columns["noise"].extend((stream, int(self._batch.draw_positions[draw_id]), 1))
         self.noisy = True
         self.has_order |= s.top_p < 1.0 or top_k < width
 
@@ -218,6 +224,6 @@ _DTYPES: dict[str, type[np.generic]] = {
     "penalty_row": np.int32, "penalty_id": np.int32,
     "repetition": np.float64, "subtract": np.float64,
     "temperature": np.float64, "top_k": np.int64, "top_p": np.float64, "log_min_p": np.float64,
-    "keys": np.uint32,
+    "noise": np.uint64,
 }  # fmt: skip
 """Columns of the processed draws as DrawPlan describes them; `masks` as the rows of Batch.masks."""

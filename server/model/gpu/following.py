@@ -19,7 +19,6 @@ import torch
 
 from server.engine.ahead import resolve
 from server.engine.batch import Batch
-from server.engine.reference_sampler import noise_key
 from server.model.gpu.ahead_rows import AheadRows, Padded, ahead_rows
 from server.model.gpu.body_run import BodyRun
 from server.model.gpu.head_plan import Slab
@@ -76,17 +75,19 @@ class Following:
         step.ahead = Padded(batch, arrays["row_start"], before.drawn_ids, size)
         return rows
 
-    def arrays(self, rows: AheadRows, slabs: Sequence[Slab]) -> dict[str, Array]:
-        """What `accept` reads. The block tables are whole: a graph has those of its keys alone."""
+    def arrays(self, rows: AheadRows, slabs: Sequence[Slab], *, in_graph: bool) -> dict[str, Array]:
+        """What `accept` reads. The block tables are whole: a graph has those of its keys alone.
+        in_graph: whether a graph draws the sampled rows, whose noise has a row for each draw."""
         made: dict[str, Array] = {f"ahead.{name}": array for name, array in rows.arrays.items()}
         made["ahead.block_tables"] = rows.batch.block_tables
         made["ahead.unwritten"] = self._unwritten(rows)
-        return made | _noise(rows, slabs)
+        return made | _sampled(slabs, in_graph=in_graph)
 
     def accept(
         self, rows: AheadRows, slabs: Sequence[Slab], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Queue what finds the step's rows, moves the KV of accepted nodes and keys the noise."""
+        """Queue what finds the step's rows, moves the KV of accepted nodes and tells the noise of
+        sampled draws their positions."""
         from server.model.gpu.ahead_kernels import RowTensors, accept_trees
 
         src, dst = accept_trees(
@@ -102,12 +103,10 @@ class Following:
         if src.shape[0]:
             self._cache.copy_slots(src.long(), torch.cat([dst, unwritten]).long())
         for i in range(len(slabs)):
-            if f"noise.{i}.at" not in tensors:
-                continue
-            own = {name: tensors[f"noise.{i}.{name}"] for name in ("at", "rows", "shift")}
-            nth = tensors["positions"].index_select(0, own["rows"]) + own["shift"]
-            keys = tensors["noise"].index_select(0, nth.clamp(min=0))
-            tensors[f"{i}.keys"][:, :2].index_copy_(0, own["at"].long(), keys)
+            if f"sampled.{i}.at" in tensors:
+                drawn = tensors["positions"].index_select(0, tensors[f"sampled.{i}.rows"]) + 1
+                at = tensors[f"sampled.{i}.at"].long()
+                tensors[f"{i}.noise"][:, 1].index_copy_(0, at, drawn.long())
 
     def _unwritten(self, rows: AheadRows) -> Array:
         """int32: slots that are read with weight 0, though nobody may have written them: behind a
@@ -135,36 +134,14 @@ def _is_plain(batch: Batch) -> bool:
     )
 
 
-def _noise(rows: AheadRows, slabs: Sequence[Slab]) -> dict[str, Array]:
-    """noise int32 [T, 2]: key words of all positions that a sequence may draw at; of each slab with
-    sampled draws: which of its processed draws, their rows, and what leads from a row's position
-    to its key."""
+def _sampled(slabs: Sequence[Slab], *, in_graph: bool) -> dict[str, Array]:
+    """int32, of each slab with sampled draws: `at`, their rows of DrawPlan's noise or of a graph's,
+    and `rows`, those of the step, whose positions the device finds."""
     made: dict[str, Array] = {}
-    batch, first = rows.batch, rows.arrays["first_positions"]
-    deepest = int(rows.arrays["depths"].max(initial=0))
-    keys: list[tuple[int, int]] = []
-    shifts: dict[int, int] = {}
     for i, slab in enumerate(slabs):
-        if not slab.plan.noisy:
-            continue
-        at = np.flatnonzero(slab.plan.arrays["keys"][:, 2])
-        draws = slab.draw_ids[slab.plan.arrays["at"][at]]
-        for draw in draws.tolist():
-            s = int(batch.seq_ids[draw])
-            if s in shifts:
-                continue
-            params = batch.params[batch.draw_params[draw]]
-            start = int(first[s])
-            shifts[s] = len(keys) - start
-            end = int(batch.prefix_len[rows.arrays["row_start"][s]]) + deepest
-            keys += [
-                noise_key(params.sampling.seed, params.choice_id, position + 1)
-                for position in range(start, end)
-            ]
-        made[f"noise.{i}.at"] = at.astype(np.int32)
-        made[f"noise.{i}.rows"] = draws.astype(np.int32)
-        shift = [shifts[s] for s in batch.seq_ids[draws].tolist()]
-        made[f"noise.{i}.shift"] = np.array(shift, np.int32)
-    if keys:
-        made["noise"] = np.array(keys, np.uint32).view(np.int32)
+        if slab.plan.noisy:
+            at = np.flatnonzero(slab.plan.arrays["noise"][:, 2])
+            draws = slab.plan.arrays["at"][at]
+            made[f"sampled.{i}.at"] = (draws if in_graph else at).astype(np.int32)
+            made[f"sampled.{i}.rows"] = slab.draw_ids[draws].astype(np.int32)  # a draw a row
     return made

@@ -10,6 +10,8 @@ What makes this possible lives elsewhere and must stay: all inputs of the body a
 device buffer at offsets that a bucket fixes (server.model.gpu.body_run), launches have grids
 known on the host, and nothing between the upload and the last hidden state syncs.
 
+Where more is drawn than an argmax, a second graph is replayed behind it (graph_draws.py).
+
 Adapters' rows are in graphs of their own, and so are those of adapters with rows of embedding and
 head: their tables keep their addresses until larger ones are needed, and the graphs are captured
 again then. Vocabulary slices work beside graphs: theirs ends
@@ -23,7 +25,7 @@ plain path.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,16 +76,17 @@ Forward = Callable[[bool], Outputs]
 
 
 class StepGraphs:
-    """Captured graphs by their key. One memory pool; used from one thread and stream."""
+    """Captured graphs by their key. One memory pool; used from one thread and stream. largest: most
+    rows of a graph."""
 
     def __init__(self, device: torch.device, largest: int) -> None:
         self._device = device
         self.largest = largest
         self.num_captured = 0
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, key: GraphKey, forward: Forward) -> Outputs:
+    def run(self, key: Hashable, forward: Forward) -> Outputs:
         """What `forward` returns, computed by a replay.
 
         forward: runs the step on its static inputs; called only when the key is new: first plainly,

@@ -19,6 +19,7 @@ from server.model.gpu.lm_head import FullHead
 from server.model.gpu.lora import spans_of
 from server.model.gpu.own_rows import OwnRows
 from server.model.gpu.slices import Placed, TorchSlices
+from server.model.gpu.spec import LOGIT_BYTES
 
 Array = npt.NDArray[Any]
 
@@ -63,14 +64,9 @@ class Slab:
         return self.start + int(self.rows.shape[0])
 
     @property
-    def is_argmax(self) -> bool:
-        """Whether nothing but the argmax of each row's logits is drawn, and nothing is scored."""
-        plan = self.plan
-        return (
-            plan.plain_is_all
-            and not plan.arrays["logprob_at"].shape[0]
-            and not self.score_ids.shape[0]
-        )
+    def only_draws(self) -> bool:
+        """Whether nothing is scored, and no logprobs are wanted."""
+        return not self.plan.arrays["logprob_at"].shape[0] and not self.score_ids.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +164,8 @@ class HeadPlanner:
                 continue
             own, width = places[start:end], self._own.width
             whole = part.slab(width, own_places=own)
-            if (whole.is_argmax and not batch.num_likely) or (own >= 0).all():
+            is_argmax = whole.plan.plain_is_all and whole.only_draws and not batch.num_likely
+            if is_argmax or (own >= 0).all():
                 slabs.append(whole)
                 continue
             slabs.append(part.slab(self._vocab_size, own < 0))
@@ -308,10 +305,9 @@ def kept_draws(batch: Batch) -> Array:
 
 
 def bytes_per_logit(batch: Batch) -> int:
-    """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken; float64
-    copies, sorted values with their indices and running sums where draws are processed; int64 order
-    keys for logprobs; two more float32 where the likeliest ids are wanted."""
+    """Peak bytes for one logit of a slab: 4 for its float32 where only the argmax is taken, two
+    more float32 where the likeliest ids are wanted; LOGIT_BYTES where draws are processed."""
     params = (p.sampling for p in batch.params)
     only_argmax = all(s.temperature == 0.0 and s.num_logprobs is None for s in params)
     least = 12 if batch.num_likely else 4
-    return least if only_argmax and batch.score_rows.shape[0] == 0 else 48
+    return least if only_argmax and batch.score_rows.shape[0] == 0 else LOGIT_BYTES

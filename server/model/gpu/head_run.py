@@ -96,14 +96,13 @@ class HeadRun:
         ids: torch.Tensor | None,
         tensors: Mapping[str, torch.Tensor],
         sampler: Sampler,
-        argmax: torch.Tensor | None,
+        done: torch.Tensor | None,
     ) -> None:
         """Draw and score on a slab's logits; queue the results for the way back.
 
-        ids: int32 like the logits, the columns' vocabulary ids; None where a column is one. argmax:
-        int32 of the rows, if it was computed, which the next step has already."""
+        ids: int32 like the logits, the columns' vocabulary ids; None where a column is one. done:
+        int32, what the draws are if a graph has drawn, which the next step has already."""
         if slab.draw_ids.shape[0]:
-            done = argmax if slab.plan.plain_is_all else None
             if done is None:
                 drawn = sampler.draw(logits, slab.plan, tensors, ids)
             else:

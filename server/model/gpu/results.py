@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -57,6 +58,26 @@ class Step:
     drawn: Drawn | DrawError | None = None
     error: Exception | None = None
     ahead: Padded | None = None
+
+    def mark_begin(self, *, on_gpu: bool) -> None:
+        """The device begins with it now."""
+        if on_gpu:
+            self.begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.begin.record()
+
+    def mark_end(self, *, on_gpu: bool) -> None:
+        """Queue the way back of the results, and the event behind it."""
+        if self.segments:
+            parts = [t.reshape(-1).view(torch.int32) for s in self.segments for t in s.tensors]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+            # A copy without CUDA too: the next step overwrites what its graph gives.
+            self.results = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
+            self.results.copy_(flat, non_blocking=True)
+        if on_gpu:
+            self.done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.done.record()
+        else:
+            self.model_s = time.perf_counter() - self.begin_s
 
     def places(self) -> Int32 | None:
         """Of each draw that the engine counts, its draw in `batch`, once the step before is there;

@@ -4,7 +4,7 @@ It serves every supported family on "cuda", and on "cpu" as the reference of the
 step is: one upload of everything the Batch holds (one pinned copy; two where a graph is replayed
 and more than an argmax is drawn), the body on all rows with our paged attention (body_run.py), the
 LM head on the rows that draw or are scored (head_plan.py, head_run.py; graph_head.py in a graph),
-the sampler, one download (results.py).
+the sampler (graph_draws.py in a second graph), one download (results.py).
 
 On CUDA nothing in `launch` waits for the device; `wait` waits for an event behind the download.
 Two steps may be in flight, so that a row can take the id that the previous step draws
@@ -46,21 +46,16 @@ from server.model.gpu.body import body_of
 from server.model.gpu.body_run import BodyRun, Computed
 from server.model.gpu.device import DeviceMeter
 from server.model.gpu.following import Following
-from server.model.gpu.graph_head import GraphHead
+from server.model.gpu.graph_draws import draw_form
 from server.model.gpu.graphs import MAX_GRAPH_ROWS
-from server.model.gpu.head_plan import (
-    HeadPlanner,
-    kept_draws,
-    slab_arrays,
-    whole_head_rows,
-)
+from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays, whole_head_rows
 from server.model.gpu.head_run import HeadRun
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
 from server.model.gpu.results import Step
 from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
-from server.model.gpu.spec import TorchModel, Ways, graph_head_rows
+from server.model.gpu.spec import TorchModel, Ways
 from server.model.gpu.transfers import TURNS, HostTable, SideStream, Upload
 from server.model.gpu.warm_up import Trials
 from server.types import DeviceFigures, ModelInfo
@@ -114,9 +109,7 @@ class TorchRunner:
         self._body = self._make_body(module, dtype, embedding, ways)
         self.info = replace(info, decoder=self._body.body.name)
         if self._body.graphs is not None and isinstance(self._head, LmHead):
-            largest = self._body.graphs.largest
-            num_rows = graph_head_rows(self._head.weight.shape[0], ways.head_bytes, largest)
-            self._body.head = GraphHead(self._head, num_rows)
+            self._body.add_head(self._head, ways.head_bytes)
         own, head_size = self._body.own, self._head.vocab_size
         self._planner = HeadPlanner(self._slices, head_size, ways.head_bytes, own)
         self._head_run = HeadRun(self._slices, self._body.keep_ids, own, on_gpu=self._on_gpu)
@@ -290,7 +283,7 @@ class TorchRunner:
         if kept.shape[0] and int(kept.max()) >= self._kept.shape[0]:
             raise ValueError("a hidden state that was never kept")
         with torch.inference_mode(), self._on_stream():
-            self._mark_begin(step)
+            step.mark_begin(on_gpu=self._on_gpu)
             slabs = self._planner.full(batch, np.arange(batch.num_draws), 0)
             arrays = slab_arrays(batch, slabs, keep_ids=False)
             tensors = self._upload({"kept": kept} | arrays)
@@ -304,7 +297,7 @@ class TorchRunner:
                 self._head_run.run(
                     step, slabs, Computed(hidden.cpu()), there, self._cpu_head, self._cpu_sampler
                 )
-            self._mark_end(step)
+            step.mark_end(on_gpu=self._on_gpu)
         return step.finish()
 
     # The AdaptingRunner protocol.
@@ -372,14 +365,21 @@ class TorchRunner:
     def warm_up(self) -> int:
         """Compile kernels and capture graphs before any KV is kept, which otherwise the first steps
         of each kind do while a client waits (seconds, with Triton); how many steps it ran."""
-        return self.try_out(self.trials.kernels())
+        num_steps = self.try_out(self.trials.kernels())
+        with torch.inference_mode(), self._on_stream():
+            self._sampler.warm_up(self._device)
+        return num_steps
 
     @property
     def trials(self) -> Trials:
         """Batches that it may try out."""
         body, graphs = self._body, self._body.graphs
-        largest, has_head = 0 if graphs is None else graphs.largest, body.head is not None
-        return Trials(self.info, body.shape, largest, self._max_blocks, has_head)
+        return Trials(
+            self.info, body.shape, 0 if graphs is None else graphs.largest, self._max_blocks,
+            has_head=body.head is not None,
+            draw_rows=0 if body.draws is None else body.draws.num_rows,
+            follows_trees=self.follows_trees,
+        )  # fmt: skip
 
     def try_out(self, batches: Iterable[Batch]) -> int:
         """Run steps whose results nobody reads, before any KV is kept; how many."""
@@ -411,6 +411,8 @@ class TorchRunner:
         """Drop all graphs, and their memory: they are captured again."""
         if self._body.graphs is not None:
             self._body.graphs.forget()
+        if self._body.draws is not None:
+            self._body.draws.graphs.forget()
 
     # One step.
 
@@ -434,7 +436,7 @@ class TorchRunner:
         num_ids, held = self.info.vocab_size, batch.seq_adapters is not None
         own_ids = self._adapting().num_ids(batch, num_ids) if held else num_ids
         check_batch(batch, self.info, self._cache.num_slots, self._num_previous, own_ids)
-        self._mark_begin(step)
+        step.mark_begin(on_gpu=self._on_gpu)
         slabs, step.placed = self._planner.plan(batch)
         drawn_ids = self._drawn_before(batch)
         plan = self._body.plan(batch, drawn_ids, *whole_head_rows(slabs))
@@ -446,44 +448,34 @@ class TorchRunner:
             arrays["keep_places"] = batch.draw_keep[keep]
             self._make_room_to_keep(int(arrays["keep_places"].max()) + 1)
         arrays |= self._slices.arrays(step.placed)
-        if not plan.has_head or not slabs[0].is_argmax or batch.num_likely:
+        draws = self._body.draws
+        form = draw_form(plan.head_rows, slabs, draws)
+        if form == "eager" or not slabs[0].only_draws or batch.num_likely:
             arrays |= slab_arrays(batch, slabs, keep_ids=True)
         if ahead is not None:
-            arrays |= self._following.arrays(ahead, slabs)
+            arrays |= self._following.arrays(ahead, slabs, in_graph=form == "sampled")
         if plan.graph_key is None:
             tensors = self._upload(plan.arrays | arrays)
         else:
             tensors = self._body.upload(plan.arrays)
             tensors |= self._upload(arrays) if arrays else {}
+        drawing = None
+        if form == "sampled" and draws is not None:
+            drawing = draws.upload(slabs[0].plan, plan.head_rows)
+            tensors["0.noise"] = drawing.given.noise
         self._slices.write(step.placed, tensors)
         if ahead is not None:
             self._following.accept(ahead, slabs, tensors)
         computed = self._body.run(batch, tensors, plan)
+        if form != "argmax":
+            ids = None if drawing is None or draws is None else draws.run(drawing)
+            computed = replace(computed, ids=ids)
         if keep.shape[0]:
             rows = computed.hidden.index_select(0, tensors["keep_rows"])
             self._kept.index_copy_(0, tensors["keep_places"].long(), rows)
         self._head_run.run(step, slabs, computed, tensors, self._head, self._sampler)
         self._num_previous = batch.num_draws
-        self._mark_end(step)
-
-    def _mark_begin(self, step: Step) -> None:
-        if self._on_gpu:
-            step.begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            step.begin.record()
-
-    def _mark_end(self, step: Step) -> None:
-        """Queue the way back of the results, and the event behind it."""
-        if step.segments:
-            parts = [t.reshape(-1).view(torch.int32) for s in step.segments for t in s.tensors]
-            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-            # A copy without CUDA too: the next step overwrites what its graph gives.
-            step.results = torch.empty(flat.shape, dtype=torch.int32, pin_memory=flat.is_cuda)
-            step.results.copy_(flat, non_blocking=True)
-        if self._on_gpu:
-            step.done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            step.done.record()
-        else:
-            step.model_s = time.perf_counter() - step.begin_s
+        step.mark_end(on_gpu=self._on_gpu)
 
     def _drawn_before(self, batch: Batch) -> Int32 | None:
         """What the step before drew, on the host, if a row's embedding is looked up there. Waits

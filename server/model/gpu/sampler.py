@@ -13,14 +13,15 @@ so a draw could differ only where two candidates are within 1e-15 of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from server.model.gpu.draw_plan import DrawPlan
-from server.model.gpu.nucleus import Beyond, by_sort, keep_nucleus
+from server.model.gpu.nucleus import Beyond, Cut, by_sort, keep_nucleus
 
 # Ids of draws without an answer.
 NAN_LOGITS = -1
@@ -46,22 +47,38 @@ def _fmix32(h: torch.Tensor) -> torch.Tensor:
     return h ^ (h >> 16)
 
 
+def noise_words(noise: torch.Tensor) -> torch.Tensor:
+    """int64 [n, 2]: the words of reference_sampler.noise_key of int64 [n, 3] (DrawPlan.arrays), in
+    arithmetic that wraps around as that of uint64 does."""
+    z = (noise[:, 0] ^ (noise[:, 1] * _signed(0xDABA0B6EB09322E3))) + _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return torch.stack([_shifted(z, 32), z & _MASK32], dim=1)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64 if bits >> 63 else 0)
+
+
+def _shifted(z: torch.Tensor, num: int) -> torch.Tensor:
+    return (z >> num) & ((1 << (64 - num)) - 1)
+
+
 def gumbel_max(
-    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor | None = None
+    logits: torch.Tensor, noise: torch.Tensor, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value float64 [n], its lowest column int32 [n]) of logits float64 [n, V] + noise.
 
-    keys: int32 [n, 3]: the noise key's words, and 1 where noise is added. ids: int32 [n, V], the
-    columns' vocabulary ids where they are not 0, 1, ... The Triton kernel of the same name computes
-    the same for those.
+    noise: int64 [n, 3], see DrawPlan.arrays. ids: int32 [n, V], the columns' vocabulary ids where
+    they are not 0, 1, ...
     """
-    words = keys[:, :2].long() & _MASK32
+    words = noise_words(noise)
     if ids is None:
         ids = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
     ids = ids.long()
     u = (noise_hash(ids, words).double() + 0.5) / 4294967296.0
-    noise = -torch.log(-torch.log(u))
-    noisy = logits + torch.where(keys[:, 2:] != 0, noise, 0.0)
+    noisy = logits + torch.where(noise[:, 2:] != 0, -torch.log(-torch.log(u)), 0.0)
     value, which = noisy.max(dim=1)
     return value, which.int()
 
@@ -106,17 +123,17 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Log
     return Logprobs(value.squeeze(1) - normaliser, rank, top_ids.int(), top_logprobs)
 
 
-def process_logits(
+def adjusted(
     raw: torch.Tensor,
     plan: DrawPlan,
     arrays: Mapping[str, torch.Tensor],
     ids: torch.Tensor | None = None,
-    beyond: Beyond = by_sort,
 ) -> torch.Tensor:
-    """Processed logits float64 [m, V] of the plan's processed draws; -inf where not drawable.
+    """Logits float64 [m, V] of the plan's processed draws, over the temperature; -inf where a
+    request excludes an id.
 
     raw: float32 [m, V], one row a draw. arrays: plan.arrays on raw's device. ids: int32 [m, V], the
-    columns' vocabulary ids where they are not 0, 1, ... beyond: see nucleus.py.
+    columns' vocabulary ids where they are not 0, 1, ...
     """
     x = raw.double()
     host = plan.arrays
@@ -148,30 +165,42 @@ def process_logits(
         value, repetition = x[row, token], arrays["repetition"]
         value = torch.where(value > 0, value / repetition, value * repetition)
         x[row, token] = value - arrays["subtract"]
-    if not plan.noisy:
-        return x
-    x /= arrays["temperature"][:, None]
+    if plan.noisy:
+        x /= arrays["temperature"][:, None]
+    return x
+
+
+def _cut(
+    x: torch.Tensor, plan: DrawPlan, arrays: Mapping[str, torch.Tensor], beyond: Beyond
+) -> torch.Tensor:
+    """x with -inf where top-k, top-p or min-p leaves an id out."""
     if plan.has_order:
         x = keep_nucleus(x, plan, arrays, beyond)
-    if np.isfinite(host["log_min_p"]).any():
+    if np.isfinite(plan.arrays["log_min_p"]).any():
         floor = x.amax(dim=1) + arrays["log_min_p"]
-        x.masked_fill_(x < floor[:, None], minus_infinity)
+        x.masked_fill_(x < floor[:, None], float("-inf"))
     return x
 
 
 class Sampler:
-    """Runs DrawPlans. use_triton: draw by the Triton kernels (CUDA) instead of torch."""
+    """Runs DrawPlans. use_triton: draw by the Triton kernels (CUDA) instead of torch; a slice's
+    rows, which are short, by torch in any case."""
 
     def __init__(self, *, use_triton: bool = False) -> None:
-        self._gumbel_max: Callable[
-            [torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-        ] = gumbel_max
+        self._kernels: Any = None
         self._beyond: Beyond = by_sort
         if use_triton:
-            from server.model.gpu import nucleus_kernels, triton_kernels
+            from server.model.gpu import draw_kernels, nucleus_kernels
 
-            self._gumbel_max = triton_kernels.gumbel_max
+            self._kernels = draw_kernels
             self._beyond = nucleus_kernels.find_cut
+
+    def warm_up(self, device: torch.device) -> None:
+        """Compile what cuts slices, whose widths are multiples of 16; a vocabulary's may not be."""
+        if self._kernels is not None:
+            x = torch.zeros((1, 16), dtype=torch.float64, device=device)
+            floats, whole = x[:, 0].clone(), torch.zeros(1, dtype=torch.int64, device=device)
+            self._beyond(x, x, whole, Cut(whole, floats, floats, whole))
 
     def draw(
         self,
@@ -195,16 +224,32 @@ class Sampler:
         if plan.num_draws > num_plain:
             raw = logits.index_select(0, arrays["rows"])
             own = None if ids is None else ids.index_select(0, arrays["rows"])
-            x = process_logits(raw, plan, arrays, own, self._beyond)
-            if not plan.noisy:
-                value, which = x.max(dim=1)
-            elif own is None:
-                value, which = self._gumbel_max(x, arrays["keys"])
-            else:
-                value, which = gumbel_max(x, arrays["keys"], own)
-            value = torch.where(raw.isnan().any(dim=1), float("nan"), value)
-            drawn.index_copy_(0, arrays["at"].long(), _answer(value, which))
+            x = adjusted(raw, plan, arrays, own)
+            drawn.index_copy_(0, arrays["at"].long(), self._drawn(raw, x, plan, arrays, own))
         return drawn
+
+    def _drawn(
+        self,
+        raw: torch.Tensor,
+        x: torch.Tensor,
+        plan: DrawPlan,
+        arrays: Mapping[str, torch.Tensor],
+        ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """int32 [m] of the processed draws; x: `adjusted` logits, which it may change."""
+        is_nan = raw.isnan().any(dim=1)
+        kernels = self._kernels
+        if kernels is not None and ids is None:
+            parts = kernels.num_parts(x.shape[1])
+            given = kernels.Given(*(arrays[name] for name in kernels.Given._fields))
+            nans = is_nan.int()[:, None].expand(-1, parts).contiguous()
+            found: torch.Tensor = kernels.drawn(x, nans, given, has_order=plan.has_order)
+            return found
+        if plan.noisy:
+            value, which = gumbel_max(_cut(x, plan, arrays, self._beyond), arrays["noise"], ids)
+        else:
+            value, which = x.max(dim=1)
+        return _answer(torch.where(is_nan, float("nan"), value), which)
 
 
 def argmax_ids(logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of the CUDA path: paged attention, its reduction, KV writes, Gumbel-max.
+"""Triton kernels of the CUDA path: paged attention, its reduction, KV writes.
 
 Every kernel reads its work from device memory that the runner fills with one copy a step, has a
 grid known on the host and syncs nothing, so a step can be captured in a CUDA graph.
@@ -277,76 +277,6 @@ def _combine_splits(
     result = tl.sum(acc * weight[:, None], axis=0) / tl.where(total_all == 0.0, 1.0, total_all)
     at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d
     tl.store(out + at, result.to(out.dtype.element_ty), mask=in_dim)
-
-
-@triton.jit
-def _fmix32(h):
-    """MurmurHash3's finaliser on uint32; the same integers as server.engine.reference_sampler."""
-    h = h ^ (h >> 16)
-    h = h * 0x85EBCA6B
-    h = h ^ (h >> 13)
-    h = h * 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _gumbel_max(
-    logits,
-    keys,
-    best_value,
-    best_id,
-    num_ids,
-    num_parts,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (draw, part): the largest logit + noise of PART ids and its lowest id.
-
-    logits float64 [n, num_ids]; keys int32 [n, 3]: the two words of the noise key, and 1 where
-    noise is added, 0 for greedy draws.
-    """
-    draw = tl.program_id(0)
-    part = tl.program_id(1)
-    key0 = tl.load(keys + draw * 3).to(tl.uint32, bitcast=True)
-    key1 = tl.load(keys + draw * 3 + 1).to(tl.uint32, bitcast=True)
-    noisy = tl.load(keys + draw * 3 + 2)
-    top = tl.full([1], float("-inf"), tl.float64)
-    top_id = tl.zeros([1], tl.int32)
-    for offset in range(0, PART, BLOCK):
-        ids = part * PART + offset + tl.arange(0, BLOCK)
-        inside = ids < num_ids
-        x = tl.load(logits + draw.to(tl.int64) * num_ids + ids, mask=inside, other=float("-inf"))
-        h = _fmix32(_fmix32(ids.to(tl.uint32) ^ key0) + key1)
-        u = (h.to(tl.float64) + 0.5) / 4294967296.0
-        g = -tl.log(-tl.log(u))
-        x = tl.where(noisy != 0, x + g, x)
-        block_top = tl.max(x, axis=0)
-        # The lowest id among equals.
-        block_id = tl.min(tl.where(x == block_top, ids, 0x7FFFFFFF), axis=0)
-        better = block_top > top
-        top = tl.where(better, block_top, top)
-        top_id = tl.where(better, block_id, top_id)
-    one = tl.arange(0, 1)
-    tl.store(best_value + draw * num_parts + part + one, top)
-    tl.store(best_id + draw * num_parts + part + one, top_id)
-
-
-def gumbel_max(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest value float64 [n], its lowest id int32 [n]) of logits + noise.
-
-    logits: float64 [n, V], contiguous. keys: int32 [n, 3] as in _gumbel_max.
-    """
-    num_draws, num_ids = logits.shape
-    part = 8192
-    num_parts = triton.cdiv(num_ids, part)
-    best_value = torch.empty((num_draws, num_parts), dtype=torch.float64, device=logits.device)
-    best_id = torch.empty((num_draws, num_parts), dtype=torch.int32, device=logits.device)
-    _gumbel_max[(num_draws, num_parts)](
-        logits, keys, best_value, best_id, num_ids, num_parts, PART=part, BLOCK=1024, **FUSE
-    )
-    # Parts ascend with ids and torch.max takes the first of equals: the lowest id again.
-    value, which = best_value.max(dim=1)
-    return value, best_id.gather(1, which[:, None]).squeeze(1)
 
 
 def block_d_of(head_dim: int) -> int:

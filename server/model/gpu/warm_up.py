@@ -1,5 +1,9 @@
-"""Trials: batches that TorchRunner runs before the first request, so that kernels are compiled and
-memory is measured (reserve.py)."""
+"""Trials: batches that TorchRunner runs before the first request, so that kernels are compiled,
+graphs captured, and memory is measured (reserve.py).
+
+tests/model/gpu/test_warm_up.py counts what is compiled or captured after them. Not met here:
+adapters, whose kernels and graphs come with the first one that is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from server.engine.batch import Batch, DrawParams
+from server.engine.ahead import Ahead
+from server.engine.batch import Batch, DrawParams, Int32
 from server.model.gpu import attention as paged
 from server.model.gpu.graphs import ROW_BUCKETS, split_level
 from server.types import ModelInfo, SamplingParams
 
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, num_logprobs=20)
 """Draws that take the most memory: float64 logits, their order, and logprobs."""
+_KINDS = (
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0),
+)
+"""Sampled draws whose kernels, or graphs, differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,8 @@ class Trials:
     """What a runner of these sizes may be given. shape: how its attention is divided. graph_rows:
     of its largest graph, 0 for none. max_blocks: of a row of its block tables. has_head: whether
     graphs have the full head; they are captured with and without it, as steps with slices have it.
+    draw_rows: of the largest graph of sampled rows, 0 for none. follows_trees: whether the device
+    finds the rows behind trees.
     """
 
     info: ModelInfo
@@ -29,16 +41,28 @@ class Trials:
     graph_rows: int
     max_blocks: int
     has_head: bool = False
+    draw_rows: int = 0
+    follows_trees: bool = False
 
     def kernels(self) -> Iterator[Batch]:
         """One for every kernel that serving needs, and for every graph."""
         longest = self.info.max_model_len
-        return self._of(warm_up_shapes(longest, self.shape, self.graph_rows))
+        yield from self._of(warm_up_shapes(longest, self.shape, self.graph_rows))
+        yield from self._sampled([b for b in reversed(ROW_BUCKETS) if b <= self.draw_rows])
+        one = warm_up_batch(1, 1, 1, self.max_blocks)
+        for sampling in _KINDS:
+            yield _choices(one, sampling)
+        if longest >= 4:
+            behind = warm_up_batch(1, 1, 2, self.max_blocks)
+            yield replace(behind, token_from=np.zeros(1, np.int32))
+            if self.follows_trees:
+                yield from _trees(self.max_blocks)
 
     def graphs(self) -> Iterator[Batch]:
         """One for each of the largest graphs: smaller ones fit into the memory that they took."""
         largest = [b for b in ROW_BUCKETS if b <= self.graph_rows][-1:]
-        return self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
+        yield from self._of(_graph_shapes(self.info.max_model_len, self.shape, largest))
+        yield from self._sampled([b for b in ROW_BUCKETS if b <= self.draw_rows][-1:])
 
     @property
     def graphs_a_size(self) -> int:
@@ -56,6 +80,15 @@ class Trials:
         whole = replace(whole, slots=whole.slots % (info.num_blocks * info.block_size))
         yield _drawing(whole, whole.num_rows, SamplingParams(temperature=0.0))
         yield _drawing(whole, min(whole.num_rows, info.max_num_seqs), _SAMPLED)
+
+    def _sampled(self, buckets: list[int]) -> Iterator[Batch]:
+        """A sampled draw in graphs of these numbers of rows, with top-p and without."""
+        for bucket in buckets:
+            num_seqs = -(-bucket // paged.MAX_TREE_RUN)
+            rows = bucket // num_seqs
+            for batch in self._of([(num_seqs, rows, rows)]):
+                if batch.num_draws:
+                    yield from (_drawing(batch, 1, sampling) for sampling in _KINDS)
 
     def _of(self, shapes: list[tuple[int, int, int]]) -> Iterator[Batch]:
         """Those of the shapes that fit."""
@@ -92,6 +125,8 @@ def warm_up_shapes(
     shapes = [(1, 1, 1), (1, 2, 2), (1, 1, longest), (1, 2, longest)]
     shapes += [(1, tree, max(tree, 2)), (1, tree, in_parts), (1, tree, longest)]
     shapes.append((1, paged.MAX_SPLIT_RUN + 1, paged.MAX_SPLIT_RUN + 1))
+    if graph_rows:
+        shapes.append((1, graph_rows + 1, graph_rows + 1))  # the shortest run without a graph
     # The largest first: smaller ones fit into the memory that it took.
     return shapes + _graph_shapes(
         longest, shape, [b for b in reversed(ROW_BUCKETS) if b <= graph_rows]
@@ -140,3 +175,34 @@ def warm_up_batch(
         draw_mask=np.full_like(last, -1),
         params=(params,),
     )
+
+
+def _choices(batch: Batch, sampling: SamplingParams) -> Batch:
+    """The same rows, with two draws from the last one: what no graph draws."""
+    zeros, (params,) = np.zeros(2, np.int32), batch.params
+    return replace(
+        batch, draw_rows=zeros + batch.draw_rows[-1], draw_params=zeros,
+        draw_parent=zeros - np.int32(1), draw_mask=zeros - np.int32(1),
+        draw_positions=zeros + batch.draw_positions[-1],
+        params=(replace(params, sampling=sampling),),
+    )  # fmt: skip
+
+
+def _trees(max_blocks: int) -> list[Batch]:
+    """A root and its node, which both draw, and the step behind them with a node prepared."""
+
+    def ints(*values: int) -> Int32:
+        return np.array(values, np.int32)
+
+    rows = warm_up_batch(1, 2, 2, max_blocks)
+    tree = replace(
+        rows, prefix_len=ints(1, 1), path_start=ints(0, 0), path_len=ints(0, 1),
+        path_slots=ints(1), draw_rows=ints(0, 1), draw_params=ints(0, 0), draw_parent=ints(-1, 0),
+        draw_positions=ints(1, 2), draw_mask=ints(-1, -1), num_draft_rows=1,
+    )  # fmt: skip
+    behind = Ahead(
+        root_draws=ints(0), tree_start=ints(0, 1), tree_tokens=ints(0), tree_parents=ints(-1),
+        option_start=ints(0, 1), option_end=ints(-1), option_token=ints(0), node_start=ints(0, 1),
+        node_tokens=ints(0), node_parents=ints(-1),
+    )  # fmt: skip
+    return [tree, replace(warm_up_batch(1, 1, 2, max_blocks), slots=ints(1), ahead=behind)]

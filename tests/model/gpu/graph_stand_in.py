@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from server.model.gpu.generic import take_over
+from server.model.gpu.graph_draws import GraphDraws
 from server.model.gpu.graph_head import GraphHead
-from server.model.gpu.graphs import WARM_UP_RUNS, Forward, GraphKey, Outputs
+from server.model.gpu.graphs import WARM_UP_RUNS, Forward, Outputs
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.runner import TorchRunner
 from server.model.gpu.transfers import Upload
@@ -21,21 +22,23 @@ CPU = torch.device("cpu")
 
 class FirstCalls:
     """StepGraphs without a GPU: a replay is the call that was captured, on the addresses that it
-    read then, whatever the step of now has made. watch: entered around each."""
+    read then, whatever the step of now has made. watch: entered around each. num_runs: plain runs
+    before a capture."""
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, num_runs: int = WARM_UP_RUNS) -> None:
         self.largest = largest
-        self.keys: list[GraphKey] = []
+        self.num_runs = num_runs
+        self.keys: list[Any] = []
         self.num_captured = self.num_forgotten = 0
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._captured: dict[GraphKey, Forward] = {}
+        self._captured: dict[Any, Forward] = {}
 
-    def run(self, key: GraphKey, forward: Forward) -> Outputs:
+    def run(self, key: Any, forward: Forward) -> Outputs:
         self.keys.append(key)
         with self.watch():
             if key not in self._captured:
                 self.num_captured += 1
-                for _ in range(WARM_UP_RUNS):
+                for _ in range(self.num_runs):
                     forward(False)
             return self._captured.setdefault(key, forward)(True)
 
@@ -44,13 +47,19 @@ class FirstCalls:
         self._captured.clear()
 
 
-def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> None:
-    """What the runner would have made on a GPU."""
+def use_graphs(runner: TorchRunner, graphs: FirstCalls) -> FirstCalls:
+    """What the runner would have made on a GPU; the graphs that draw."""
     body = runner._body
     body.graphs = graphs  # type: ignore[assignment]
     body.inputs = Upload(CPU, 1 << 16)
     assert isinstance(runner._head, LmHead)
     body.head = GraphHead(runner._head, graphs.largest)
+    drawing = FirstCalls(graphs.largest, graphs.num_runs)
+    body.draws = GraphDraws(
+        body.head.logits, runner._head.vocab_size, graphs.largest, body.previous_ids,
+        drawing,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return drawing
 
 
 def module_of(name: str) -> Any:

@@ -195,8 +195,8 @@ def test_the_kernel_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = compiled(
         _accept_trees,
-        {"table_stride": "i32", "ancestor_stride": "i32", "trash_slot": "i32"},
-        {"NODE_WORDS": 2, "ROW_WORDS": 8, "BLOCK_SIZE": 16},
+        dict.fromkeys(("table_stride", "ancestor_stride", "node_words", "trash_slot"), "i32"),
+        {"BLOCK_SIZE": 16},
         capability=capability, other="*i32", num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     assert stack_bytes(made, tmp_path) == 0

@@ -21,9 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine import reference_sampler as sampling
 from server.engine.batch import Batch
-from server.model.gpu import nucleus, sampler
+from server.model.gpu import nucleus
 from server.model.gpu.graphs import GraphKey
 from server.model.gpu.transfers import Upload
 from server.types import SamplingParams
@@ -48,9 +47,11 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_ahead_rows.py"),
     Path(__file__).with_name("test_following.py"),
     Path(__file__).with_name("test_delta.py"),
+    Path(__file__).with_name("test_draw_kernels.py"),
+    Path(__file__).with_name("test_warm_up.py"),
 )
-OWN_ROW_CASES = 4
-DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 4, 2
+OWN_ROW_CASES, DRAW_CASES = 4, 3
+DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 6, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
@@ -105,27 +106,6 @@ def test_triton_gives_a_row_the_same_bits_whatever_its_neighbours() -> None:
         p.key.copy_(whole.key[rows])
         p.value.copy_(whole.value[rows])
         assert torch.equal(cases.run_triton(p), together[rows])
-
-
-@needs_interpreter
-def test_triton_gumbel_max_is_the_torch_one() -> None:
-    from server.model.gpu import triton_kernels
-
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn((9, 20_000), generator=generator, dtype=torch.float64)
-    logits[2, 100:] = float("-inf")
-    logits[3] = 1.0  # greedy below: the lowest id
-    logits[4] = float("-inf")
-    words = [sampling.noise_key(5, i, 1000 + i) for i in range(9)]
-    keys = np.ones((9, 3), np.uint32)
-    keys[:, :2] = words
-    keys[3, 2] = 0
-    device_keys = torch.from_numpy(keys.view(np.int32))
-    value, ids = triton_kernels.gumbel_max(logits, device_keys)
-    want_value, want_ids = sampler.gumbel_max(logits, device_keys)
-    keep = [0, 1, 2, 3, 5, 6, 7, 8]
-    assert ids[keep].tolist() == want_ids[keep].tolist() and ids[3] == 0
-    torch.testing.assert_close(value, want_value, rtol=1e-14, atol=0)
 
 
 @needs_interpreter
@@ -232,7 +212,7 @@ def test_triton_a_greedy_step_is_one_upload_and_one_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decode steps one ahead, and a tree: body, head, draws and the ids that the next step takes
-    are in the graph. Beside greedy rows a sampled one takes the graph's logits."""
+    are in the graph. Where a row is sampled a second graph draws, with an upload of its own."""
     launched, found = Launched(), []
     uploads: list[Upload] = []
     upload = Upload.__call__
@@ -253,8 +233,8 @@ def test_triton_a_greedy_step_is_one_upload_and_one_replay(
         runner = runner_over(families.build("llama"), attention=attention)
         graphs = FirstCalls(16)
         if attention == "triton":
-            use_graphs(runner, graphs)
-            graphs.watch = unseen
+            sampled = use_graphs(runner, graphs)
+            graphs.watch = sampled.watch = unseen
         inputs = runner._body.inputs
         pages = Pages(64, seed=5)
         tables = [pages.sequence(60) for _ in range(3)]
@@ -272,8 +252,9 @@ def test_triton_a_greedy_step_is_one_upload_and_one_replay(
                 runner.launch(batch)
             if attention == "triton":
                 assert len(graphs.keys) == step + 1
-                if step != 3:
-                    assert uploads == [inputs] and launched.num - before <= MOST_OUTSIDE
+                is_sampled = [runner._body.draws.inputs] if step == 3 else []
+                assert uploads == [inputs, *is_sampled]
+                assert launched.num - before <= MOST_OUTSIDE and len(sampled.keys) == (step >= 3)
             uploads.clear()
             ids.append(runner.wait().token_ids.tolist())
         ids.append(runner.wait().token_ids.tolist())
@@ -304,8 +285,8 @@ def test_triton_in_the_interpreter() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    num = len(TRITON_CASES) + 10 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES
-    num += OWN_ROW_CASES + DELTA_CASES
+    num = len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES
+    num += OWN_ROW_CASES + DELTA_CASES + DRAW_CASES
     assert f"{num} passed" in done.stdout, done.stdout[-400:]
 
 
@@ -320,9 +301,8 @@ COMPILED = {
     "end of a prompt, fp32": ("_attend_tiles", torch.float32, 64, 64, True, False, 0),
     "splits": ("_combine_splits", torch.bfloat16, 128, 16, True, True, 0),
     "write": ("_write_kv", torch.bfloat16, 64, 16, False, False, 0),
-    "gumbel": ("_gumbel_max", torch.float64, 16, 16, False, False, 0),
 }
-FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 SMALLEST_SHARED_MEMORY = 99 << 10  # compute capability 8.6 and 8.9
 
 
@@ -355,20 +335,16 @@ def test_triton_kernels_compile_for_a_gpu(
         "HAS_WINDOW": window,
         "HAS_CAP": window,
         "SPLIT": split,
-        "PART": 8192,
-        "BLOCK": 1024,
     }
     options = {"num_warps": 4, "enable_fp_fusion": True}
     if name == "_attend_tiles":
         options |= triton_kernels.tile_options(head_dim, block_m, dtype)
         constants |= {"BLOCK_M": block_m, "BLOCK_N": options["BLOCK_N"]}
     kernel = getattr(triton_kernels, name)
-    floats = {"query", "key", "value", "keys", "values", "out", "logits"}
+    floats = {"query", "key", "value", "keys", "values", "out"}
     partials = {"part_out", "part_max", "part_sum"}
     arrays = {"slots", "tiles", "block_tables", "prefix_len", "positions", "split_rows"}
-    arrays |= {"ancestors", "best_id"}
-    if name == "_gumbel_max":
-        floats, arrays = {"logits", "best_value"}, {"keys", "best_id"}
+    arrays |= {"ancestors"}
     kinds = (
         dict.fromkeys(floats, "*" + FLOATS[dtype])
         | dict.fromkeys(partials, "*fp32")

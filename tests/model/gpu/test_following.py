@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drafters.tree import DraftTree
 from server.engine.ahead_policy import AheadPolicy
 from server.engine.batch import Runner
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
+from server.model.gpu.runner import TorchRunner
+from server.model.gpu.sampler import Sampler
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import run_requests
 from tests.fakes.fake_drafters import FakeDrafter
@@ -124,22 +127,39 @@ def test_the_host_resolves_what_the_device_cannot(family: str) -> None:
     runner.close()
 
 
-# A bucket's padded rows hold what the memory held, and nobody reads them.
-@needs_interpreter
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-def test_triton_follows_trees() -> None:
-    """Trees behind trees on the device, in graphs: the texts of CpuRunner, with a stop. The sampled
-    one shares steps with the greedy one."""
-    requests = _requests(8, {name: SAMPLINGS[name] for name in ("greedy", "noisy")})
-    requests = [replace(r, prompt_ids=r.prompt_ids[: 5 + i]) for i, r in enumerate(requests)]
-    cpu = cpu_runner(families.build("llama"))
-    want, _ = _run(cpu, requests)
-    stopping = _stopping(requests, want)
-    ends, _ = _run(cpu, stopping)
-    runner = runner_over(families.build("llama"), attention="triton")
-    graphs = FirstCalls(16)
-    use_graphs(runner, graphs)
-    assert runner.follows_trees
+def _failing(requests: list[Request], texts: Texts) -> tuple[Any, str]:
+    """A model that gives NaN behind an id of its own in one request's text; that request."""
+    mine = requests[0].request_id
+    others = {t for r in requests for t in r.prompt_ids}
+    # What `_knowing` proposes beside the right ids, too.
+    others |= {
+        (t + i) % V for name, text in texts.items() for t in text if name != mine for i in range(4)
+    }
+    text = texts[mine]
+    broken = next(t for i, t in enumerate(text) if i > 1 and t not in others and t not in text[:i])
+    module = families.build("llama")
+    with torch.no_grad():
+        module.get_input_embeddings().weight[broken] = float("nan")
+    return module, mine
+
+
+def test_a_request_with_nan_logits_fails_alone() -> None:
+    """Behind trees of which the host knows nothing, either."""
+    requests = _requests(16)
+    texts, _ = _run(runner_over(families.build("llama")), requests)
+    module, mine = _failing(requests, texts)
+    plain = runner_over(module)
+    ends, _ = _run(plain, requests)
+    assert 0 < len(ends[mine]) < len(texts[mine])
+    assert {**ends, mine: []} == {**texts, mine: []}
+    plain.follows_trees = True
+    got, engine = _run(plain, requests, _knowing(requests, texts))
+    assert got == ends and engine.flights.num_ahead_trees > 2
+    plain.close()
+
+
+def _watched(runner: TorchRunner) -> list[bool]:
+    """For each step that hangs on trees, whether the host had to resolve it."""
     following = runner._following
     lay_out, on_host = following.lay_out, []
 
@@ -150,8 +170,55 @@ def test_triton_follows_trees() -> None:
         return rows
 
     following.lay_out = seen  # type: ignore[method-assign]
-    got, engine = _run(runner, stopping, _knowing(requests, want), num_nodes=4)
-    assert got == ends
+    return on_host
+
+
+# A bucket's padded rows hold what the memory held, and nobody reads them.
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("with_graphs", [True, False])
+def test_triton_follows_trees(with_graphs: bool) -> None:
+    """Trees behind trees on the device, in graphs and without: the texts of CpuRunner, with a stop
+    and an abort. The sampled one shares steps with the greedy one."""
+    requests = _requests(8, {name: SAMPLINGS[name] for name in ("greedy", "noisy")})
+    requests = [replace(r, prompt_ids=r.prompt_ids[: 5 + i]) for i, r in enumerate(requests)]
+    cpu = cpu_runner(families.build("llama"))
+    want, _ = _run(cpu, requests)
+    stopping = _stopping(requests, want)
+    ends, _ = _run(cpu, stopping)
+    runner = runner_over(families.build("llama"), attention="triton")
+    runner._sampler = Sampler(use_triton=True)
+    graphs = FirstCalls(16)
+    drawing = use_graphs(runner, graphs) if with_graphs else graphs
+    assert runner.follows_trees
+    on_host = _watched(runner)
+    got, engine = _run(runner, stopping, _knowing(requests, want), abort_at=4, num_nodes=4)
+    aborted = requests[-1].request_id
+    assert 0 < len(got[aborted]) < len(ends[aborted])
+    assert got == ends | {aborted: ends[aborted][: len(got[aborted])]}
     assert engine.flights.num_ahead_trees > 1 and not any(on_host)
-    assert not graphs.num_forgotten and len(graphs.keys) > graphs.num_captured
+    if with_graphs:
+        assert not graphs.num_forgotten and len(graphs.keys) > graphs.num_captured
+        assert drawing.num_captured and not drawing.num_forgotten
+    runner.close()
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+def test_triton_a_request_with_nan_logits_fails_alone() -> None:
+    """On the device a draw without an answer ends the walk, and its numbers stay its own."""
+    requests = _requests(8, {name: SAMPLINGS[name] for name in ("other", "noisy")})
+    requests = [replace(r, prompt_ids=r.prompt_ids[: 5 + i]) for i, r in enumerate(requests)]
+    texts, _ = _run(runner_over(families.build("llama")), requests)
+    module, mine = _failing(requests, texts)
+    ends, _ = _run(runner_over(_failing(requests, texts)[0]), requests)
+    runner = runner_over(module, attention="triton")
+    use_graphs(runner, FirstCalls(16, num_runs=0))
+    on_host = _watched(runner)
+    got, engine = _run(runner, requests, _knowing(requests, texts), num_nodes=4)
+    # It may fail when the id is drafted: in the kernel, a row reads its tree's other rows with
+    # weight 0, which leaves NaN what it is.
+    assert got == ends | {mine: ends[mine][: len(got[mine])]}
+    assert len(ends[mine]) < len(texts[mine])
+    assert engine.flights.num_ahead_trees > 1 and not any(on_host)
     runner.close()

@@ -226,9 +226,10 @@ def test_noise_hash_is_the_reference_s() -> None:
     for seed in range(5):
         key = sampling.noise_key(seed, seed, 17 * seed)
         want = sampling.noise_hash(ids, key)
-        got = sampler.noise_hash(
-            torch.from_numpy(ids.astype(np.int64)), torch.tensor([key], dtype=torch.int64)
-        )
+        stream = np.array([sampling.noise_stream(seed, seed)], np.uint64).view(np.int64)
+        words = sampler.noise_words(torch.tensor([[int(stream[0]), 17 * seed, 1]]))
+        assert words.tolist() == [list(key)]
+        got = sampler.noise_hash(torch.from_numpy(ids.astype(np.int64)), words)
         np.testing.assert_array_equal(got[0].numpy(), want.astype(np.int64))
 
 
@@ -273,10 +274,10 @@ def test_distribution() -> None:
     x = sampling.process_logits(logits[0], draw_params(s), [])
     share = np.exp(x - x.max())
     share /= share.sum()
-    keys = np.ones((num_draws, 3), np.uint32)
-    keys[:, :2] = [sampling.noise_key(123, 0, position) for position in range(num_draws)]
+    noise = np.ones((num_draws, 3), np.uint64)
+    noise[:, 0], noise[:, 1] = sampling.noise_stream(123, 0), np.arange(num_draws)
     _, ids = sampler.gumbel_max(
-        torch.from_numpy(x).expand(num_draws, V), torch.from_numpy(keys.view(np.int32))
+        torch.from_numpy(x).expand(num_draws, V), torch.from_numpy(noise.view(np.int64))
     )
     found = np.bincount(ids.numpy(), minlength=V)
     assert found[share == 0.0].sum() == 0

@@ -1,0 +1,124 @@
+"""After warm_up nothing is compiled and no graph is captured, whatever the first requests are.
+
+Triton's interpreter compiles nothing, so what it would compile is written down: a program for each
+kernel, each kind of its arguments that Triton distinguishes, and each constant. It runs in the
+interpreter's process (tests/model/gpu/test_attention.py starts it).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.tree import DraftTree
+from server.engine.ahead_policy import AheadPolicy
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.model.gpu.runner import TorchRunner
+from server.model.gpu.sampler import Sampler
+from server.types import Request, SamplingParams, SpeculationParams
+from tests.engine.scenarios import Collector
+from tests.fakes.fake_drafters import FakeDrafter
+from tests.model import families
+from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.torch_runners import runner_over
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
+
+Program = tuple[Any, ...]
+
+
+def _kind(name: str, parameter: inspect.Parameter, value: Any, fixed: tuple[str, ...]) -> Any:
+    """What Triton compiles anew for: triton.runtime.jit's specialisation of an argument."""
+    if "constexpr" in str(parameter.annotation) or value is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool) and name not in fixed:
+        return value == 1, value % 16 == 0, abs(value) >= 1 << 31
+    return type(value)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> set[Program]:
+    """Those that have been launched."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen: set[Program] = set()
+    run = InterpretedFunction.run
+
+    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        parameters = inspect.signature(self.fn).parameters
+        given = dict(zip(self.arg_names, args, strict=False)) | named
+        fixed = tuple(self.kwargs.get("do_not_specialize") or ())
+        kinds = (
+            (name, _kind(name, parameters[name], value, fixed) if name in parameters else value)
+            for name, value in sorted(given.items())
+        )
+        seen.add((self.fn.__name__, *kinds))
+        return run(self, *args, grid=grid, warmup=warmup, **named)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    return seen
+
+
+def _repeat(tokens: list[int], _budget: int, max_depth: int) -> DraftTree:
+    """The last token again, once or twice."""
+    num = min(2, max_depth)
+    return DraftTree.chain(tokens[-1:] * num, [0.9, 0.8][:num])
+
+
+def _serve(runner: TorchRunner) -> Engine:
+    """Greedy and sampled requests of each kind, with drafts that are right or wrong, ahead."""
+    drafter = FakeDrafter(_repeat)
+    settings = EngineSettings(max_num_seqs=2, max_num_batched_tokens=16, steps_ahead=1)
+    engine = Engine(runner, {"fake": drafter}, settings)
+    engine.flights.policy = AheadPolicy(is_always=True)
+    collector = Collector()
+    samplings = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9, seed=1),
+        SamplingParams(temperature=0.9, top_p=0.8, top_k=9, min_p=0.01, seed=2),
+        SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.5, logit_bias=((4, 1.0),)),
+        SamplingParams(temperature=0.0, allowed_token_ids=(4, 5, 6), num_logprobs=2),
+    ]
+    for i, sampling in enumerate(samplings):
+        speculation = SpeculationParams("fake" if i < 3 else "off", 3)
+        sampling = replace(sampling, max_tokens=5, ignore_eos=True)
+        prompt = tuple(5 + (3 * i + j) % 40 for j in range(4 + 5 * i))
+        engine.submit(Request(str(i), "task", "tiny", prompt, sampling, speculation=speculation))
+    while engine.has_work:
+        collector.take(engine.step())
+        engine.check()
+    assert engine.num_failed_steps == 0 and len(collector.results) == len(samplings)
+    return engine
+
+
+# A bucket's padded rows hold what the memory held, and nobody reads them.
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("with_graphs", [True, False])
+def test_triton_nothing_is_compiled_or_captured_after_warming_up(
+    with_graphs: bool, programs: set[Program]
+) -> None:
+    runner = runner_over(
+        families.build("llama"), attention="triton", max_model_len=64, num_blocks=16,
+        max_num_seqs=2, max_num_batched_tokens=16,
+    )  # fmt: skip
+    runner._sampler = Sampler(use_triton=True)
+    graphs = FirstCalls(4, num_runs=0)
+    drawing = use_graphs(runner, graphs) if with_graphs else FirstCalls(0)
+    assert runner.warm_up() > 4
+    before, captured = set(programs), (graphs.num_captured, drawing.num_captured)
+    engine = _serve(runner)
+    assert engine.flights.num_ahead_trees > 0
+    assert not programs - before
+    assert (graphs.num_captured, drawing.num_captured) == captured
+    assert bool(drawing.keys[captured[1] :]) == with_graphs, "sampled rows were replayed"
+    runner.close()
