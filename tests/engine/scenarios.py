@@ -350,6 +350,8 @@ def fake_runner(work: Workload) -> FakeRunner:
 def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engine, FakeRunner]:
     grammars = None
     if work.grammar_tokenizer is not None:
+        from tests.engine.tiny_vocabularies import NO_PIECES  # needs llguidance
+
         known = GrammarTokenizer(work.grammar_tokenizer, {}, NO_PIECES, lambda text: [])
         grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
         for _, request, _ in work.requests:  # so that arrivals stay at their steps

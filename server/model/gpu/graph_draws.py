@@ -7,9 +7,10 @@ grammars' masks, a row each, from buffers that the step's upload fills (draw_ker
 captured for each bucket of rows, with top-k and top-p and without, whatever the body's history is.
 
 `draw_form` is the one place that says how a step draws. What stays outside both graphs: vocabulary
-slices, sampled rows of adapters that have tokens of their own, prompts' chunks and whatever else has no body graph, several draws from one row (the choices
-of a prompt), more rows than a slab of the head, more changed logits than MAX_ENTRIES. Logprobs,
-scores and likely ids are launched behind the graphs, and read the same logits and ids.
+slices, sampled rows of adapters that have tokens of their own, prompts' chunks and whatever else
+has no body graph, several draws from one row (the choices of a prompt), more rows than a slab of
+the head, more changed logits than MAX_ENTRIES. Logprobs, scores and likely ids are launched behind
+the graphs, and read the same logits and ids.
 """
 
 from __future__ import annotations
