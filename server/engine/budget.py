@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.draft_worth import DraftWorth, HostTimes, WorthCell, class_of, who_rests
+from server.engine.draft_worth import DraftWorth, HostTimes, WorthCell, who_rests
 
 Float64 = npt.NDArray[np.float64]
 Prober = Callable[[int, int], float]
@@ -251,7 +251,7 @@ class DraftRecord:
 
     def cell_at(self, num_draws: int) -> WorthCell | None:
         """Its scope's cell in a step where so many choices draw."""
-        return None if self.worth is None else self.worth.cells[class_of(num_draws)]
+        return None if self.worth is None else self.worth.at(num_draws)
 
     def note_in(self, cell: WorthCell | None) -> None:
         """From now on what its drafts bring is noted in this cell; None: nowhere."""

@@ -11,7 +11,10 @@ Both sides are measured. The left one is of one scope (`DraftWorth`), because it
 the scope's texts say, and of one class of numbers of choices, because fewer nodes are drafted where
 more choices decode. The right one is made of times by numbers of choices and rows alone, and
 shared. A scope that does not earn what it costs rests for steps that double up to LAST_REST and
-then has a short trial, so that it is found out when drafts become better, or steps dearer.
+then has a short trial, so that it is found out when drafts become better, or steps dearer. What is
+clear after a few asks is not asked for longer. Where nothing is known yet, what was brought at
+another number of choices counts for a little; and where rows are so dear that a node of even chance
+would not pay, a scope begins with a rest.
 """
 
 from __future__ import annotations
@@ -89,12 +92,16 @@ class WorthCell:
     """
 
     __slots__ = (
-        "_due_in", "_is_trial", "_rest", "_turns_left", "num_accepted", "num_asks", "num_nodes",
+        "_due_in", "_is_settled", "_is_trial", "_rest", "_turns_left", "num_accepted", "num_asks",
+        "num_nodes",
     )  # fmt: skip
 
     DECAY = 0.995  # a time
     FIRST_ASKS = 32  # before the first judgement
     NEXT_ASKS = 24  # before the next, and of a trial
+    FIRST_CHANCE = 0.5  # that a tree's likeliest node is accepted, while nothing is known
+    FEW_ASKS = 8  # before a scope that clearly does not pay rests, in a trial and at first
+    DOUBT = 0.1  # accepted tokens an ask that are not ruled out by one ask without any
     OLD_SHARE = 0.25  # of the evidence from before a rest that counts in the trial after it
     AGAIN = 1.15  # by so much a trial must be worth more than it costs
     FIRST_REST = 32  # steps
@@ -104,6 +111,7 @@ class WorthCell:
         self.num_asks = self.num_nodes = self.num_accepted = 0.0
         self._due_in = self.FIRST_ASKS
         self._is_trial = False
+        self._is_settled = False
         self._rest = 0
         self._turns_left = 0
 
@@ -113,9 +121,20 @@ class WorthCell:
         return self._turns_left > 0
 
     @property
+    def is_new(self) -> bool:
+        """Whether it was never asked, never judged, and nothing is known from elsewhere."""
+        return not (self.num_asks or self._rest or self._is_trial)
+
+    @property
     def is_due(self) -> bool:
         """Whether there is enough new evidence to judge by."""
         return self._due_in <= 0
+
+    @property
+    def is_early(self) -> bool:
+        """Whether there is enough evidence to end a trial, or the first asks, if it is clear."""
+        first = self.NEXT_ASKS if self._is_trial else self.FIRST_ASKS
+        return not self._is_settled and self._due_in <= first - self.FEW_ASKS
 
     @property
     def margin(self) -> float:
@@ -132,6 +151,12 @@ class WorthCell:
         """Tokens that were accepted each time that a session was asked."""
         return self.num_accepted / self.num_asks if self.num_asks else 0.0
 
+    @property
+    def most_per_ask(self) -> float:
+        """So many tokens an ask are hardly more than it brings: a standard error above."""
+        mean = self.accepted_per_ask
+        return mean + math.sqrt((mean + self.DOUBT) / max(self.num_asks, 1.0))
+
     def observe(self, num_nodes: int, num_accepted: int) -> None:
         """A session was asked, and so many of its nodes were verified and accepted."""
         self.num_asks = self.DECAY * self.num_asks + 1.0
@@ -143,17 +168,29 @@ class WorthCell:
         """So many of its choices were not asked in a step. After the last one a trial begins."""
         self._turns_left -= num_turns
         if self._turns_left <= 0:
-            self._is_trial = True
+            self._is_trial, self._is_settled = True, False
             self._due_in = self.NEXT_ASKS
             self.num_asks *= self.OLD_SHARE
             self.num_nodes *= self.OLD_SHARE
             self.num_accepted *= self.OLD_SHARE
 
+    def begin_from(self, other: WorthCell) -> None:
+        """Its first asks are a trial beside what another number of choices has brought."""
+        self._is_trial, self._due_in = True, self.NEXT_ASKS
+        self.num_asks = self.OLD_SHARE * other.num_asks
+        self.num_nodes = self.OLD_SHARE * other.num_nodes
+        self.num_accepted = self.OLD_SHARE * other.num_accepted
+
+    def put_off(self, num_turns: int) -> None:
+        """Rest before anybody was asked, for longer than after a trial."""
+        self._rest = self.FIRST_REST
+        self.judge(False, num_turns)
+
     def judge(self, pays: bool, num_turns: int) -> None:
         """Go on, or rest. num_turns: its choices in a step."""
         self._due_in = self.NEXT_ASKS
         if pays:
-            self._is_trial, self._rest = False, 0
+            self._is_trial, self._is_settled, self._rest = False, True, 0
             return
         self._rest = min(max(2 * self._rest, self.FIRST_REST), self.LAST_REST)
         self._turns_left = self._rest * num_turns
@@ -166,6 +203,17 @@ class DraftWorth:
 
     def __init__(self) -> None:
         self.cells = [WorthCell() for _ in range(NUM_CLASSES)]
+
+    def at(self, num_draws: int) -> WorthCell:
+        """The cell of steps in which so many choices draw. A new one begins with what is known of
+        the nearest."""
+        at = class_of(num_draws)
+        cell = self.cells[at]
+        if not cell.num_asks:
+            known = [i for i in range(NUM_CLASSES) if self.cells[i].num_asks]
+            if known:
+                cell.begin_from(self.cells[min(known, key=lambda i: abs(i - at))])
+        return cell
 
     @property
     def is_resting(self) -> bool:
@@ -203,14 +251,25 @@ def who_rests(cells: Sequence[WorthCell | None], node_cost: Cost, ask_cost: floa
     time that asking one choice adds on the host. Called once a step: rests become shorter by it.
     """
     turns = Counter(cell for cell in cells if cell is not None)
+    new = [cell for cell in turns if cell.is_new]
+    if new:
+        # With dear rows a few steps of trial cost more than they bring: where a node that is
+        # accepted every other time would not pay, the scope begins with a rest.
+        first_price = ask_cost + node_cost(float(turns.total())) / turns.total()
+        for cell in new:
+            if first_price > cell.FIRST_CHANCE:
+                cell.put_off(turns[cell])
     asked = [cell for cell in turns if not cell.is_resting]
-    if any(cell.is_due for cell in asked):
+    judged = [cell for cell in asked if cell.is_due or cell.is_early]
+    if judged:
         num_nodes = sum(turns[cell] * cell.nodes_per_ask for cell in asked)
         per_node = node_cost(num_nodes) / num_nodes if num_nodes else 0.0
-        for cell in asked:
+        for cell in judged:
+            price = ask_cost + per_node * cell.nodes_per_ask
             if cell.is_due:
-                price = ask_cost + per_node * cell.nodes_per_ask
                 cell.judge(cell.accepted_per_ask >= cell.margin * price, turns[cell])
+            elif cell.most_per_ask < price:
+                cell.judge(False, turns[cell])
     resting = {cell for cell in turns if cell.is_resting}
     for cell in resting:
         cell.skip(turns[cell])

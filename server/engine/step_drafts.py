@@ -70,6 +70,8 @@ class StepDrafts:
         for sequence, is_resting in zip(sequences, resting, strict=True):
             if is_resting:
                 sequence.no_draft_reason = "budget"
+            if not sequence.num_output:  # an answer's first tree says little about the others
+                sequence.draft_record.note_in(None)
         may_draft = map(self._sessions.may_draft, sequences, resting)
         places = [i for i, may in zip(places, may_draft, strict=True) if may]
         if not places:

@@ -79,9 +79,34 @@ def _steps(cell: WorthCell, num: int, accepted: float, rng: Random) -> list[bool
 
 def test_a_scope_that_earns_less_than_it_costs_rests_and_is_tried_rarely() -> None:
     rested = _steps(WorthCell(), 1000, 0.05, Random(1))
-    assert not any(rested[:4]) and all(rested[4 : 4 + WorthCell.FIRST_REST])
-    assert sum(not r for r in rested) < 40
+    first = rested.index(True)
+    assert 1 <= first <= 4 and all(rested[first : first + WorthCell.FIRST_REST])
+    assert sum(not r for r in rested) < 24, "what is clear is asked once in a trial"
     assert not all(rested[-(WorthCell.LAST_REST + 8) :]), "it must be tried now and then"
+
+
+def test_a_scope_begins_with_a_rest_where_a_node_of_even_chance_would_not_pay() -> None:
+    for per_node, begins in ((0.3, True), (0.6, False)):
+        cell = WorthCell()
+        rests = [who_rests([cell] * 8, lambda n, c=per_node: c * n, 0.1)[0] for _ in range(100)]
+        assert rests[0] is not begins
+        if not begins:
+            assert rests.index(False) == 2 * WorthCell.FIRST_REST, "then it is tried"
+    assert who_rests([], lambda _: 1.0, 1.0) == []
+
+
+def test_a_new_number_of_choices_begins_with_what_the_nearest_brought() -> None:
+    worth, rng = DraftWorth(), Random(11)
+    assert worth.at(8).is_new and worth.at(8) is worth.cells[3]
+    _asks(worth.at(8), 100, 0.02, rng)
+    near = worth.at(3)
+    assert not near.is_new and 0 < near.num_asks < 0.3 * worth.at(8).num_asks
+    assert near.accepted_per_ask == pytest.approx(worth.at(8).accepted_per_ask)
+    asked = 0
+    while not who_rests([near] * 3, lambda nodes: 0.1 * nodes, 0.2)[0]:
+        _asks(near, 3, 0.02, rng)
+        asked += 3
+    assert WorthCell.FEW_ASKS <= asked < 2 * WorthCell.FEW_ASKS
 
 
 def test_a_scope_that_earns_more_is_always_asked() -> None:
