@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.model.batches import BatchBuilder, Pages, all_logprobs, draw_params
 from tests.model.cpu_models import cpu_runner
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.gpu.launches import Launched
 from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
 
@@ -350,17 +352,29 @@ def decoded(num: int, places: Sequence[int], **settings: Any) -> Batch:
 @quiet
 def test_triton_replays_graphs_with_own_rows(tmp_path: Path) -> None:
     """Greedy steps have own rows in the graph, embedding and head, to the bit of the plain path
-    (eight rows, which fill their bucket); others leave the head outside."""
+    (eight rows, which fill their bucket), and launch nothing beside it but the copy of the ids;
+    others leave the head outside."""
     adapters("llama", tmp_path)
     runner, plain = (fused("llama", tmp_path, attention="triton") for _ in range(2))
-    graphs = FirstCalls(16)
+    graphs, launched = FirstCalls(16), Launched()
     use_graphs(runner, graphs)
+
+    @contextmanager
+    def unseen() -> Iterator[None]:
+        before = launched.num
+        yield
+        launched.num = before
+
+    graphs.watch = unseen
     orders = [(1, -1), (-1, 2), (2, 1), (0, -1)]
     keys = []
     for order in orders:
         for settings in ({}, {"temperature": 0.9, "seed": 3, "num_logprobs": 2}):
             batch = decoded(2, order, **settings)
-            got, want = (step(one, batch, order) for one in (runner, plain))
+            want, launched.num = step(plain, batch, order), 0
+            with launched:
+                got = step(runner, batch, order)
+            assert launched.num <= 1 or settings
             assert got.token_ids.tolist() == want.token_ids.tolist()
             assert np.array_equal(got.logprobs, want.logprobs, equal_nan=True)
             keys.append(graphs.keys[-1])
