@@ -32,7 +32,7 @@ from server.model.adapter import (
 from server.model.cpu.head import FullLogits
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import FloatLinear, float_linear, product
-from server.model.cpu.lora import FORMS, KINDS, ROWS, StepAdapters
+from server.model.cpu.lora import FORMS, KINDS, ROWS, StepAdapters, in_blocks
 from server.model.cpu.records import Float32, Int64, Layers, Work
 from server.model.cpu.tensors import ModelTensors
 from server.model.cpu.vector_ir import LANES
@@ -190,7 +190,7 @@ class _Packer:
             wide = np.zeros((b.shape[0], _whole(b.shape[1])), np.float32)
             wide[:, : b.shape[1]] = b
             self.parts[layer, kind, i] = (
-                first[name], b.shape[0], self._keep(self._narrow(wide)), at, b.shape[1],
+                first[name], b.shape[0], self._keep(self._narrow(in_blocks(wide))), at, b.shape[1],
             )  # fmt: skip
 
     def _narrow(self, matrix: Float32) -> npt.NDArray[Any]:

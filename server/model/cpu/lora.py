@@ -58,14 +58,22 @@ _COUNTED: dict[str, Any] = {"_nrt": True}
 _serial = njit(nogil=True, cache=True, error_model="numpy", **_COUNTED)
 
 
+def in_blocks(matrix: Float32) -> Float32:
+    """[rank, outputs in whole vectors] as a step reads it, flat: block after block of _TILE outputs
+    (the last one of what is left), each [rank, outputs]. Rows of the whole matrix lie too close for
+    a processor to fetch several of them ahead."""
+    blocks = [matrix[:, at : at + _TILE].reshape(-1) for at in range(0, matrix.shape[1], _TILE)]
+    return np.concatenate(blocks)
+
+
 class StepAdapters(NamedTuple):
     """The adapters of a step's rows. P: places, L: layers.
 
     spans: int64 [n, 3]: first row, rows (1 .. ROWS), place; empty in a step without adapters.
     inputs: int64 [P, L, kinds, 5]: address of A ([K, columns]), address of its scales (float32
     [columns]), columns (whole vectors; 0: the product has no adapter), K, number of the form of A
-    and B. parts: int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B ([rank,
-    outputs in whole vectors]), first output, outputs (0: no part).
+    and B. parts: int64 [P, L, kinds, 3, 5]: first column of x @ A, rank, address of B (as
+    `in_blocks` gives it), first output, outputs (0: no part).
     alternate, up: gate and up outputs lie in runs of `alternate`, one of each in turn, or one after
     the other where it is 0; the first of up is `up`. inner: outputs of each. wide: float32 [rows,
     outputs of gate and up], a buffer; [0, 0] while no adapter is in memory.
@@ -196,8 +204,8 @@ def _add_part(t, num, row, part, form, alternate, tile, out):
         some = min(_WIDE, vectors - v)
         _multiply(
             _Product(
-                t.ctypes.data + first * 4, t.shape[1], num, b + v * LANES * size,
-                vectors * LANES, rank, tile.ctypes.data, _TILE, form,
+                t.ctypes.data + first * 4, t.shape[1], num, b + v * rank * LANES * size,
+                some * LANES, rank, tile.ctypes.data, _TILE, form,
             ),
             some,
         )  # fmt: skip
