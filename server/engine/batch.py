@@ -42,7 +42,10 @@ class DrawParams:
         are generated. Empty when min_tokens is 0.
     count_ids / count_out / count_prompt: int32 [u], ids ascending: how often the id was generated
         and whether it is in the prompt (0/1). Empty without penalties.
-    num_generated: tokens generated so far, the root of this step included when it is one of them.
+    num_generated: tokens generated so far, the root of this step included when it is one of them;
+        of any earlier step where sampling.min_tokens is 0.
+    is_greedy: whether a draw without mask is the argmax of the raw logits and nothing more is told
+        of it.
     """
 
     sampling: SamplingParams
@@ -52,6 +55,11 @@ class DrawParams:
     count_out: Int32
     count_prompt: Int32
     num_generated: int
+    is_greedy: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_greedy = self.takes_argmax(-1) and self.sampling.num_logprobs is None
+        object.__setattr__(self, "is_greedy", is_greedy)
 
     def takes_argmax(self, mask_id: int, num_path: int = 0) -> bool:
         """Whether a draw is the argmax of the raw logits: greedy, nothing excluded, no penalty.

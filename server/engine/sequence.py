@@ -90,6 +90,7 @@ class Sequence:
     count_out: Int32 = field(default_factory=_no_ids)
     count_prompt: Int32 = field(default_factory=_no_ids)
     matcher: StopMatcher | None = None
+    _params: DrawParams | None = None
 
     # Set by the engine once it is compiled; consumes in accept.cut, goes back in rollback().
     grammar: GrammarState | None = None
@@ -207,7 +208,9 @@ class Sequence:
     def draw_params(self, num_ahead: int = 0) -> DrawParams:
         """What the sampler needs at the current root, or behind num_ahead tokens more that are not
         known yet (then without penalties)."""
-        return DrawParams(
+        if self._params is not None:
+            return self._params
+        params = DrawParams(
             self.request.sampling,
             self.choice_id,
             self.banned_until,
@@ -216,6 +219,10 @@ class Sequence:
             self.count_prompt,
             self.num_tokens - self.prompt_len + num_ahead,
         )
+        sampling = self.request.sampling
+        if not sampling.has_penalties and sampling.min_tokens == 0:
+            self._params = params  # nothing in them changes
+        return params
 
     def append(self, token_ids: list[int]) -> None:
         """Emit tokens. The stop matcher has taken them already (accept.cut)."""

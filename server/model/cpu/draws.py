@@ -31,6 +31,7 @@ from server.model.cpu.vector_ir import LANES
 from server.types import SamplingParams
 
 _ALL_IDS = np.empty(0, np.int32)  # the ids of the full head
+_NO_FLOATS = np.empty(0, np.float32)
 _EMPTY_IDS = np.empty(0, np.int64)
 _FIRST = np.zeros(1, np.int64)
 _EMPTY_MASK = np.empty(0, np.uint32)
@@ -64,8 +65,8 @@ class Answers:
             self.logprobs,
             self.ranks,
             self.top,
-            np.array([x[0] for x in scored], np.float32),
-            np.array([x[1] for x in scored], np.int32),
+            np.array([x[0] for x in scored], np.float32) if scored else _NO_FLOATS,
+            np.array([x[1] for x in scored], np.int32) if scored else _ALL_IDS,
             [x[2] for x in scored],
             model_s,
             head_s,
@@ -129,6 +130,17 @@ class Draws:
             rows = [full.places[int(batch.draw_rows[d])] for d in empty]
             self.draw_full(batch, empty, rows, full, result)
         return result
+
+    def tell_argmax(self, full: FullLogits, result: Answers) -> None:
+        """What is told beside draws that a step took itself: draw d of line d of `full`."""
+        if result.likely is not None:
+            draws = np.arange(result.token_ids.shape[0], dtype=np.int64)
+            sampler.likeliest(
+                draws, draws, full.logits, full.states, result.likely.ids, result.likely.chances
+            )
+        for d, token in enumerate(result.token_ids.tolist()):
+            if token == sampler.FAILED:
+                result.failed.append((d, _reason(full.states[d])))
 
     def draw_full(
         self,
@@ -311,6 +323,18 @@ def _reason(hidden: Float32) -> str:
     if sampler.is_finite_row(hidden):
         return NO_TOKEN_LEFT
     return "the model produced values that are not finite"
+
+
+def takes_argmax(batch: Batch) -> bool:
+    """Whether all that a step gives is the argmax of each draw's raw logits of the base model."""
+    return (
+        batch.draw_slice is None
+        and batch.draw_keep is None
+        and batch.seq_adapters is None
+        and not batch.score_rows.shape[0]
+        and not batch.masks.shape[0]
+        and all(params.is_greedy for params in batch.params)
+    )
 
 
 def full_rows(batch: Batch) -> Int32:

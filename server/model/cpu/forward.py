@@ -1,4 +1,5 @@
-"""The forward pass on a CPU, fused: one job of the team runs every layer for all rows of a step.
+"""The forward pass on a CPU, fused: a part of a job of the team (step.py) runs every layer for all
+rows of a step.
 
 It takes embedding rows and gives final hidden states, for the families of shape.py. Weights are
 records of any kind (linear.py); K and V lie in a paged cache. Elsewhere: loading weights
@@ -32,7 +33,6 @@ from server.model.cpu.lora import (
     gated_linear_lora,
 )
 from server.model.cpu.records import AttentionLayer, Residual, Work
-from server.model.cpu.team import make_job, run
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -81,9 +81,12 @@ def residual(num_rows, x, y, norms, out, work):
 
 
 @borrows
-def _forward_share(thread, rows, layers, memory, shape, adapters, work):
-    """What every thread of the team runs. Sums of a row belong to one thread or, in products and
-    attention, to items; where a thread reads what others wrote, they have met before (team.py).
+def forward_share(thread, rows, layers, memory, shape, adapters, work):
+    """All layers for the rows of a step, run by every thread of the team: scratch.x in,
+    scratch.hidden out (records.py). adapters: of the rows that have one (lora.py).
+
+    Sums of a row belong to one thread or, in products and attention, to items; where a thread reads
+    what others wrote, they have met before (team.py).
 
     memory: (positions, cache, scratch)."""
     positions, cache, scratch = memory
@@ -144,19 +147,6 @@ def _forward_share(thread, rows, layers, memory, shape, adapters, work):
             shape.norms_before or last, following, shape.eps,
         )  # fmt: skip
         residual(num, x, y, after, scratch.hidden if last else normed, work)
-
-
-_forward_job = make_job(_forward_share)
-
-
-@_serial
-def forward(rows, layers, positions, cache, scratch, shape, adapters, work):
-    """All layers for the rows of a step: scratch.x in, scratch.hidden out (records.py).
-
-    adapters: of the rows that have one (lora.py).
-    """
-    memory = (positions, cache, scratch)
-    run(_forward_job((rows, layers, memory, shape, adapters, work)), work)
 
 
 @_serial

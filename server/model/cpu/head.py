@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +10,12 @@ import numpy.typing as npt
 
 from server.model.cpu.linear import product
 from server.model.cpu.records import Float32, Work
+from server.model.cpu.sampler import greedy
 from server.model.cpu.slices import PackedHead
+from server.model.cpu.step import Head, Wanted
 from server.model.cpu.vector_ir import LANES
+
+_NO_IDS = np.zeros(0, np.int32)
 
 
 class FullLogits(NamedTuple):
@@ -46,16 +51,34 @@ class FullHead:
         if wide > self._logits.shape[1]:
             self._logits = np.zeros((self._logits.shape[0], wide), np.float32)
 
-    def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
-        """Full logits of states[rows]; rows may repeat."""
-        rows = np.unique(rows)
-        num = rows.shape[0]
+    def record(self, num: int) -> Head:
+        """The head for a step that wants logits of `num` rows."""
         if num > self._states.shape[0]:
             room = max(num, 2 * self._states.shape[0])
             self._states = np.zeros((room, self._states.shape[1]), np.float32)
             self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
+        return Head(self._weights, self._states, self._logits, self._vocab_size, self._cap)
+
+    def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
+        """Full logits of states[rows]; rows may repeat."""
+        rows = np.unique(rows)
+        self.fill(Wanted(rows, _NO_IDS, np.zeros(2, np.int64)), states)
+        return self.found(rows)
+
+    def fill(self, wanted: Wanted, states: Float32) -> None:
+        """What a step gives (step.compute), from the states of its rows."""
+        num = wanted.rows.shape[0]
+        self.record(num)
+        wanted.clock[0] = time.perf_counter_ns()
         if num:
-            self._states[:num] = states[rows]
+            self._states[:num] = states[wanted.rows]
             product(self._states, num, self._weights, self._logits, self._work, self._cap)
             self._logits[:num, self._vocab_size :] = -np.inf
-        return FullLogits(self._logits, self._states, {int(row): i for i, row in enumerate(rows)})
+        if wanted.greedy.shape[0]:
+            greedy(np.arange(num), self._logits, self._states, wanted.greedy)
+        wanted.clock[1] = time.perf_counter_ns()
+
+    def found(self, rows: npt.NDArray[Any] = _NO_IDS) -> FullLogits:
+        """The logits that a step gave. rows: different ones, to be found in `places`."""
+        places = {row: i for i, row in enumerate(rows.tolist())}
+        return FullLogits(self._logits, self._states, places)

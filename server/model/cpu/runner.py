@@ -23,13 +23,14 @@ from server.model.cpu import forward as cpu_forward
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
 from server.model.cpu.attention import TILE_ROWS
 from server.model.cpu.attention_kernels import KV_TYPES
-from server.model.cpu.draws import Answers, Draws, full_rows
+from server.model.cpu.draws import Answers, Draws, full_rows, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits
 from server.model.cpu.kernels import PANEL
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Cache, Float32, Layers, Positions, Rows, Scratch, Shape
 from server.model.cpu.slices import SlicedHead
+from server.model.cpu.step import NO_TABLE, READY, Tokens, Wanted, compute
 from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
 from server.model.cpu.vector_ir import LANES
@@ -39,6 +40,8 @@ from server.types import ModelInfo
 
 BLOCK_SIZE = LANES
 """Slots per block: one vector of keys."""
+
+_NOTHING = np.zeros(0, np.int32)
 
 VERIFY_ROWS = 48
 """Rows of one product of `verify`: bounds the memory of its logits (1 MB a row at 262,144 ids)."""
@@ -170,6 +173,7 @@ class CpuRunner:
         self._cache = _cache(shape, num_blocks, info.kv_dtype)
         self._pages = KvPages([array for array in self._cache if array.size])
         self._scratch = _scratch(shape, weights.inner_size, self._threads, max_rows, max_model_len)
+        self._memory = (self._positions, self._cache, self._scratch)
         self._record_shape = _record_shape(shape)
         team = Team(self._threads)
         self._work = new_work(self._threads, team)
@@ -179,7 +183,10 @@ class CpuRunner:
             shape, weights.layers, weights.num_embeddings, max_rows, self._work
         )
         self._draws = Draws(self._adapters.vocab_size)
-        self._last_ids = np.zeros(0, np.int32)
+        self._last_ids = _NOTHING
+        self._clock = np.zeros(2, np.int64)
+        scale = np.float32(shape.embedding_scale)
+        self._table = weights.table._replace(scale=scale)
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
         self.head_row_bytes = weights.packed_head.row_bytes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
@@ -262,7 +269,11 @@ class CpuRunner:
         embedding. The buffers are the runner's own. No step may be in flight."""
         layers = self._weights.layers
         first = layers._replace(norms=layers.norms[:num_layers])
-        self._worker.submit(self._compute, batch, first).result()
+        nothing = Wanted(_NOTHING, _NOTHING, self._clock)
+        if num_layers:
+            self._worker.submit(self._compute, batch, first, nothing).result()
+        else:
+            self._worker.submit(self._embed, batch).result()
         return self._scratch
 
     def close(self) -> None:
@@ -278,29 +289,40 @@ class CpuRunner:
             if resolved.src.shape[0]:
                 self.move_slots(resolved.src, resolved.dst)
             batch = resolved.batch
-        self._forward(batch)
+        answers = Answers(batch.num_draws, batch.num_likely)
+        plain = takes_argmax(batch)
+        rows, greedy = batch.draw_rows, answers.token_ids
+        if not plain:
+            rows = np.unique(np.concatenate((full_rows(batch), batch.score_rows)))
+            greedy = _NOTHING
+        self._compute(batch, self._weights.layers, Wanted(rows, greedy, self._clock))
         after_body = time.perf_counter()
-        if batch.draw_keep is not None:
-            self._keep(batch, batch.draw_keep)
-        hidden = self._scratch.hidden
-        full = self._logits(batch, np.concatenate((full_rows(batch), batch.score_rows)))
-        sliced = self._slices.logits_of(batch, hidden)
-        after_head = time.perf_counter()
+        head_s = 1e-9 * float(self._clock[1] - self._clock[0])
         try:
-            answers = self._draws.draw(
-                batch, hidden, full, sliced, lambda rows: self._logits(batch, rows)
-            )
-            drawn = answers.drawn(time.perf_counter() - started, after_head - after_body)
+            if plain:
+                self._draws.tell_argmax(self._head.found(), answers)
+            else:
+                answers = self._draw(batch, rows)
+            drawn = answers.drawn(time.perf_counter() - started, head_s)
         except DrawError as error:
             self._last_ids = error.drawn.token_ids  # a step ahead may read it
             raise
         finally:
             self._kernel_threads.rest()
         self._last_ids = drawn.token_ids
-        self.body_s = after_body - started
-        self.head_s = after_head - after_body
-        self.draw_s = time.perf_counter() - after_head
+        self.body_s = after_body - started - head_s
+        self.head_s = head_s
+        self.draw_s = time.perf_counter() - after_body
         return drawn
+
+    def _draw(self, batch: Batch, rows: Int32) -> Answers:
+        """The draws of a step that gave the full head's logits of these rows."""
+        if batch.draw_keep is not None:
+            self._keep(batch, batch.draw_keep)
+        hidden, full = self._scratch.hidden, self._head.found(rows)
+        self._adapters.put_head(batch, full)
+        sliced = self._slices.logits_of(batch, hidden)
+        return self._draws.draw(batch, hidden, full, sliced, lambda r: self._logits(batch, r))
 
     def _logits(self, batch: Batch, rows: Int32) -> FullLogits:
         """Full logits of rows of the batch, adapters' own rows of the head included."""
@@ -316,24 +338,27 @@ class CpuRunner:
         # A draw without an answer has id 0 here: its row is nobody's.
         return np.where(taken, np.maximum(self._last_ids[batch.token_from], 0), batch.token_ids)
 
-    def _forward(self, batch: Batch) -> None:
-        """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
-        self._compute(batch, self._weights.layers)
+    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> None:
+        """Run these layers on the embedding of the rows, and the head on what is wanted."""
+        table = self._table
+        if table.kind == READY or batch.seq_adapters is not None:
+            self._embed(batch)
+            table = NO_TABLE
+        tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
+        compute(
+            (tokens, table, batch_rows(batch)), layers, self._memory, self._record_shape,
+            self._adapters.step(batch), (self._head.record(wanted.rows.shape[0]), wanted),
+            self._work,
+        )  # fmt: skip
 
-    def _compute(self, batch: Batch, layers: Layers) -> None:
-        """Run these layers, if any, on the embedding of the rows."""
+    def _embed(self, batch: Batch) -> None:
+        """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""
         num, x = batch.num_rows, self._scratch.x
         ids = self._ids(batch)
         x[:num] = self._weights.embed(self._adapters.base_ids(ids))
         self._adapters.embed(batch, ids, x)
         if self._shape.embedding_scale != 1.0:
             x[:num] *= np.float32(self._shape.embedding_scale)
-        if not len(layers.norms):
-            return
-        cpu_forward.forward(
-            batch_rows(batch), layers, self._positions, self._cache, self._scratch,
-            self._record_shape, self._adapters.step(batch), self._work,
-        )  # fmt: skip
 
     def _keep(self, batch: Batch, draw_keep: Int32) -> None:
         """Copy the hidden states of kept draws to their places."""

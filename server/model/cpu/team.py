@@ -38,7 +38,17 @@ from numba.core import cgutils
 from server.model.cpu.records import Int64
 from server.model.cpu.vector_ir import I32, I64, i64, intrinsic
 
-__all__ = ["Team", "barrier", "begin_items", "make_job", "own_words", "run", "take", "take_near"]
+__all__ = [
+    "Team",
+    "barrier",
+    "begin_items",
+    "declared",
+    "make_job",
+    "own_words",
+    "run",
+    "take",
+    "take_near",
+]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -113,15 +123,15 @@ def _pause(typingctx: Any) -> Any:
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         triple = llvm.get_process_triple()
         if triple.startswith("x86_64"):
-            _declared(b, "llvm.x86.sse2.pause", ir.VoidType(), [], [])
+            declared(b, "llvm.x86.sse2.pause", ir.VoidType(), [], [])
         elif triple.startswith(("aarch64", "arm64")):
-            _declared(b, "llvm.aarch64.hint", ir.VoidType(), [I32], [ir.Constant(I32, 1)])
+            declared(b, "llvm.aarch64.hint", ir.VoidType(), [I32], [ir.Constant(I32, 1)])
         return context.get_dummy_value()
 
     return types.void(), codegen
 
 
-def _declared(
+def declared(
     b: Any, name: str, result: Any, kinds: list[Any], args: list[Any], *, var_arg: bool = False
 ) -> Any:
     """A call of a function by name: LLVM's or the C library's."""
@@ -141,11 +151,11 @@ def _sleep(typingctx: Any, address: Any, known: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if _FUTEX is None:
-            _declared(b, "usleep", I32, [I32], [ir.Constant(I32, 50)])
+            declared(b, "usleep", I32, [I32], [ir.Constant(I32, 50)])
         else:
             low = b.and_(args[1], i64(0xFFFFFFFF))
             numbers = [i64(_FUTEX), args[0], i64(_FUTEX_WAIT), low, i64(0)]
-            _declared(b, "syscall", I64, [I64], numbers, var_arg=True)
+            declared(b, "syscall", I64, [I64], numbers, var_arg=True)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), codegen
@@ -158,7 +168,7 @@ def _wake(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if _FUTEX is not None:
             numbers = [i64(_FUTEX), args[0], i64(_FUTEX_WAKE), i64(0x7FFFFFFF)]
-            _declared(b, "syscall", I64, [I64], numbers, var_arg=True)
+            declared(b, "syscall", I64, [I64], numbers, var_arg=True)
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
@@ -169,7 +179,7 @@ def _offer(typingctx: Any) -> Any:
     """Let another thread have the core, if one waits for it."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _declared(b, "sched_yield", I32, [], [])
+        declared(b, "sched_yield", I32, [], [])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -186,7 +196,7 @@ def _core(typingctx: Any) -> Any:
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if sys.platform != "linux":
             return i64(-1)
-        return b.sext(_declared(b, "sched_getcpu", I32, [], []), I64)
+        return b.sext(declared(b, "sched_getcpu", I32, [], []), I64)
 
     return types.intp(), codegen
 
@@ -200,7 +210,7 @@ def _affinity(name: str) -> Any:
             if sys.platform != "linux":
                 return i64(-1)
             numbers = [ir.Constant(I32, 0), i64(_CORES_MASK), args[0]]
-            return b.sext(_declared(b, name, I32, [I32, I64, I64], numbers), I64)
+            return b.sext(declared(b, name, I32, [I32, I64, I64], numbers), I64)
 
         return types.intp(types.intp), codegen
 

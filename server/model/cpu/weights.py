@@ -16,6 +16,7 @@ from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import FloatLinear
 from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.slices import FloatHead, PackedHead
+from server.model.cpu.step import Table, float_table
 from server.model.cpu.tensors import ModelTensors, Weights
 from server.model.shape import ModelShape
 
@@ -79,12 +80,14 @@ class RunnerWeights(Protocol):
     """What CpuRunner needs of a model's weights, whatever their kind.
 
     layers: the records of the forward pass. inner_size: width of what goes into the last product
-    of an MLP. num_embeddings: rows of the embedding table. packed_head: the LM head.
+    of an MLP. num_embeddings: rows of the embedding table. table: the same as it lies in memory;
+    NO_TABLE where only `embed` reads it. packed_head: the LM head.
     """
 
     layers: Layers
     inner_size: int
     num_embeddings: int
+    table: Table
 
     @property
     def packed_head(self) -> PackedHead:
@@ -139,6 +142,7 @@ class PackedWeights:
         self._pack_head(self._tensors.head().tensor)
         self.embedding = self._tensors.embedding().tensor
         self.num_embeddings = int(self.embedding.shape[0])
+        self.table = float_table(self.embedding)
         self.head_bytes = self.head.nbytes
         self.num_bytes = self._arena.num_bytes + self.layers.norms.nbytes
         if progress is not None:

@@ -28,6 +28,7 @@ from server.model.cpu.linear import new_work
 from server.model.cpu.records import Float32, Int64, Layers, Rows
 from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, batch_rows, default_threads
 from server.model.cpu.slices import FloatHead
+from server.model.cpu.step import NO_TABLE, Wanted
 from server.model.delta_net import replace_delta_nets
 from server.model.inspection import (
     NUM_PROBED,
@@ -48,6 +49,7 @@ class _HeadWeights:
 
     layers = Layers(*cast("Any", (None,) * len(Layers._fields)))
     inner_size = 0
+    table = NO_TABLE
 
     def __init__(self, head: FloatHead, num_embeddings: int, num_bytes: int) -> None:
         self._head = head
@@ -248,7 +250,8 @@ class GenericRunner(CpuRunner):
         states[:, : hidden.shape[1]] = hidden.numpy()
         return states
 
-    def _forward(self, batch: Batch) -> None:
-        """Fill the scratch's `hidden` [: num_rows] with the final-normed states."""
+    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> None:
+        """Run the module on the rows, and the head on what is wanted."""
         ids = self._ids(batch).astype(np.int64)
         self._scratch.hidden[: batch.num_rows] = self._states(ids, batch_rows(batch))
+        self._head.fill(wanted, self._scratch.hidden)

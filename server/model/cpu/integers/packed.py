@@ -21,6 +21,7 @@ from server.model.cpu.integers.product import IntegerMatrix, Part, matrix_of, pa
 from server.model.cpu.integers.quantise import Activations, activations
 from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
 from server.model.cpu.records import Float32, Int64, Layers
+from server.model.cpu.step import NO_TABLE, float_table
 from server.model.cpu.tensors import ModelTensors, Rows, Weights
 from server.model.shape import ModelShape
 
@@ -56,8 +57,8 @@ class IntegerWeights:
     nothing is rounded. max_rows: most rows of a product. in_blocks: of `int8`. kept: the panels of
     an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
     the embedding. parts: what the panels are, by layer and kind, "head" is the head. num_bytes,
-    head_bytes, layers, embed, packed_head, inner_size: as weights.PackedWeights. Peak memory while
-    packing is the panels and one tensor.
+    head_bytes, layers, embed, table, packed_head, inner_size: as weights.PackedWeights. Peak memory
+    while packing is the panels and one tensor.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class IntegerWeights:
         self.layers = Layers(**records, **tensors.vectors()._asdict())
         self._embedding = tensors.embedding()
         self.num_embeddings = int(self._embedding.tensor.shape[0])
+        self.table = NO_TABLE if form == "file" else float_table(self._embedding.tensor)
         head = self._head_part(tensors, shape.vocab_size)
         self.parts["head"] = [head]
         self.packed_head = IntegerHead(

@@ -1,0 +1,209 @@
+"""A step in one call of compiled code: the rows' embeddings, all layers, the LM head, greedy draws.
+
+One job of the team does all of it, so the host is not asked between the parts of a step: what
+Python does between two of them takes longer than the arithmetic of a small part, because a step's
+weights have pushed its code and data out of the caches.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+
+from server.model.cpu.forward import forward_share
+from server.model.cpu.kernels import borrows, float_at
+from server.model.cpu.linear import linear
+from server.model.cpu.records import Float32, Int32, Int64, Work
+from server.model.cpu.sampler import FAILED, argmax, is_finite_row
+from server.model.cpu.soft_cap import soft_cap
+from server.model.cpu.team import barrier, declared, make_job, run
+from server.model.cpu.vector_ir import F32, I16, I32, I64, LANES, i64, intrinsic
+
+_serial = njit(nogil=True, cache=True, error_model="numpy")
+
+READY, FLOAT32, BFLOAT16, FLOAT16 = -1, 0, 1, 2
+"""Where embeddings come from: they are in Scratch.x, or a table of such numbers."""
+
+
+class Table(NamedTuple):
+    """An embedding table in memory that the caller keeps alive.
+
+    address: of its first row. row_bytes: from row to row. num_rows: an id past them has row 0.
+    kind: one of the above. scale: factor on the embeddings.
+    """
+
+    address: int
+    row_bytes: int
+    num_rows: int
+    kind: int
+    scale: np.float32
+
+
+NO_TABLE = Table(0, 0, 0, READY, np.float32(1.0))
+
+
+def float_table(tensor: Any) -> Table:
+    """The table that a torch tensor [num_rows, H] is; NO_TABLE for one that no kernel reads."""
+    kind = {"torch.float32": FLOAT32, "torch.bfloat16": BFLOAT16, "torch.float16": FLOAT16}
+    known = kind.get(str(tensor.dtype))
+    if known is None or tensor.stride(1) != 1:
+        return NO_TABLE
+    row_bytes = tensor.stride(0) * tensor.element_size()
+    return Table(tensor.data_ptr(), row_bytes, int(tensor.shape[0]), known, np.float32(1.0))
+
+
+class Tokens(NamedTuple):
+    """The rows' ids. taken int32 [R]: -1, or the index in `drawn`, the ids of the step before, of
+    the id that a row takes instead; one below 0 there is nobody's, and taken as 0."""
+
+    ids: Int32
+    taken: Int32
+    drawn: Int32
+
+
+class Head(NamedTuple):
+    """The LM head. weights: a weight kind's record (linear.py). states float32 [room, H], logits
+    float32 [room, outputs in whole panels]: of the rows that have logits, in their order. Past
+    vocab_size logits are -inf. cap: soft-capping, 0 = none."""
+
+    weights: Any
+    states: Float32
+    logits: Float32
+    vocab_size: int
+    cap: float
+
+
+class Wanted(NamedTuple):
+    """What a step gives. rows int32 [n]: those with logits. greedy int32 [n]: filled with their
+    argmax, FAILED for one that is not finite; [0]: nothing is drawn. clock int64 [2]: filled with
+    nanoseconds of time.perf_counter_ns at the head's beginning and end."""
+
+    rows: Int32
+    greedy: Int32
+    clock: Int64
+
+
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)  # what perf_counter reads, but on macOS
+
+
+@intrinsic
+def _now(typingctx: Any) -> Any:
+    """Nanoseconds of the monotonic clock; 0 where the C library has none."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if sys.platform == "win32":
+            return i64(0)
+        room = b.alloca(I64, 2)
+        numbers = [ir.Constant(I32, _CLOCK), b.ptrtoint(room, I64)]
+        declared(b, "clock_gettime", I32, [I32, I64], numbers)
+        seconds, rest = (b.load(b.gep(room, [ir.Constant(I32, i)])) for i in range(2))
+        return b.add(b.mul(seconds, i64(1_000_000_000)), rest)
+
+    return types.intp(), codegen
+
+
+def _narrow_at(half: bool) -> Any:
+    """An intrinsic: number `index` of the 16-bit floats at an address as float32."""
+
+    @intrinsic
+    def at(typingctx: Any, address: Any, index: Any) -> Any:
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            bits = b.load(b.gep(b.inttoptr(args[0], I16.as_pointer()), [args[1]]))
+            if half:
+                return b.fpext(b.bitcast(bits, ir.HalfType()), F32)
+            return b.bitcast(b.shl(b.zext(bits, I32), ir.Constant(I32, 16)), F32)
+
+        return types.float32(types.intp, types.intp), codegen
+
+    return at
+
+
+_half_at, _bfloat_at = _narrow_at(half=True), _narrow_at(half=False)
+
+
+@borrows
+def _embed_share(thread, num, tokens, table, x, threads):
+    """x[r] = the embedding of this thread's rows r < num."""
+    for r in range(thread, num, threads):
+        token = tokens.ids[r]
+        if tokens.taken[r] >= 0:
+            token = max(tokens.drawn[tokens.taken[r]], 0)
+        if token >= table.num_rows:
+            token = 0
+        row = table.address + token * table.row_bytes
+        if table.kind == FLOAT32:
+            for j in range(x.shape[1]):
+                x[r, j] = float_at(row, j) * table.scale
+        elif table.kind == BFLOAT16:
+            for j in range(x.shape[1]):
+                x[r, j] = _bfloat_at(row, j) * table.scale
+        else:
+            for j in range(x.shape[1]):
+                x[r, j] = _half_at(row, j) * table.scale
+
+
+@borrows
+def _head_share(hidden, head, wanted, work):
+    """This thread's part of the logits, and of what is drawn from them."""
+    num = wanted.rows.shape[0]
+    for i in range(work.thread, num, work.threads):
+        for j in range(hidden.shape[1]):
+            head.states[i, j] = hidden[wanted.rows[i], j]
+    linear(head.states, num, head.weights, 0, head.logits, work)
+    for i in range(work.thread, num, work.threads):
+        logits = head.logits[i]
+        if head.cap > 0.0:
+            soft_cap(
+                logits.ctypes.data, logits.shape[0] // LANES, np.float32(1.0), np.float32(head.cap)
+            )
+        for j in range(head.vocab_size, logits.shape[0]):
+            logits[j] = -np.inf
+        if wanted.greedy.shape[0] > 0:
+            finite = is_finite_row(head.states[i])
+            wanted.greedy[i] = argmax(logits) if finite else FAILED
+
+
+@borrows
+def _step_share(thread, inputs, layers, memory, shape, adapters, outputs, work):
+    """What every thread of the team runs: see forward.forward_share. A row's embedding is written
+    by the thread that norms it first."""
+    tokens, table, rows = inputs
+    head, wanted = outputs
+    scratch = memory[2]
+    own = Work(work.sync, work.pairs, work.threads, thread)
+    if table.kind != READY:
+        _embed_share(thread, rows.num, tokens, table, scratch.x, work.threads)
+    forward_share(thread, rows, layers, memory, shape, adapters, work)
+    if wanted.rows.shape[0] > 0:
+        barrier(own)
+        if thread == 0:
+            wanted.clock[0] = _now()
+        _head_share(scratch.hidden, head, wanted, own)
+        if thread == 0:
+            wanted.clock[1] = _now()
+
+
+_step_job = make_job(_step_share)
+
+
+@_serial
+def compute(inputs, layers, memory, shape, adapters, outputs, work):
+    """A whole step: Scratch.hidden of all rows, logits of the wanted ones, and what is drawn.
+
+    inputs: (Tokens, Table, Rows). memory: (Positions, Cache, Scratch). outputs: (Head, Wanted).
+    adapters: of the rows that have one (lora.py). Raises IndexError for a row that
+    takes an id that was not drawn.
+    """
+    tokens, _, rows = inputs
+    for r in range(rows.num):
+        if tokens.taken[r] >= tokens.drawn.shape[0]:
+            raise IndexError("a row takes its token from a draw that the previous batch lacks")
+    outputs[1].clock[:] = 0
+    run(_step_job((inputs, layers, memory, shape, adapters, outputs, work)), work)
