@@ -51,7 +51,7 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_warm_up.py"),
 )
 OWN_ROW_CASES, DRAW_CASES = 4, 3
-DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 2, 6, 2
+DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 8, 6, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
 needs_triton = pytest.mark.skipif(
