@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 VocabularyMode = Literal["full", "slice", "exact"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
 DecoderChoice = Literal["auto", "fused", "modules"]
+PrefillChoice = Literal["auto", "own", "torch", "flashinfer"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,17 @@ from typing import Any
 
 import torch
 
-from loadtest.gpu import correct, decoders, options, peers, prefill, sampled, steps, vocabulary
+from loadtest.gpu import (
+    correct,
+    decoders,
+    options,
+    peers,
+    prefill,
+    reserve,
+    sampled,
+    steps,
+    vocabulary,
+)
 from loadtest.gpu.shapes import SHAPES, Asked, build
 
 __all__ = ["PARTS", "PLAN", "Planned", "lines_of", "main"]
@@ -113,6 +123,7 @@ PARTS: dict[str, Part] = {
     "transformers": peers.transformers_own,
     "engine": peers.engine,
     "prefill": prefill.check,
+    "reserve": reserve.check,
     "vocabulary": vocabulary.check,
 }
 
@@ -139,14 +150,15 @@ PLAN = (
     Planned("sampled", "gemma-3-270m", 60),
     Planned("adapters", "smollm2-135m", 40),
     Planned("own-tokens", "smollm2-135m", 40),
-    Planned("eight-bits", "smollm2-135m", 40),
+    Planned("eight-bits", "smollm2-135m", 80),
     Planned("profile", "smollm2-135m", 60),
     *(Planned("steps", name, 60) for name in SHAPES if not name.startswith("tiny")),
     Planned("transformers", "qwen3-0.6b", 90),
     Planned("engine", "qwen3-0.6b", 60),
     Planned("engine", "smollm2-135m", 60),
-    Planned("prefill", "qwen3-0.6b", 30),
+    Planned("prefill", "qwen3-0.6b", 60),
     Planned("prefill", "gemma-3-270m", 30),
+    Planned("reserve", "qwen3-0.6b", 90),
     Planned("vocabulary", "gemma-3-270m", 60),
 )
 

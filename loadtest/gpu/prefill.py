@@ -1,9 +1,10 @@
-"""Attention of prompt chunks: our kernel beside torch's own, torch.nn.attention.varlen.varlen_attn.
+"""Attention of prompt chunks: our kernel beside the libraries of `engine.prefill_attention`, and
+beside torch's with pages.
 
 torch's takes block tables from 2.12 on, in pages of a multiple of 256 slots (FlashAttention 2), no
-soft-capped scores and no trees; our blocks have 16 slots, so that prompts share them finely. So it
-is measured here, before the engine may use it: one layer, the same memory read as pages and as
-blocks, which lie in the pages in order.
+soft-capped scores and no trees; our blocks have 16 slots, so that prompts share them finely, and
+the engine gathers keys for it. What that costs is measured here: one layer, the same memory read as
+pages and as blocks, which lie in the pages in order. `auto` is our kernel until a device was here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,12 @@ import torch
 from loadtest.gpu.shapes import BLOCK_SIZE, SHAPES, Asked
 from loadtest.gpu.steps import timed
 from server.engine.batch import Batch
+from server.errors import UnsupportedModelError
 from server.model.gpu import attention as paged
+from server.model.gpu.prefill import Library, TorchVarlen, chunks_of, library_of
 from server.model.gpu.spec import PARTIAL_BYTES
 from server.model.gpu.warm_up import warm_up_batch
+from server.types import PrefillChoice
 
 __all__ = ["PAGE", "check", "varlen_arguments", "varlen_reference"]
 
@@ -65,25 +70,37 @@ def varlen_reference(
     max_k: int,
     **options: Any,
 ) -> torch.Tensor:
-    """What varlen_attn computes with block tables, in float32, where there is no CUDA. Its own
-    conditions are asserted."""
-    page, used, table = key.shape[1], options["seqused_k"], options["block_table"]
+    """What varlen_attn computes, with block tables or without, in float32, where there is no CUDA.
+    Its own conditions are asserted."""
+    assert cu_seq_k is not None and int(cu_seq_q[0]) == int(cu_seq_k[0]) == 0
+    table = options.get("block_table")
+    if table is None:
+        assert options.get("seqused_k") is None and int(cu_seq_k[-1]) == key.shape[0]
+        used, at = cu_seq_k.diff(), cu_seq_k.tolist()
+    else:
+        used = options["seqused_k"]
+        assert key.shape[1] % PAGE == 0 and used.dtype == table.dtype == torch.int32
     left, right = options["window_size"]
-    assert page % PAGE == 0 and right == 0 and cu_seq_k is not None
-    assert all(t.dtype == torch.int32 for t in (cu_seq_q, cu_seq_k, used, table))
+    assert right == 0 and options["num_splits"] == 1 and key.shape == value.shape
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and key.dtype == query.dtype
     assert int(cu_seq_q.diff().max()) == max_q and int(used.max()) == max_k
+    assert int(cu_seq_q[-1]) == query.shape[0]
     out = torch.empty_like(query)
-    groups = query.shape[1] // key.shape[2]
+    groups = query.shape[1] // key.shape[-2]
+    assert groups == 1 or options["enable_gqa"]
+
+    def of(part: torch.Tensor, i: int, num: int) -> torch.Tensor:
+        return (
+            part[at[i] : at[i + 1]] if table is None else part[table[i].long()].flatten(0, 1)[:num]
+        )
+
     for i, num in enumerate(used.tolist()):
         rows = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1]))
-        k, v = (
-            part[table[i].long()].flatten(0, 1)[:num].float().repeat_interleave(groups, dim=1)
-            for part in (key, value)
-        )
+        k, v = (of(part, i, num).float().repeat_interleave(groups, dim=1) for part in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), k) * options["scale"]
-        at = torch.arange(num)
+        position = torch.arange(num)
         row = torch.arange(num - (rows.stop - rows.start), num)[:, None]
-        sees = (at <= row) & ((at >= row - left) if left >= 0 else at >= 0)
+        sees = (position <= row) & ((position >= row - left) if left >= 0 else position >= 0)
         shares = torch.softmax(scores.masked_fill(~sees, float("-inf")), dim=-1)
         out[rows] = torch.einsum("hqk,khd->qhd", shares, v).to(out.dtype)
     return out
@@ -160,42 +177,71 @@ def _ours(asked: Asked, batch: Batch) -> paged.Attention:
     )
 
 
+def _libraries(asked: Asked) -> tuple[list[Library], list[str]]:
+    """(what serves the shape in the place of our kernel, why others do not)."""
+    if asked.device.type != "cuda":
+        return [TorchVarlen(varlen_reference)], []
+    found: list[Library] = []
+    lacking = []
+    choices: tuple[PrefillChoice, ...] = ("torch", "flashinfer")
+    for choice in choices:
+        try:
+            library = library_of(
+                choice, head_dim=SHAPES[asked.name].head_dim, dtype=asked.dtype, cap=0.0,
+                device=asked.device,
+            )  # fmt: skip
+        except UnsupportedModelError as error:
+            lacking.append(str(error))
+            continue
+        assert library is not None
+        found.append(library)
+    return found, lacking
+
+
 def check(asked: Asked) -> Iterator[dict[str, Any]]:
-    """A line for each size of a chunk: how far apart the two are, and their times."""
+    """A line for each size of a chunk: how far apart the ways are, and their times."""
+    libraries, lacking = _libraries(asked)
+    for reason in lacking:
+        yield {"what": "prompt chunks", "shape": asked.name, "missing": reason}
     varlen = _installed() if asked.device.type == "cuda" else varlen_reference
-    if varlen is None or (asked.device.type == "cuda" and asked.dtype.itemsize > 2):
-        yield {"what": "prompt chunks", "shape": asked.name, "missing": "varlen_attn with tables"}
+    if asked.device.type == "cuda" and asked.dtype.itemsize > 2:
         return
     is_tiny, shape = asked.name.startswith("tiny"), SHAPES[asked.name]
     sizes = ((130, 0), (140, 600)) if is_tiny else ((512, 0), (2048, 0), (512, 4096))
     for window in (None, WINDOW) if shape.family == "gemma3" else (None,):
         for rows, history in sizes:
-            found = _compared(asked, _problem(asked, rows, history), window, varlen)
+            found = _compared(asked, _problem(asked, rows, history), window, varlen, libraries)
             yield {
-                "what": "prompt chunks, ours and torch's", "shape": asked.name, "rows": 2 * rows,
+                "what": "prompt chunks, ours and libraries'", "shape": asked.name, "rows": 2 * rows,
                 "history": history, "window": window, **found,
             }  # fmt: skip
 
 
 def _compared(
-    asked: Asked, p: _Problem, window: int | None, varlen: Varlen
+    asked: Asked, p: _Problem, window: int | None, varlen: Varlen | None, libraries: list[Library]
 ) -> dict[str, float | bool]:
     masked = paged.Masked(SHAPES[asked.name].head_dim ** -0.5, window)
     attention = _ours(asked, p.blocks)
-    options = varlen_arguments(p.pages, window, asked.device)
-    keys, values = (part.view(-1, PAGE, *part.shape[1:]) for part in (p.keys, p.values))
-
-    def ours() -> torch.Tensor:
-        return attention.attend(p.query, p.keys, p.values, masked)
-
-    def torchs() -> torch.Tensor:
-        out: torch.Tensor = varlen(p.query, keys, values, **options, scale=masked.scaling)
-        return out
-
-    apart = float((ours().float() - torchs().float()).abs().max())
+    ways = {"own": partial(attention.attend, p.query, p.keys, p.values, masked)}
+    chunks = chunks_of(p.blocks)
+    assert chunks is not None
+    for library in libraries:
+        arrays = library.arrays(chunks, BLOCK_SIZE)
+        there = {name: torch.from_numpy(a).to(asked.device) for name, a in arrays.items()}
+        library.begin(chunks, there, BLOCK_SIZE)
+        ways[library.name] = partial(library.attend, p.query, p.keys, p.values, masked)
+    if varlen is not None:
+        options = varlen_arguments(p.pages, window, asked.device)
+        keys, values = (part.view(-1, PAGE, *part.shape[1:]) for part in (p.keys, p.values))
+        ways["torch_pages"] = partial(
+            varlen, p.query, keys, values, **options, scale=masked.scaling
+        )
     bound = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}[asked.dtype]
-    times = [min(timed(f, asked.device) for _ in range(asked.repeats)) for f in (ours, torchs)]
-    return {
-        "apart": round(apart, 6), "ms": round(1e3 * times[0], 4),
-        "torch_ms": round(1e3 * times[1], 4), "ok": apart <= bound,
-    }  # fmt: skip
+    want = ways["own"]().float()
+    found: dict[str, float | bool] = {"ok": True}
+    for name, way in ways.items():
+        apart = float((way().float() - want).abs().max())
+        seconds = min(timed(way, asked.device) for _ in range(asked.repeats))
+        found |= {f"{name}_apart": round(apart, 6), f"{name}_ms": round(1e3 * seconds, 4)}
+        found["ok"] = bool(found["ok"] and apart <= bound)
+    return found

@@ -21,7 +21,7 @@ from server.config.section import Section, from_folder, validate
 from server.config.values import Memory, check_name
 from server.config.yaml_file import Document, read_yaml
 from server.errors import ConfigError
-from server.types import DEFAULT_ROWS, DEFAULT_SEQS, DecoderChoice, EngineSizes
+from server.types import DEFAULT_ROWS, DEFAULT_SEQS, DecoderChoice, EngineSizes, PrefillChoice
 
 _SIZES = EngineSizes()  # the defaults
 
@@ -263,6 +263,11 @@ class EngineConfig(Section):
         "auto",
         description="what computes the layers on cuda: fused, a decoder of our own with few "
         "launches, or modules, transformers' own; auto: fused for the families that it covers",
+    )
+    prefill_attention: PrefillChoice = Field(
+        "auto",
+        description="what attends for prompt chunks of more than 128 rows on cuda: own, our "
+        "kernel; torch, its varlen_attn; flashinfer, if that is installed; auto: own",
     )
     steps_ahead: Literal["auto", 0, 1] = Field(
         "auto",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from server.engine.batch import Runner
 from server.errors import UnsupportedModelError
 from server.model.generic import IMPLEMENTATION, is_generic
-from server.types import DecoderChoice, EngineSizes, ModelInfo, NarrowForm
+from server.types import DecoderChoice, EngineSizes, ModelInfo, NarrowForm, PrefillChoice
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class RunnerSpec:
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and `exact` is verified on the CPU. A CPU has it in its memory. cuda_graphs:
     whether steps of few rows replay captured graphs on CUDA. decoder: what computes the layers
-    there (body.py).
+    there (body.py). prefill_attention: what attends for prompt chunks there (prefill.py).
     """
 
     name: str
@@ -60,6 +60,7 @@ class RunnerSpec:
     full_head: Literal["device", "stream", "cpu"] = "device"
     cuda_graphs: bool = False
     decoder: DecoderChoice = "auto"
+    prefill_attention: PrefillChoice = "auto"
 
 
 def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
@@ -69,6 +70,10 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
     for files that cannot be read, and ValueError for numbers that do not fit.
     """
     if spec.device == "cpu":
+        if spec.prefill_attention not in ("auto", "own"):
+            raise UnsupportedModelError(
+                f"prefill_attention: {spec.prefill_attention} is for cuda; a cpu takes `own`"
+            )
         return _build_cpu_runner(spec, progress)
     if spec.weights not in ("auto", *get_args(NarrowForm)):
         near = "int8-blocks" if spec.weights == "file" else "int8"
@@ -438,6 +443,7 @@ def _torch_runner(
         cuda_graphs=spec.cuda_graphs and device.type == "cuda",
         decoder=spec.decoder,
         weights=narrow,
+        prefill=spec.prefill_attention,
     )
     embedding, head = tables
     model = TorchModel(module, embedding, head, verify_on_cpu=spec.full_head == "cpu")

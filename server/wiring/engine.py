@@ -105,6 +105,7 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         full_head=engine.full_head,
         cuda_graphs=engine.cuda_graphs != "off",
         decoder=engine.decoder,
+        prefill_attention=engine.prefill_attention,
     )
 
 

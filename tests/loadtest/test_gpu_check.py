@@ -108,6 +108,12 @@ def test_torch_s_attention_is_given_the_keys_that_ours_reads(shape: str) -> None
         (window, history) for window in windows for history in (0, 600)
     ]
     assert all(line["ok"] for line in lines)
+    assert all(line["torch_apart"] < 1e-4 > line["torch_pages_apart"] for line in lines)
+
+
+def test_the_reserve_is_told() -> None:
+    [line] = found("reserve", "tiny")
+    assert line["ok"] and line["calculated_mib"] > 256 and line["kv_tokens"] > 0
 
 
 def test_what_torch_s_attention_is_called_with_is_what_it_takes(

@@ -143,8 +143,11 @@ def run_starts(seq_ids: Int32) -> npt.NDArray[np.int64]:
     return np.concatenate(([0], np.flatnonzero(seq_ids[1:] != seq_ids[:-1]) + 1))
 
 
-def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
-    """Divide a Batch's rows into tiles.
+def plan_tiles(
+    batch: Batch, shape: TileShape, elsewhere: npt.NDArray[np.bool_] | None = None
+) -> TilePlan:
+    """Divide a Batch's rows into tiles. elsewhere: bool [runs], those that a library attends for
+    (prefill.py): they have no tiles.
 
     Short runs (decode, trees) get small tiles, longer ones (chunk ends) large tiles, both with
     their keys split over programs, because few rows over a long history would leave the device
@@ -163,10 +166,11 @@ def plan_tiles(batch: Batch, shape: TileShape) -> TilePlan:
     if num_splits > 1:
         room = shape.max_partials // num_splits
         splittable &= np.cumsum(np.where(splittable, lengths, 0)) <= room
+    whole = ~splittable if elsewhere is None else ~splittable & ~elsewhere
     kinds = (
         (small & splittable, shape.small_m, num_splits),
         (~small & splittable, shape.large_m, num_splits),
-        (~splittable, shape.large_m, 1),
+        (whole, shape.large_m, 1),
     )
     groups = []
     split_rows = []

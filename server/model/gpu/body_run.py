@@ -28,6 +28,7 @@ from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import LmHead
 from server.model.gpu.lora import SPAN_FIELDS, lora_spans
 from server.model.gpu.own_rows import graph_arrays
+from server.model.gpu.prefill import ChunkedAttention, Chunks, Library, chunks_of
 from server.model.gpu.slices import gathered
 from server.model.gpu.spec import graph_draw_rows, graph_head_rows
 from server.model.gpu.transfers import Upload
@@ -40,12 +41,14 @@ class BodyPlan:
     """What the body of one step reads.
 
     arrays: to be uploaded. graph_key: of the graph that is replayed, or None. tiles:
-    the attention's work; None for the torch attention.
+    the attention's work; None for the torch attention. chunks: what a library attends for (its
+    rows have no tiles).
     """
 
     arrays: dict[str, Array]
     graph_key: GraphKey | None
     tiles: paged.TilePlan | None
+    chunks: Chunks | None = None
 
     @property
     def has_head(self) -> bool:
@@ -121,6 +124,7 @@ class BodyRun:
         self.inputs = Upload(device, graph_rows * per_row + tables + (1 << 12))
         self.head: GraphHead | None = None
         self.draws: GraphDraws | None = None
+        self.prefill: Library | None = None
         self._num_graph = self._num_plain = 0
         if graph_rows:
             self.graphs = StepGraphs(device, graph_rows)
@@ -156,8 +160,9 @@ class BodyRun:
             }
             return BodyPlan(arrays, None, None)
         arrays["ancestors"] = paged.ancestor_bits(batch)
-        tiles = paged.plan_tiles(batch, self.shape)
-        key = self._graph_key(batch, tiles)
+        chunks = self._chunks(batch, arrays)
+        tiles = paged.plan_tiles(batch, self.shape, None if chunks is None else chunks.of_runs)
+        key = self._graph_key(batch, tiles) if chunks is None else None
         if self.states is not None and key is not None:
             if arrays["items"].shape[0] > ITEMS_A_ROW * key.rows:
                 key = None  # a history is replayed
@@ -177,7 +182,16 @@ class BodyRun:
         for i, group in enumerate(tiles.groups):
             arrays[f"tiles{i}"] = group.tiles
         arrays["split_rows"] = tiles.split_rows
-        return BodyPlan(arrays, key, tiles)
+        return BodyPlan(arrays, key, tiles, chunks)
+
+    def _chunks(self, batch: Batch, arrays: dict[str, Array]) -> Chunks | None:
+        """What a library attends for; what it reads is added to the arrays."""
+        chunks = None if self.prefill is None else chunks_of(batch)
+        if self.prefill is not None and chunks is not None:
+            arrays |= self.prefill.arrays(chunks, self._cache.block_size)
+            if chunks.span is None:
+                arrays["prefill.rows"] = chunks.rows
+        return chunks
 
     def _row_arrays(self, batch: Batch, drawn_ids: Int32 | None) -> dict[str, Array]:
         """What a step's layers read beside the attention's work."""
@@ -266,6 +280,9 @@ class BodyRun:
                 self._partials,
                 self._cache.block_size,
             )
+        if self.prefill is not None and plan.chunks is not None:
+            self.prefill.begin(plan.chunks, tensors, self._cache.block_size)
+            attention = ChunkedAttention(attention, self.prefill, plan.chunks, tensors)
         recur = None
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])

@@ -52,6 +52,7 @@ from server.model.gpu.head_plan import HeadPlanner, kept_draws, slab_arrays, who
 from server.model.gpu.head_run import HeadRun
 from server.model.gpu.kv_cache import KvCache
 from server.model.gpu.lm_head import FullHead, LmHead, StreamedHead
+from server.model.gpu.prefill import library_of
 from server.model.gpu.results import Step
 from server.model.gpu.sampler import Sampler
 from server.model.gpu.slices import TorchSlices
@@ -90,6 +91,8 @@ class TorchRunner:
         self._attention = ways.attention or ("triton" if self._on_gpu else "torch")
         if ways.cuda_graphs and self._attention != "triton":
             raise ValueError("CUDA graphs need the triton attention")
+        if ways.prefill not in ("auto", "own") and self._attention != "triton":
+            raise ValueError(f"prefill_attention: {ways.prefill} needs the triton attention")
         paged.register()
         module.config._attn_implementation = paged.NAME
         self._side = side or SideStream(device)
@@ -148,25 +151,16 @@ class TorchRunner:
         )
         kept = body.kept
         self._cache = KvCache(
-            num_layers=kept.layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            dtype=dtype,
-            device=self._device,
-            inputs=(kept.convolutions, kept.width),
-        )
-        return BodyRun(
+            num_layers=kept.layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            num_blocks=info.num_blocks, block_size=info.block_size, dtype=dtype,
+            device=self._device, inputs=(kept.convolutions, kept.width),
+        )  # fmt: skip
+        made = BodyRun(
             body,
             self._cache,
             paged.TileShape.of(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                max_model_len=info.max_model_len,
-                num_bytes=ways.partial_bytes,
-                dtype=dtype,
+                num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                max_model_len=info.max_model_len, num_bytes=ways.partial_bytes, dtype=dtype,
             ),
             attention=self._attention,
             embedding=embedding,
@@ -174,7 +168,12 @@ class TorchRunner:
             # Every row may draw, and the choices of a prompt draw from one row.
             max_draws=info.max_num_batched_tokens + info.max_num_seqs,
             graph_rows=min(MAX_GRAPH_ROWS, info.max_num_batched_tokens) if ways.cuda_graphs else 0,
-        )
+        )  # fmt: skip
+        made.prefill = library_of(
+            ways.prefill, head_dim=head_dim, dtype=dtype, device=self._device,
+            cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        )  # fmt: skip
+        return made
 
     def _make_upload(self, with_embedding: bool) -> Upload:
         """Room for a step's arrays, and for its rows of the embedding where they travel along."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from server.model.gpu.attention import AttentionName
-from server.types import DecoderChoice, NarrowForm
+from server.types import DecoderChoice, NarrowForm, PrefillChoice
 
 HEAD_BYTES = 512 << 20
 PARTIAL_BYTES = 256 << 20
@@ -60,8 +60,9 @@ class Ways(NamedTuple):
     transformers', or "auto": ours for the families that it covers, with "triton". cuda_graphs:
     captured graphs are replayed for steps of few rows, trees included; needs "triton". head_bytes:
     memory that a slab of logits and the work on it may take; more rows go through the head in
-    several slabs. partial_bytes: memory for split attention. weights: of the layers, in 8
-    or 4 bits (narrow.py), or None as they are loaded.
+    several slabs. partial_bytes: memory for split attention. weights: of the layers, in 8 bits
+    or 4 (narrow.py), or None as they are loaded. prefill: what attends for long prompt chunks
+    (prefill.py); others than our own need "triton".
     """
 
     attention: AttentionName | None = None
@@ -70,3 +71,4 @@ class Ways(NamedTuple):
     head_bytes: int = HEAD_BYTES
     partial_bytes: int = PARTIAL_BYTES
     weights: NarrowForm | None = None
+    prefill: PrefillChoice = "auto"

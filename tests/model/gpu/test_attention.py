@@ -44,6 +44,7 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_lora.py"),
     Path(__file__).with_name("test_own_rows.py"),
     Path(__file__).with_name("test_narrow.py"),
+    Path(__file__).with_name("test_prefill.py"),
     Path(__file__).with_name("test_ahead_rows.py"),
     Path(__file__).with_name("test_following.py"),
     Path(__file__).with_name("test_delta.py"),
