@@ -262,27 +262,7 @@ class BodyRun:
             tensors.get("ancestors"),
             tensors.get("sources"),
         )
-        attention: paged.Attention
-        if plan.tiles is None:
-            attention = paged.TorchAttention(batch, step, self._cache.block_size)
-        else:
-            from server.model.gpu.triton_kernels import TritonAttention
-
-            attention = TritonAttention(
-                step,
-                [
-                    (tensors[f"tiles{i}"], group.block_m, group.num_splits)
-                    for i, group in enumerate(plan.tiles.groups)
-                ],
-                tensors["split_rows"],
-                plan.tiles.num_splits,
-                self.shape,
-                self._partials,
-                self._cache.block_size,
-            )
-        if self.prefill is not None and plan.chunks is not None:
-            self.prefill.begin(plan.chunks, tensors, self._cache.block_size)
-            attention = ChunkedAttention(attention, self.prefill, plan.chunks, tensors)
+        attention = self._attends(batch, step, tensors, plan)
         recur = None
         if self.states is not None:
             items = DeltaItems(tensors["items"], tensors["lines"])
@@ -320,6 +300,37 @@ class BodyRun:
         if self.states is not None:
             self.states.commit()
         return computed
+
+    def _attends(
+        self,
+        batch: Batch,
+        step: paged.StepTensors,
+        tensors: Mapping[str, torch.Tensor],
+        plan: BodyPlan,
+    ) -> paged.Attention:
+        """The step's attention."""
+        attention: paged.Attention
+        if plan.tiles is None:
+            attention = paged.TorchAttention(batch, step, self._cache.block_size)
+        else:
+            from server.model.gpu.triton_kernels import TritonAttention
+
+            attention = TritonAttention(
+                step,
+                [
+                    (tensors[f"tiles{i}"], group.block_m, group.num_splits)
+                    for i, group in enumerate(plan.tiles.groups)
+                ],
+                tensors["split_rows"],
+                plan.tiles.num_splits,
+                self.shape,
+                self._partials,
+                self._cache.block_size,
+            )
+        if self.prefill is not None and plan.chunks is not None:
+            self.prefill.begin(plan.chunks, tensors, self._cache.block_size)
+            return ChunkedAttention(attention, self.prefill, plan.chunks, tensors)
+        return attention
 
     def _widens(self, plan: BodyPlan, tensors: Mapping[str, torch.Tensor]) -> Widens | None:
         """What puts adapters' own head rows into a graph, where it has some."""

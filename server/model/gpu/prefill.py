@@ -97,9 +97,11 @@ def chunks_of(batch: Batch) -> Chunks | None:
 
 
 class Library(Protocol):
-    """Attends for chunks. One a runner; `begin` once a step."""
+    """Attends for chunks. One a runner; `begin` once a step. copies_keys: it takes memory for all
+    that a step's chunks see."""
 
     name: PrefillChoice
+    copies_keys: bool
 
     def arrays(self, chunks: Chunks, block_size: int) -> dict[str, Array]:
         """What it reads on the device, to be uploaded with the step."""
@@ -118,6 +120,7 @@ class TorchVarlen:
     """Library by torch.nn.attention.varlen.varlen_attn. varlen: that function."""
 
     name: PrefillChoice = "torch"
+    copies_keys = True
 
     def __init__(self, varlen: Varlen) -> None:
         self._varlen = varlen
@@ -167,6 +170,7 @@ class FlashInfer:
     """
 
     name: PrefillChoice = "flashinfer"
+    copies_keys = False
 
     def __init__(self, wrapper: Callable[..., Any], device: torch.device) -> None:
         self._make, self._device = wrapper, device

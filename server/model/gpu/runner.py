@@ -378,6 +378,7 @@ class TorchRunner:
             has_head=body.head is not None,
             draw_rows=0 if body.draws is None else body.draws.num_rows,
             follows_trees=self.follows_trees,
+            copies_keys=body.prefill is not None and body.prefill.copies_keys,
         )  # fmt: skip
 
     def try_out(self, batches: Iterable[Batch]) -> int:

@@ -51,7 +51,7 @@ INTERPRETED_FILES = (
     Path(__file__).with_name("test_draw_kernels.py"),
     Path(__file__).with_name("test_warm_up.py"),
 )
-OWN_ROW_CASES, DRAW_CASES = 4, 3
+OWN_ROW_CASES, DRAW_CASES, PREFILL_CASES = 4, 3, 1
 DECODER_CASES, LORA_CASES, NARROW_CASES, AHEAD_CASES, DELTA_CASES = 15, 3, 8, 6, 2
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
@@ -287,7 +287,7 @@ def test_triton_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     num = len(TRITON_CASES) + 9 + DECODER_CASES + LORA_CASES + NARROW_CASES + AHEAD_CASES
-    num += OWN_ROW_CASES + DELTA_CASES + DRAW_CASES
+    num += OWN_ROW_CASES + DELTA_CASES + DRAW_CASES + PREFILL_CASES
     assert f"{num} passed" in done.stdout, done.stdout[-400:]
 
 

@@ -151,7 +151,7 @@ def test_a_plan_is_made_once_a_step_and_mask_and_not_over_one_in_flight() -> Non
 
 
 @needs_interpreter
-def test_a_runner_with_a_library_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_beside_a_library_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long chunk behind a short one, beside another prompt's rows, which are our kernel's."""
     results, called = [], []
     ids = [3 + i % 90 for i in range(149)]

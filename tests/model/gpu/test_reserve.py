@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from loadtest.gpu.prefill import varlen_reference
 from server.engine.batch import Batch
 from server.model import build
 from server.model.build import RunnerSpec
 from server.model.gpu.graphs import ROW_BUCKETS
+from server.model.gpu.prefill import TorchVarlen
 from server.model.gpu.reserve import CudaMemory, Reserve, reserve_of
 from server.model.gpu.runner import TorchRunner
 from server.model.kv_memory import MARGIN, num_blocks_for
@@ -112,7 +114,6 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
     whole, sampled, *graphs = device.batches
     assert (whole.num_rows, whole.num_draws) == (rows, rows)
     assert (sampled.num_rows, sampled.num_draws) == (rows, draws)
-    assert int(whole.positions.max()) == families.MAX_LEN - 1
     assert {b.num_rows for b in graphs} == {32} and {b.num_draws for b in graphs} == {0, 1}
     # What remains at allocator and driver is not free any more: it is in no reserve.
     steps = (rows + 20 * draws) * MIB
@@ -123,6 +124,18 @@ def test_the_reserve_is_what_the_largest_steps_took(caplog: pytest.LogCaptureFix
     text = caplog.text
     assert f"measured reserve {(steps + in_driver + MARGIN) // MIB} MiB" in text
     assert f"of {free // MIB} MiB free; KV cache: {want * 16} tokens" in text
+
+
+def test_long_histories_are_tried_out_where_they_take_memory() -> None:
+    """By a library that copies what its chunks see; elsewhere they would only take time."""
+    runner = runner_over(families.build("llama"), num_blocks=16, max_num_batched_tokens=160)
+    short, _ = runner.trials.largest()
+    assert short.num_rows == 160 == int(short.prefix_len.max())
+    library: Any = TorchVarlen(varlen_reference)
+    runner._body.prefill = library
+    whole, _ = runner.trials.largest()
+    assert whole.num_rows == 160 and int(whole.prefix_len.max()) == families.MAX_LEN
+    assert runner.try_out(runner.trials.largest()) == 2
 
 
 def test_a_graph_larger_than_a_step_counts() -> None:
