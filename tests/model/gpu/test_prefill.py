@@ -77,7 +77,8 @@ def chunked(p: cases.Problem, own: attention.Attention, library: Library) -> Chu
     chunks = chunks_of(p.batch)
     assert chunks is not None
     arrays = library.arrays(chunks, 16) | {"prefill.rows": chunks.rows}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    device = p.query.device
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     library.begin(chunks, tensors, 16)
     return ChunkedAttention(own, library, chunks, tensors)
 
