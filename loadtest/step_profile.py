@@ -4,8 +4,8 @@
     python -m loadtest.step_profile --url http://127.0.0.1:8000      # a running server
 
 In process: the engine and the runner alone, as the engine process has them, stepped by hand. Body,
-head and sampler are the runner's own clocks, drafter is the engine's `propose`, host is what is
-left of the step (schedule, build, accept, extend, settle).
+head (with greedy draws) and sampler (all other draws) are the runner's own clocks, drafter is the
+engine's `propose`, host is what is left of the step (schedule, build, accept, extend, settle).
 
 Of a server: N streams are started; from the moment all have their first token to the moment the
 first one ends only decode steps run. Counters of /metrics at both ends and the wall clock give the
@@ -157,6 +157,7 @@ def profile_in_process(
     *,
     num_tokens: int,
     threads: int | None,
+    weights: str = "auto",
 ) -> dict[str, Any]:
     """Median milliseconds of each part of a decode step, by sequences and drafter."""
     from tokenizers import Tokenizer
@@ -169,7 +170,9 @@ def profile_in_process(
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     sizes = EngineSizes(kv_bytes=1 << 30)
-    runner = build_runner(RunnerSpec("profiled", str(folder), sizes, threads=threads))
+    runner = build_runner(
+        RunnerSpec("profiled", str(folder), sizes, weights=weights, threads=threads)
+    )
     made = {name: make_drafter(name) for name in drafters if name != "off"}
     engine = Engine(runner, made, EngineSettings(max_num_seqs=64, prefix_cache=False))
     figures: dict[str, Any] = {}
@@ -258,6 +261,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3, help="of the server's profile")
     parser.add_argument("--threads", type=int, help="of the in-process runner")
+    parser.add_argument("--weights", default="auto", help="of the in-process runner")
     add_result_options(parser)
     return parser
 
@@ -289,8 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.folder:
         result["in_process"] = profile_in_process(
-            options.folder, counts, drafters, num_tokens=options.tokens, threads=options.threads
-        )
+            options.folder, counts, drafters, num_tokens=options.tokens, threads=options.threads,
+            weights=options.weights,
+        )  # fmt: skip
     console = Console(stderr=True, width=150)
     with suppress(KeyError):
         print_report(console, "server: mean ms a decode step", result["server"])
