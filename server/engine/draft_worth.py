@@ -13,8 +13,8 @@ more choices decode. The right one is made of times by numbers of choices and ro
 shared. A scope that does not earn what it costs rests for steps that double up to LAST_REST and
 then has a short trial, so that it is found out when drafts become better, or steps dearer. What is
 clear after a few asks is not asked for longer. Where nothing is known yet, what was brought at
-another number of choices counts for a little; and where rows are so dear that a node of even chance
-would not pay, a scope begins with a rest.
+another number of choices counts for a little; and where many choices decode, and rows are so dear
+that a node of even chance would not pay, a scope begins with a rest.
 """
 
 from __future__ import annotations
@@ -240,6 +240,10 @@ class WorthBook:
         return worth
 
 
+MANY = 4
+"""Choices in a step from which on a scope may begin with a rest: fewer are tried at once, because
+there drafts pay nearly always, and a table measured on a busy machine may say otherwise."""
+
 Cost = Callable[[float], float]
 """Tokens that plain decoding of a step's choices makes in the time that so many nodes add."""
 
@@ -252,7 +256,7 @@ def who_rests(cells: Sequence[WorthCell | None], node_cost: Cost, ask_cost: floa
     """
     turns = Counter(cell for cell in cells if cell is not None)
     new = [cell for cell in turns if cell.is_new]
-    if new:
+    if new and turns.total() >= MANY:
         # With dear rows a few steps of trial cost more than they bring: where a node that is
         # accepted every other time would not pay, the scope begins with a rest.
         first_price = ask_cost + node_cost(float(turns.total())) / turns.total()

@@ -92,6 +92,7 @@ def test_a_scope_begins_with_a_rest_where_a_node_of_even_chance_would_not_pay() 
         assert rests[0] is not begins
         if not begins:
             assert rests.index(False) == 2 * WorthCell.FIRST_REST, "then it is tried"
+    assert who_rests([WorthCell()], lambda _: 1.0, 1.0) == [False], "a choice alone is tried"
     assert who_rests([], lambda _: 1.0, 1.0) == []
 
 
