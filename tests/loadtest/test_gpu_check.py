@@ -292,7 +292,7 @@ class Bare(PathFinder):
 
 sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
 import loadtest.gpu_check, loadtest.gpu.parts
-from tests.gpu import test_cuda
+from tests.gpu import test_cuda, test_parts
 """
 
 
