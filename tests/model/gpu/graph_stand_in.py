@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 
 from server.model.gpu.generic import take_over
@@ -69,3 +70,13 @@ def module_of(name: str) -> Any:
     module = generic_models.build(name)
     take_over(module, families.VOCAB_SIZE)
     return module
+
+
+def draw_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that draw walk few lanes that no id has: the interpreter is slow."""
+    from server.model.gpu import draw_kernels, nucleus_kernels
+
+    for module, name in (
+        (draw_kernels, "_PART"), (draw_kernels, "_BLOCK"), (nucleus_kernels, "_BLOCK")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, 256)

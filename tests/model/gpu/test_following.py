@@ -27,7 +27,12 @@ from tests.engine.scenarios import run_requests
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
 from tests.model.cpu_models import cpu_runner
-from tests.model.gpu.graph_stand_in import FirstCalls, module_of, use_graphs
+from tests.model.gpu.graph_stand_in import (
+    FirstCalls,
+    draw_in_small_blocks,
+    module_of,
+    use_graphs,
+)
 from tests.model.torch_runners import runner_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -177,9 +182,10 @@ def _watched(runner: TorchRunner) -> list[bool]:
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("with_graphs", [True, False])
-def test_triton_follows_trees(with_graphs: bool) -> None:
+def test_triton_follows_trees(with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees behind trees on the device, in graphs and without: the texts of CpuRunner, with a stop
     and an abort. The sampled one shares steps with the greedy one."""
+    draw_in_small_blocks(monkeypatch)
     requests = _requests(8, {name: SAMPLINGS[name] for name in ("greedy", "noisy")})
     requests = [replace(r, prompt_ids=r.prompt_ids[: 5 + i]) for i, r in enumerate(requests)]
     cpu = cpu_runner(families.build("llama"))
@@ -188,7 +194,7 @@ def test_triton_follows_trees(with_graphs: bool) -> None:
     ends, _ = _run(cpu, stopping)
     runner = runner_over(families.build("llama"), attention="triton")
     runner._sampler = Sampler(use_triton=True)
-    graphs = FirstCalls(16)
+    graphs = FirstCalls(16, num_runs=1)
     drawing = use_graphs(runner, graphs) if with_graphs else graphs
     assert runner.follows_trees
     on_host = _watched(runner)
@@ -205,8 +211,9 @@ def test_triton_follows_trees(with_graphs: bool) -> None:
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
-def test_triton_a_request_with_nan_logits_fails_alone() -> None:
+def test_triton_a_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device a draw without an answer ends the walk, and its numbers stay its own."""
+    draw_in_small_blocks(monkeypatch)
     requests = _requests(8, {name: SAMPLINGS[name] for name in ("other", "noisy")})
     requests = [replace(r, prompt_ids=r.prompt_ids[: 5 + i]) for i, r in enumerate(requests)]
     texts, _ = _run(runner_over(families.build("llama")), requests)

@@ -25,7 +25,7 @@ from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.scenarios import Collector
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.model import families
-from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.gpu.graph_stand_in import FirstCalls, draw_in_small_blocks, use_graphs
 from tests.model.torch_runners import runner_over
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -105,8 +105,9 @@ def _serve(runner: TorchRunner) -> Engine:
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("with_graphs", [True, False])
 def test_triton_nothing_is_compiled_or_captured_after_warming_up(
-    with_graphs: bool, programs: set[Program]
+    with_graphs: bool, programs: set[Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_in_small_blocks(monkeypatch)
     runner = runner_over(
         families.build("llama"), attention="triton", max_model_len=64, num_blocks=16,
         max_num_seqs=2, max_num_batched_tokens=16,
