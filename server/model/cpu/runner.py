@@ -191,6 +191,10 @@ class CpuRunner:
         self.head_row_bytes = weights.packed_head.row_bytes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
+        # Slices and `verify` use the head beside a step: a first start compiles that here, too, and
+        # not in the first request that needs it.
+        first = np.zeros(1, np.int32)
+        self._worker.submit(self._head.logits_of, first, self._scratch.hidden).result()
         self._in_flight: deque[Future[Drawn]] = deque()
         self.body_s = 0.0
         self.head_s = 0.0
