@@ -148,7 +148,7 @@ def body_of(
         return ModuleBody(module, device, dtype)
     if reason is None:
         shape = shape_of(module.config)
-        return FusedDecoder(module, shape, num_positions, _ops(attention), form)
+        return FusedDecoder(module, shape, num_positions, _ops(attention, form), form)
     if decoder == "auto":
         return ModuleBody(module, device, dtype)
     raise UnsupportedModelError(
@@ -157,9 +157,11 @@ def body_of(
     )
 
 
-def _ops(attention: paged.AttentionName) -> DecoderOps:
+def _ops(attention: paged.AttentionName, form: NarrowForm | None) -> DecoderOps:
     if attention == "torch":
         return TorchOps()
     from server.model.gpu.decoder_kernels import TritonOps
 
+    if form in ("int8-blocks", "int4"):
+        return TritonOps(few_rows=0)  # products in blocks have a kernel of their own
     return TritonOps()

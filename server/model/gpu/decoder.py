@@ -1,14 +1,15 @@
-"""FusedDecoder: a decoder's layers in nine launches each, for the families of families.py.
+"""FusedDecoder: a decoder's layers in six launches each, for the families of families.py.
 
 A decode step of a small model on a GPU is as long as its launches: transformers' modules make 39 to
-84 a layer. Here a layer is: one product for q, k and v; one kernel for their norm, their rotation
-and the write to the cache; attention (a second launch where keys are split); the product back; one
-kernel for the residual and the following norm; one product for gate and up; one for the activation;
-the product back; residual and norm again. A short convolution (LFM2) is one kernel in the place of
-rotation and attention. Embedding and first norm are one launch before them.
+84 a layer. Here a layer is: norm and one product for q, k and v; one kernel for their norm, their
+rotation and the write to the cache; attention (a second launch where keys are split); the product
+back to the residual stream; norm, one product for gate and up, and the activation; the product back
+again. A short convolution (LFM2) is one kernel in the place of rotation and attention. Embedding
+and first norm are one launch before the layers, the last norm is one behind them.
 
-Products are torch's (cuBLAS); what lies between is DecoderOps. The differences between families
-are those of ModelShape, as on the CPU (cpu/forward.py).
+So it is for few rows (stream_kernels.py). For more, products are torch's (cuBLAS), and norms and
+activations have launches of their own: nine a layer. DecoderOps has both. The differences between
+families are those of ModelShape, as on the CPU (cpu/forward.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,18 @@ from torch import nn
 from server.model.families import family_of
 from server.model.gpu.attention import Masked
 from server.model.gpu.convolution import Inputs
-from server.model.gpu.decoder_ops import DecoderOps, HeadSizes, Places, Residual, Rotation, Rows
-from server.model.gpu.lora import DOWN, GATE_UP, MIX, OUT, LoraBank
-from server.model.gpu.narrow import NarrowWeight, narrowed
+from server.model.gpu.decoder_ops import (
+    Adapted,
+    DecoderOps,
+    HeadSizes,
+    Places,
+    Product,
+    Residual,
+    Rotation,
+    Rows,
+)
+from server.model.gpu.lora import KINDS, LoraBank
+from server.model.gpu.narrow import narrowed
 from server.model.gpu.own_rows import OwnRows
 from server.model.shape import ModelShape, query_scales, rope_tables, shape_of
 from server.types import NarrowForm
@@ -38,32 +48,7 @@ if TYPE_CHECKING:
     from server.model.gpu.delta import PagedDeltaNet
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Product:
-    """x -> x @ weight.T + bias. weight: [outputs, inputs]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return torch.mm(x, self.weight.t())
-        return torch.addmm(self.bias, x, self.weight.t())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _NarrowProduct:
-    """A _Product whose weight has 8 bits."""
-
-    weight: NarrowWeight
-    bias: torch.Tensor | None
-    ops: DecoderOps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.multiply(x, self.weight, self.bias)
-
-
-_Makes = Callable[[Sequence[nn.Module]], _Product | _NarrowProduct]
+_Makes = Callable[[Sequence[nn.Module]], Product]
 
 
 class Kept(NamedTuple):
@@ -104,10 +89,10 @@ class _Layer:
     cache, among its layers of one kind. taps: of a convolution, float32 [taps, H]. norms: float32
     [H] each, in the order of WeightNames.norms, None = not there."""
 
-    mix: _Product | _NarrowProduct
-    out: _Product | _NarrowProduct
-    gate_up: _Product | _NarrowProduct
-    down: _Product | _NarrowProduct
+    mix: Product
+    out: Product
+    gate_up: Product
+    down: Product
     norms: tuple[torch.Tensor | None, ...]
     place: int
     attention: _Attention | None
@@ -128,8 +113,8 @@ class FusedDecoder:
     """server.model.gpu.body.Body over a module's weights.
 
     adapters: those that are held beside the model; in a step that has some (StepIds.adapters) every
-    product has two launches more. module: on its device; q, k and v, and gate and up become views
-    of one matrix each, so that no weight is there twice, and the module stays usable.
+    product has two or three launches more. module: on its device; q, k and v, and gate and up
+    become views of one matrix each, so that no weight is there twice, and the module stays usable.
     num_positions: the longest sequence. form: of the layers' products, whose weights the module
     then has no longer; None: as they are. Final states are divided by shape.logit_divisor, because
     the LM head knows nothing of it.
@@ -159,8 +144,8 @@ class FusedDecoder:
         weight: torch.Tensor = any_norm.weight
         device = weight.device  # the embedding may lie elsewhere
 
-        def made(linears: Sequence[nn.Module]) -> _Product | _NarrowProduct:
-            return _fused(linears) if form is None else _narrow(linears, form, ops)
+        def made(linears: Sequence[nn.Module]) -> Product:
+            return _fused(linears) if form is None else _narrow(linears, form)
 
         self._layers = [_layer(module, shape, i, made) for i in range(shape.num_layers)]
         own = OwnRows(shape.vocab_size, shape.hidden_size, weight.dtype, device, ops)
@@ -189,32 +174,29 @@ class FusedDecoder:
         elif ids.own_places is not None and self.adapters is not None:
             embeds = self.adapters.own.embed(rows, ids.own_places)
             rows = Rows(embeds, None, None, ids.drawn, self._scale)
-        x, normed = ops.embed(rows, self._layers[0].norms[0], s.norm_eps)
+        stream = ops.enter(rows, self._layers[0].norms[0], s.norm_eps)
         for i, layer in enumerate(self._layers):
-            mixed = self._adapted(i, MIX, normed, layer.mix(normed), ids.adapters)
+            mix, out, gate_up, down = self._adapted(i, ids.adapters)
+            x, mixed = ops.read(stream, layer.mix, mix)
             if layer.attention is None:
                 mixed = self._convolved(layer, mixed, step, paged_step)
             else:
                 mixed = self._attended(layer, layer.attention, mixed, step, paged_step)
-            y = self._adapted(i, OUT, mixed, layer.out(mixed), ids.adapters)
             after = Residual(layer.norms[1], s.residual_scale, layer.norms[2], s.norm_eps)
-            normed = ops.add_norm(x, y, after)
-            gate_up = self._adapted(i, GATE_UP, normed, layer.gate_up(normed), ids.adapters)
-            gated = ops.gate(gate_up, s.activation == "gelu_tanh")
-            y = self._adapted(i, DOWN, gated, layer.down(gated), ids.adapters)
-            last = i + 1 == len(self._layers)
-            following = self._final if last else self._layers[i + 1].norms[0]
-            after = Residual(layer.norms[3], s.residual_scale, following, s.norm_eps)
-            normed = ops.add_norm(x, y, after)
-        return normed
+            stream = ops.add(x, mixed, layer.out, after, out)
+            x, gated = ops.gated(stream, layer.gate_up, s.activation == "gelu_tanh", gate_up)
+            if i + 1 < len(self._layers):
+                following = self._layers[i + 1].norms[0]
+                after = Residual(layer.norms[3], s.residual_scale, following, s.norm_eps)
+                stream = ops.add(x, gated, layer.down, after, down)
+        after = Residual(layer.norms[3], s.residual_scale, self._final, s.norm_eps)
+        return ops.leave(x, gated, layer.down, after, down)
 
-    def _adapted(
-        self, i: int, kind: int, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor | None
-    ) -> torch.Tensor:
-        """y, a product of x in layer i, with the adapters of its rows added in place."""
-        if spans is not None and self.adapters is not None:
-            self._ops.lora(x, y, spans, self.adapters.tables(i)[kind])
-        return y
+    def _adapted(self, i: int, spans: torch.Tensor | None) -> list[Adapted | None]:
+        """The adapters in layer i's products, by the number of their kind."""
+        if spans is None or self.adapters is None:
+            return [None] * len(KINDS)
+        return [Adapted(spans, table) for table in self.adapters.tables(i)]
 
     def _convolved(
         self, layer: _Layer, projected: torch.Tensor, step: StepTensors, paged_step: PagedStep
@@ -252,7 +234,7 @@ def _layer(module: nn.Module, shape: ModelShape, i: int, made: _Makes) -> _Layer
     """Layer i over the module's weights, its products as they are made."""
     names, prefix = shape.names, f"model.layers.{i}."
 
-    def product(modules: Sequence[str]) -> _Product | _NarrowProduct:
+    def product(modules: Sequence[str]) -> Product:
         return made([module.get_submodule(prefix + name) for name in modules])
 
     attention, taps, mix, out = None, None, names.qkv, names.out
@@ -296,7 +278,7 @@ def _norm(module: nn.Module, name: str, shape: ModelShape) -> torch.Tensor:
     return weight
 
 
-def _fused(linears: Sequence[nn.Module]) -> _Product:
+def _fused(linears: Sequence[nn.Module]) -> Product:
     """One product with the outputs of all; their own weights become views of it."""
     parts: dict[str, torch.Tensor | None] = {}
     for leaf in ("weight", "bias"):
@@ -312,13 +294,14 @@ def _fused(linears: Sequence[nn.Module]) -> _Product:
                 setattr(linear, leaf, nn.Parameter(whole[first:end], requires_grad=False))
     weight = parts["weight"]
     assert weight is not None
-    return _Product(weight.detach(), None if parts["bias"] is None else parts["bias"].detach())
+    return Product(weight.detach(), None if parts["bias"] is None else parts["bias"].detach())
 
 
-def _narrow(linears: Sequence[nn.Module], form: NarrowForm, ops: DecoderOps) -> _NarrowProduct:
+def _narrow(linears: Sequence[nn.Module], form: NarrowForm) -> Product:
     """The same in 8 bits; the modules are left without their weights."""
-    whole = _fused(linears)
-    product = _NarrowProduct(narrowed(whole.weight, form), whole.bias, ops)
+    weight, bias = _fused(linears)
+    assert isinstance(weight, torch.Tensor)
+    product = Product(narrowed(weight, form), bias)
     for linear in linears:
-        linear.weight = nn.Parameter(whole.weight.new_empty(0), requires_grad=False)
+        linear.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
     return product

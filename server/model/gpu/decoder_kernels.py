@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer, between its products: DecoderOps, one launch each.
+"""Triton kernels of a decoder layer, between its products, one launch each; TritonOps.
 
 A program has one row, or one head of one row, and no other's sums: a row's result is a function of
 that row alone. Grids are known on the host, nothing syncs, so a CUDA graph can hold them. Sums are
@@ -17,14 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
+from server.model.gpu import stream_kernels
 from server.model.gpu.convolution import Inputs
-from server.model.gpu.decoder_ops import HeadSizes, Places, Residual, Rotation, Rows
+from server.model.gpu.decoder_ops import (
+    Adapted,
+    HeadSizes,
+    Places,
+    Product,
+    Residual,
+    Rotation,
+    Rows,
+    SeparateOps,
+    Stream,
+    mm,
+)
 from server.model.gpu.lora import LoraTable
 from server.model.gpu.lora_kernels import add_lora
 from server.model.gpu.narrow import NarrowWeight
 from server.model.gpu.narrow_kernels import multiply_few
 from server.model.gpu.own_row_kernels import own_embed, own_logits
 from server.model.gpu.own_rows import HeadRows, OwnPart
+from server.model.gpu.stream_kernels import FEW_ROWS, gated
 from server.model.gpu.triton_kernels import FUSE
 
 _GATE_BLOCK = 1024
@@ -188,12 +201,8 @@ def _gate_rows(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.c
     inside = i < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    logit = gate
-    if GELU:
-        # tanh(u) = 2 sigmoid(2 u) - 1, u = sqrt(2 / pi) (x + 0.044715 x^3)
-        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    value = gate / (1.0 + tl.exp(-logit)) * up
-    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=inside)
+    value = gated(gate, up, GELU).to(out.dtype.element_ty)
+    tl.store(out + row * SIZE + i, value, mask=inside)
 
 
 @triton.jit
@@ -234,13 +243,81 @@ def _warps(block: int) -> int:
     return 8 if block >= 4096 else 4 if block >= 512 else 1
 
 
-class TritonOps:
-    """DecoderOps by the kernels above."""
+class TritonOps(SeparateOps):
+    """DecoderOps by the kernels above, and for up to few_rows rows by those of stream_kernels.py.
+
+    few_rows: at most FEW_ROWS; 0: never. Rows beside others with adapters have the bits that they
+    have without: the sums are made by the same kernels in the same order.
+    """
+
+    def __init__(self, few_rows: int = FEW_ROWS) -> None:
+        self._few_rows = few_rows
+
+    def read(
+        self, stream: Stream, product: Product, adapted: Adapted | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderOps."""
+        if stream.x.shape[0] > self._few_rows:
+            return super().read(stream, product, adapted)
+        return self._read(stream, product, adapted, stream.x.dtype)
+
+    def _read(
+        self, stream: Stream, product: Product, adapted: Adapted | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed, made = stream.x, stream.normed, None
+        out = torch.empty((x.shape[0], product.num_outputs), dtype=dtype, device=x.device)
+        if adapted is not None and normed is None:
+            normed = made = torch.empty_like(x)
+        x = stream_kernels.read(stream, product, out, normed=made)
+        if adapted is not None:
+            assert normed is not None
+            self.lora(normed, out, *adapted)
+        return x, out
+
+    def gated(
+        self, stream: Stream, product: Product, gelu: bool, adapted: Adapted | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderOps."""
+        x = stream.x
+        if x.shape[0] > self._few_rows:
+            return super().gated(stream, product, gelu, adapted)
+        if adapted is not None:
+            x, whole = self._read(stream, product, adapted, torch.float32)
+            return x, self.gate(whole, gelu, x.dtype)
+        out = torch.empty((x.shape[0], product.num_outputs // 2), dtype=x.dtype, device=x.device)
+        return stream_kernels.read(stream, product, out, gelu), out
+
+    def add(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        product: Product,
+        after: Residual,
+        adapted: Adapted | None,
+    ) -> Stream:
+        """See DecoderOps."""
+        if x.shape[0] > self._few_rows:
+            return super().add(x, states, product, after, adapted)
+        added = None
+        if adapted is not None:
+            added = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            self.lora(states, added, *adapted)
+        return stream_kernels.add(x, states, product, after, added)
+
+    def multiply(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """See SeparateOps."""
+        if x.shape[0] <= self._few_rows:
+            out = torch.empty((x.shape[0], product.num_outputs), dtype=x.dtype, device=x.device)
+            stream_kernels.read(Stream(x, x), product, out)
+            return out
+        if isinstance(product.weight, NarrowWeight):
+            return multiply_few(x, product.weight, product.bias)
+        return mm(x, product.weight, product.bias)
 
     def embed(
         self, rows: Rows, norm: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DecoderOps."""
+        """See SeparateOps."""
         table, ids = rows.table, rows.ids
         num, size = (table if ids is None else ids).shape[0], table.shape[1]
         x = torch.empty((num, size), dtype=table.dtype, device=table.device)
@@ -297,7 +374,7 @@ class TritonOps:
         )  # fmt: skip
 
     def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
-        """See DecoderOps."""
+        """See SeparateOps."""
         out = torch.empty_like(x)
         num, size = x.shape
         block = triton.next_power_of_2(size)
@@ -309,10 +386,12 @@ class TritonOps:
         )  # fmt: skip
         return out
 
-    def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-        """See DecoderOps."""
+    def gate(
+        self, gate_up: torch.Tensor, gelu: bool, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """See SeparateOps. dtype: of the result, where it is not that of gate_up."""
         num, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((num, size), dtype=gate_up.dtype, device=gate_up.device)
+        out = torch.empty((num, size), dtype=dtype or gate_up.dtype, device=gate_up.device)
         block = min(_GATE_BLOCK, triton.next_power_of_2(size))
         _gate_rows[(num, triton.cdiv(size, block))](
             gate_up, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=_warps(block), **FUSE
@@ -331,14 +410,8 @@ class TritonOps:
         )  # fmt: skip
         return out
 
-    def multiply(
-        self, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See DecoderOps."""
-        return multiply_few(x, weight, bias)
-
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
-        """See DecoderOps."""
+        """See SeparateOps."""
         add_lora(x, y, spans, table)
 
     def own_embed(self, rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""The operations of a decoder layer beside its matrix products and attention, and their reference.
+"""The operations of a decoder layer beside its attention, and their reference.
 
-DecoderOps declares the operations; TorchOps has them in plain torch, on any device, as the
-reference of the kernels in decoder_kernels.py. All sums are float32; what is stored has the model's
+DecoderOps declares the operations. Those on the residual stream are products together with what
+stands between them (`read`, `gated`, `add`, `leave`); SeparateOps makes each of its parts, a launch
+each. TorchOps has the parts in plain torch, on any device, as the reference of the kernels in
+decoder_kernels.py and stream_kernels.py. All sums are float32; what is stored has the model's
 dtype. An operation rounds once, where transformers' modules round after every step of it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -75,13 +78,84 @@ class Residual(NamedTuple):
     eps: float
 
 
-class DecoderOps(Protocol):
-    """One launch each."""
+class Product(NamedTuple):
+    """x -> x @ weight.T + bias. weight: [outputs, inputs], as it is or in 8 bits. bias: [outputs],
+    or None."""
 
-    def embed(
-        self, rows: Rows, norm: torch.Tensor | None, eps: float
+    weight: torch.Tensor | NarrowWeight
+    bias: torch.Tensor | None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The weight's own, of any dtype: [outputs, inputs]."""
+        return self.weight.values if isinstance(self.weight, NarrowWeight) else self.weight
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the weight."""
+        return self.values.shape[0]
+
+
+class Adapted(NamedTuple):
+    """The adapters of a step's rows in one product. spans: int32 [n, SPAN_FIELDS], as lora_spans
+    has them."""
+
+    spans: torch.Tensor
+    table: LoraTable
+
+
+class Stream(NamedTuple):
+    """The residual stream between an operation that adds to it and the one that reads it.
+
+    x: [R, H]. normed: the norm of it, [R, H], or None: then `after` says what is still to be done,
+    `y` [R, H] is what is to be normed and added to x (None: it was added), and `parts` are sums of
+    squares of y, or of x, float32 [R, any number].
+    """
+
+    x: torch.Tensor
+    normed: torch.Tensor | None
+    after: Residual | None = None
+    y: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+
+
+class DecoderOps(Protocol):
+    """Of one step's rows. What a `read` or a `gated` takes comes from the `enter` or `add` before
+    it; x of a Stream is theirs alone."""
+
+    def enter(self, rows: Rows, norm: torch.Tensor | None, eps: float) -> Stream:
+        """The residual stream of embedded rows, in the table's dtype."""
+
+    def read(
+        self, stream: Stream, product: Product, adapted: Adapted | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the residual stream [R, H], its RMSNorm or a copy of it), in the table's dtype."""
+        """(x of the stream, the product of its norm [R, outputs])."""
+
+    def gated(
+        self, stream: Stream, product: Product, gelu: bool, adapted: Adapted | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x of the stream, activation(gate) * up [R, n]). product: of 2 n outputs, those of gate
+        first. SiLU, or GELU's tanh form."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        product: Product,
+        after: Residual,
+        adapted: Adapted | None,
+    ) -> Stream:
+        """The stream x with the product of states [R, inputs] as `after` says."""
+
+    def leave(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        product: Product,
+        after: Residual,
+        adapted: Adapted | None,
+    ) -> torch.Tensor:
+        """The same at the end of all layers: the sum's norm [R, H]."""
 
     def norm_heads(self, values: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """RMSNorm of every row of values [R, n] (a view: rows may be apart), in place."""
@@ -97,24 +171,9 @@ class DecoderOps(Protocol):
         """q of qkv [R, (num_heads + 2 * num_kv_heads) * head_dim] normed and rotated in place; k
         the same, and v, to their slots. norms: float32 [2, head_dim], of q and of k, or None."""
 
-    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
-        """x [R, H] += norm(y) * scale in place; the sum's norm [R, H], or a copy of it."""
-
-    def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-        """activation(gate) * up of gate_up [R, 2 n]: [R, n]. SiLU, or GELU's tanh form."""
-
     def convolve(self, projected: torch.Tensor, taps: torch.Tensor, at: Inputs) -> torch.Tensor:
         """C * sum over taps of (B * x), the oldest position first: [R, H]; each row's own B * x to
         its slot. projected: [R, 3 H]: B, C, x. taps: float32 [taps, H]."""
-
-    def multiply(
-        self, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """narrow.multiply."""
-
-    def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
-        """y [R, outputs] += ((x [R, K] @ A) * scale) @ B in place, for the rows of the spans (int32
-        [n, SPAN_FIELDS], as lora_spans has them). Two launches."""
 
     def own_embed(self, rows: Rows, places: torch.Tensor, part: OwnPart) -> torch.Tensor:
         """[R, H], not scaled: of each row with a place (int32 [R], -1: none) its own row for its
@@ -127,18 +186,96 @@ class DecoderOps(Protocol):
         ids' columns, else logits (float32 [n, V]), else -inf. Two launches, soft-capping apart."""
 
 
+class SeparateOps(ABC):
+    """The operations on the residual stream, a launch for each of their parts."""
+
+    def enter(self, rows: Rows, norm: torch.Tensor | None, eps: float) -> Stream:
+        """See DecoderOps."""
+        return Stream(*self.embed(rows, norm, eps))
+
+    def read(
+        self, stream: Stream, product: Product, adapted: Adapted | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderOps."""
+        assert stream.normed is not None
+        return stream.x, self._adapted(stream.normed, product, adapted)
+
+    def gated(
+        self, stream: Stream, product: Product, gelu: bool, adapted: Adapted | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderOps."""
+        assert stream.normed is not None
+        return stream.x, self.gate(self._adapted(stream.normed, product, adapted), gelu)
+
+    def add(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        product: Product,
+        after: Residual,
+        adapted: Adapted | None,
+    ) -> Stream:
+        """See DecoderOps."""
+        return Stream(x, self.leave(x, states, product, after, adapted))
+
+    def leave(
+        self,
+        x: torch.Tensor,
+        states: torch.Tensor,
+        product: Product,
+        after: Residual,
+        adapted: Adapted | None,
+    ) -> torch.Tensor:
+        """See DecoderOps."""
+        return self.add_norm(x, self._adapted(states, product, adapted), after)
+
+    def _adapted(self, x: torch.Tensor, product: Product, adapted: Adapted | None) -> torch.Tensor:
+        y = self.multiply(x, product)
+        if adapted is not None:
+            self.lora(x, y, *adapted)
+        return y
+
+    @abstractmethod
+    def embed(
+        self, rows: Rows, norm: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the residual stream [R, H], its RMSNorm or a copy of it), in the table's dtype."""
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """The product of x [R, inputs]."""
+
+    @abstractmethod
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
+        """x [R, H] += norm(y) * scale in place; the sum's norm [R, H], or a copy of it."""
+
+    @abstractmethod
+    def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """activation(gate) * up of gate_up [R, 2 n]: [R, n]. SiLU, or GELU's tanh form."""
+
+    @abstractmethod
+    def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
+        """y [R, outputs] += ((x [R, K] @ A) * scale) @ B in place, for the rows of the spans. Two
+        launches. y may be of another dtype than x."""
+
+
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension of float32 x (Zhang, Sennrich, arXiv 1910.07467)."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-class TorchOps:
+def mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [R, inputs] @ weight.T + bias by torch. weight: [outputs, inputs]. bias: [outputs]."""
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+class TorchOps(SeparateOps):
     """DecoderOps in plain torch."""
 
     def embed(
         self, rows: Rows, norm: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DecoderOps."""
+        """See SeparateOps."""
         ids, x = rows.ids, rows.table
         if ids is not None:
             if rows.token_from is not None:
@@ -187,7 +324,7 @@ class TorchOps:
         places.values[slots] = heads[:, count:]
 
     def add_norm(self, x: torch.Tensor, y: torch.Tensor, norms: Residual) -> torch.Tensor:
-        """See DecoderOps."""
+        """See SeparateOps."""
         added = y.float()
         if norms.post is not None:
             added = rms(added, norms.post, norms.eps)
@@ -197,7 +334,7 @@ class TorchOps:
         return rms(x.float(), norms.following, norms.eps).to(x.dtype)
 
     def gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-        """See DecoderOps."""
+        """See SeparateOps."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
         return (gate * up).to(gate_up.dtype)
@@ -215,14 +352,14 @@ class TorchOps:
             total += weight * value
         return (total * c).to(projected.dtype)
 
-    def multiply(
-        self, x: torch.Tensor, weight: NarrowWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See DecoderOps."""
-        return multiply(x, weight, bias)
+    def multiply(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """See SeparateOps."""
+        if isinstance(product.weight, NarrowWeight):
+            return multiply(x, product.weight, product.bias)
+        return mm(x, product.weight, product.bias)
 
     def lora(self, x: torch.Tensor, y: torch.Tensor, spans: torch.Tensor, table: LoraTable) -> None:
-        """See DecoderOps."""
+        """See SeparateOps."""
         for first, num, place in spans.tolist():
             rows = slice(first, first + num)
             t = (x[rows].float() @ table.a[place].float()) * table.scales[place]

@@ -26,9 +26,15 @@ _WARPS = 16
 
 @triton.jit
 def _key(x):
-    """int64 in the order of float64; minus zero equals zero. It is its own inverse on bits."""
+    """int64 in the order of float64; minus zero equals zero."""
     bits = (x + 0.0).to(tl.int64, bitcast=True)
     return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The float64 of a _key."""
+    return (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -81,8 +87,8 @@ def _find_cut(
         share = tl.load(top_p + row)
         if share < 1.0:
             count, mass = _above(x, shares, num_ids, end, BLOCK)
-            value = (end ^ ((end >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
-            top = (high ^ ((high >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+            value = _value(end)
+            top = _value(high)
             goal = share * (mass + (left - count).to(tl.float64) * tl.exp(value - top))
             low = end
             end = high
@@ -94,11 +100,11 @@ def _find_cut(
                 else:
                     low = middle + 1
             count, mass = _above(x, shares, num_ids, end, BLOCK)
-            value = (end ^ ((end >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+            value = _value(end)
             # Of the equal values at the threshold, as many as reach the goal, the last included.
             equal = tl.ceil((goal - mass) / tl.exp(value - top)).to(tl.int64)
             keeps = tl.minimum(left, count + tl.maximum(equal, 1))
-        value = (end ^ ((end >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+        value = _value(end)
         tl.store(threshold + row, value)
         tl.store(kept + row, keeps)
 
