@@ -4,13 +4,14 @@
 
 Its parts run one after the other, each in a process of its own with a time limit, what says most
 first (loadtest/gpu/parts.py): versions, bandwidth and launch costs; logprobs against transformers
-and graphs against the plain path, in bfloat16; our decoder against transformers' modules; top-p,
-sampled rows in a graph, adapters and weights in 8 and 4 bits; a profile; step tables of nine public
-models' shapes with random weights, decode and trees, plain and in graphs, beside the memory floor;
-transformers' own generate, prompt lookup and continuous batching; the engine with drafts off and
-on; prompt chunks beside torch's own attention and FlashInfer's; the reserve beside KV; vocabulary
-slices. tests/gpu runs last (needs pytest). Every result is in --out as soon as it is there, so that
-a part that hangs, or a run that is cut off, loses nothing.
+and graphs against the plain path, in bfloat16; our decoder against transformers' modules, and its
+few launches beside more; top-p, sampled rows in a graph, adapters and weights in 8 and 4 bits; a
+profile; step tables of nine public models' shapes with random weights, decode and trees, plain and
+in graphs, beside the memory floor; transformers' own generate, prompt lookup and continuous
+batching; the engine with drafts off and on; prompt chunks beside torch's own attention and
+FlashInfer's; the reserve beside KV; vocabulary slices. tests/gpu runs last (needs pytest). Every
+result is in --out as soon as it is there, so that a part that hangs, or a run that is cut off,
+loses nothing.
 
 Needs torch >= 2.11, transformers, numpy, numba (Python 3.11 or newer) and this repository; none of
 the web stack. The last line is JSON. Exits 1 when something was wrong, failed or ran out of time, 2

@@ -61,6 +61,13 @@ def test_our_decoder_is_compared_with_modules(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
+def test_few_launches_are_compared_with_more(shape: str) -> None:
+    lines = found("few-rows", shape)
+    assert [(line["rows"], line["ok"]) for line in lines] == [(1, True), (8, True), (16, True)]
+    assert all(line["six_us"] > 0 and line["apart"] == 0 for line in lines)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gemma"])
 def test_what_may_be_chosen_is_compared_with_another_way(shape: str) -> None:
     cuts = found("top-p", shape)
     assert [line["ok"] for line in cuts] == [True] * 3
