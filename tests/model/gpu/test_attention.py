@@ -334,6 +334,7 @@ def test_triton_kernels_compile_for_a_gpu(
         "BLOCK_SIZE": 16,
         "SPLIT_SIZE": 256,
         "MAX_SPLITS": 32,
+        "BLOCK": 128,
         "HAS_WINDOW": window,
         "HAS_CAP": window,
         "SPLIT": split,
