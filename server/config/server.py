@@ -221,8 +221,8 @@ class EngineConfig(Section):
     kv_cache_memory: Memory | None = Field(
         None,
         description="memory of the KV cache: a fraction of what is free after loading (on cuda, "
-        "beside what the largest step was measured to take: the log has both), or an amount such "
-        'as "2GiB"; default 0.3 on cpu, 0.85 on cuda',
+        "beside what the largest step was measured to take and what max_adapters adapters would: "
+        'the log has them), or an amount such as "2GiB"; default 0.3 on cpu, 0.85 on cuda',
     )
     prefix_cache: bool = Field(
         _SIZES.prefix_cache, description="whether prompts share KV blocks by content"

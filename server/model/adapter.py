@@ -227,6 +227,10 @@ class LoraAdapter:
         a, b = (self._reader.get_tensor(key).float() for key in self._pairs[name])
         return a, b
 
+    def rank(self, name: str) -> int:
+        """Rows of A of a weight that it changes, as they are stored."""
+        return int(self._reader.get_slice(self._pairs[name][0]).get_shape()[0])
+
     @property
     def form(self) -> str:
         """What all its matrices are stored in: "float32", "bfloat16" or "float16"; "float32" where
@@ -241,7 +245,7 @@ class LoraAdapter:
         module = name.removesuffix(".weight")
         rank = self._of_pattern("rank_pattern", module, self._config["r"])
         alpha = self._of_pattern("alpha_pattern", module, self._config["lora_alpha"])
-        stored = self._reader.get_slice(self._pairs[name][0]).get_shape()[0]
+        stored = self.rank(name)
         if stored != rank:
             raise ModelError(f"adapter {self.folder}: {name} has rank {stored}, config says {rank}")
         return float(alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank)

@@ -44,7 +44,9 @@ class RunnerSpec:
     CUDA: "device"; "stream", in CPU memory and copied through the device when it is needed; "cpu",
     the same, and `exact` is verified on the CPU. A CPU has it in its memory. cuda_graphs:
     whether steps of few rows replay captured graphs on CUDA. decoder: what computes the layers
-    there (body.py). prefill_attention: what attends for prompt chunks there (prefill.py).
+    there (body.py). prefill_attention: what attends for prompt chunks there (prefill.py). adapters:
+    folders of those that stand beside it, and adapter_places: how many will be in memory at once,
+    which the KV cache leaves room for there.
     """
 
     name: str
@@ -61,6 +63,8 @@ class RunnerSpec:
     cuda_graphs: bool = False
     decoder: DecoderChoice = "auto"
     prefill_attention: PrefillChoice = "auto"
+    adapters: tuple[str, ...] = ()
+    adapter_places: int = 0
 
 
 def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
@@ -337,7 +341,8 @@ def _fit_kv(
     from server.model.gpu.reserve import reserve_of
     from server.model.kv_memory import num_blocks_for
 
-    reserve = reserve_of(runner, memory, calculated)
+    adapters = runner.adapter_bytes(spec.adapters, spec.adapter_places)
+    reserve = reserve_of(runner, memory, calculated)._replace(adapters=adapters)
     block_bytes, size = runner.info.kv_block_bytes, spec.sizes.block_size
     free = memory.free()
     num_blocks = num_blocks_for(

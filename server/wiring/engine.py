@@ -63,7 +63,8 @@ class EngineOrder:
     profile) of those tasks that cut the LM head, to be copied before the engine is ready.
     namespace: separates what servers of different task folders keep. learns: whether a task
     learns. adapters: that the engine knows when it is ready; checks_adapters: whether one
-    that cannot be read keeps the engine from starting, or is only logged.
+    that cannot be read keeps the engine from starting, or is only logged. adapter_places: how many
+    may come to be in memory at once.
     """
 
     name: str
@@ -85,6 +86,7 @@ class EngineOrder:
     vocabularies: tuple[tuple[VocabularyMode, str], ...] = ()
     adapters: tuple[AdapterOrder, ...] = ()
     checks_adapters: bool = True
+    adapter_places: int = 0
 
 
 def _runner_spec(order: EngineOrder) -> RunnerSpec:
@@ -106,6 +108,8 @@ def _runner_spec(order: EngineOrder) -> RunnerSpec:
         cuda_graphs=engine.cuda_graphs != "off",
         decoder=engine.decoder,
         prefill_attention=engine.prefill_attention,
+        adapters=tuple(one.folder for one in order.adapters),
+        adapter_places=order.adapter_places,
     )
 
 

@@ -176,9 +176,16 @@ def _orders(
             vocabularies=tuple(vocabularies),
             log_format=config.log.format,
             log_level=config.log.level,
+            adapter_places=_adapter_places(config, model),
         )
         for i, device in enumerate(model.devices)
     ]
+
+
+def _adapter_places(config: ServerConfig, model: ModelConfig) -> int:
+    """How many adapters of a model may come to be in memory at once; admins may load any."""
+    may_load, most = any(key.admin for key in config.keys), config.engine.max_adapters
+    return most if may_load else min(most, len(model.adapters))
 
 
 def _namespace(config: ServerConfig) -> str:

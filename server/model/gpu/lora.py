@@ -18,6 +18,8 @@ the kernels are lora_kernels.py. Rows of embedding and head of an adapter's own:
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 
 from server.engine.batch import Batch, Int32
+from server.errors import TailorError
 from server.model.adapter import (
     LoraAdapter,
     TokenRows,
@@ -50,6 +53,7 @@ SPAN_ROWS = 16
 """Most rows of one span: those of one program's tile."""
 
 SPAN_FIELDS = 3
+_log = logging.getLogger(__name__)
 _LEAST_COLUMNS = 16  # of a tensor core's tile
 
 
@@ -106,7 +110,7 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
     lora, num_rows = opened_adapter(folder, shape, shape.vocab_size)
     sizes, known = linear_sizes(shape), lora.names()
     layers = []
-    most, num_values = _LEAST_COLUMNS, 0
+    most = _LEAST_COLUMNS
     for layer in range(shape.num_layers):
         of_kind = []
         for modules in _modules(shape, layer).values():
@@ -115,8 +119,6 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
             if known.intersection(weights):
                 packed = _packed(lora, weights, known, sizes, dtype)
                 most = max(most, packed[0].shape[1])
-            outputs = sum(sizes[weight][0] for weight in weights)
-            num_values += sizes[weights[0]][1] + outputs
             of_kind.append(packed)
         layers.append(tuple(of_kind))
     columns = power_of_two(most)
@@ -124,11 +126,31 @@ def pack_adapter(folder: Path, shape: ModelShape, dtype: torch.dtype, num_ids: i
         None if part is None else TokenRows(part.ids, part.rows.to(dtype))
         for part in token_rows(lora, shape, num_rows)
     ]
-    num_bytes = num_values * columns * dtype.itemsize
+    num_bytes = _column_values(shape) * columns * dtype.itemsize
     for part in own:
         num_bytes += 0 if part is None else part.rows.nbytes + 4 * num_rows
     num_ids = num_ids_with(lora, num_ids)
     return GpuAdapter(tuple(layers), columns, num_ids, num_bytes, *own)
+
+
+def _most_columns(lora: LoraAdapter, shape: ModelShape) -> int:
+    """GpuAdapter.columns of an adapter."""
+    known, most = lora.names(), _LEAST_COLUMNS
+    for layer in range(shape.num_layers):
+        for modules in _modules(shape, layer).values():
+            weights = [f"model.layers.{layer}.{module}.weight" for module in modules]
+            most = max(most, sum(lora.rank(weight) for weight in weights if weight in known))
+    return power_of_two(most)
+
+
+def _column_values(shape: ModelShape) -> int:
+    """Numbers of A and of B that one column has at a place, in all products."""
+    sizes, num = linear_sizes(shape), 0
+    for layer in range(shape.num_layers):
+        for modules in _modules(shape, layer).values():
+            weights = [sizes[f"model.layers.{layer}.{module}.weight"] for module in modules]
+            num += weights[0][1] + sum(outputs for outputs, _ in weights)
+    return num
 
 
 def _packed(
@@ -176,8 +198,8 @@ def spans_of(places: Int32) -> Int32:
 class LoraBank:
     """The adapters on a device, by place. Changed between steps alone.
 
-    own: their rows of embedding and head. The tables grow for a higher place (at least twofold) and
-    a wider adapter, and stay: CUDA graphs read them where they are.
+    own: their rows of embedding and head. The tables grow for a higher place (to a power of two)
+    and a wider adapter, and stay: CUDA graphs read them where they are.
     """
 
     def __init__(
@@ -191,6 +213,29 @@ class LoraBank:
         self._tables: list[list[LoraTable]] = []  # by layer, by kind
         self._places = self._columns = 0
 
+    def bytes_for(self, folders: Iterable[str], most: int, *, has_graphs: bool) -> int:
+        """Bytes of the tables once `most` adapters are held, in the lowest places, each as large as
+        the largest of these folders, or as small as one can be where there is none; with the wide
+        logits that graphs share. Reads no matrices; a folder that cannot be served counts nothing.
+        """
+        if not most:
+            return 0
+        columns, own = _LEAST_COLUMNS, list[TokenRows]()
+        for folder in folders:
+            try:
+                lora, num_rows = opened_adapter(Path(folder), self.shape, self.shape.vocab_size)
+                parts = token_rows(lora, self.shape, num_rows)
+            except (TailorError, OSError) as error:  # whoever loads it is told
+                _log.warning("the reserve has no room for adapter %s: %s", folder, error)
+                continue
+            columns = max(columns, _most_columns(lora, self.shape))
+            own += [part for part in parts if part is not None]
+        places = power_of_two(most)
+        scales = 4 * len(KINDS) * self.shape.num_layers
+        a_column = _column_values(self.shape) * self.dtype.itemsize + scales
+        own_bytes = self.own.bytes_for(own, places, has_graphs=has_graphs) if own else 0
+        return places * columns * a_column + own_bytes
+
     def tables(self, layer: int) -> list[LoraTable]:
         """Of a layer's products, by the number of their kind. At least one adapter was held."""
         return self._tables[layer]
@@ -202,7 +247,7 @@ class LoraBank:
             raise ValueError(f"place {place} is taken")
         moves = place >= self._places or adapter.columns > self._columns
         if moves:
-            places = self._places if place < self._places else max(place + 1, 2 * self._places)
+            places = max(self._places, power_of_two(place + 1))
             self._grow(places, max(adapter.columns, self._columns))
         for tables, parts in zip(self._tables, adapter.parts, strict=True):
             for table, part in zip(tables, parts, strict=True):

@@ -14,7 +14,7 @@ are compared with. Tokens of an adapter's own come from PEFT's `trainable_token_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,13 @@ class OwnPart(NamedTuple):
     rows: torch.Tensor
 
 
+def part_sizes(num_base: int, parts: Sequence[TokenRows]) -> tuple[int, int]:
+    """(columns of `at`, rows of a place) that parts, at least one, need beside num_base rows."""
+    new = max(int(part.ids[-1]) + 1 for part in parts) - num_base
+    width = num_base + (power_of_two(max(new, _LEAST_NEW)) if new > 0 else 0)
+    return width, power_of_two(max(_LEAST_ROWS, *(part.ids.shape[0] for part in parts)))
+
+
 class OwnRows:
     """The own rows of the adapters on a device, by place. Changed between steps alone.
 
@@ -74,12 +81,10 @@ class OwnRows:
         if not parts:
             return False
         num_places, num_rows = self._embedding.rows.shape[:2]
-        new = max(int(part.ids[-1]) + 1 for part in parts) - self._num_base
-        width = self._num_base + (power_of_two(max(new, _LEAST_NEW)) if new > 0 else 0)
-        most = power_of_two(max(_LEAST_ROWS, *(part.ids.shape[0] for part in parts)))
+        width, most = part_sizes(self._num_base, parts)
         moves = place >= num_places or width > self.width or most > num_rows
         if moves:
-            places = num_places if place < num_places else max(place + 1, 2 * num_places)
+            places = max(num_places, power_of_two(place + 1))
             self.width = max(width, self.width)
             self.most_graph_rows = GRAPH_BYTES // (4 * self.width)
             shape = places, max(most, num_rows)
@@ -96,6 +101,13 @@ class OwnRows:
                 part.at[place, at] = torch.arange(num, dtype=torch.int32, device=part.at.device)
                 held[place] = own
         return moves
+
+    def bytes_for(self, parts: Sequence[TokenRows], places: int, *, has_graphs: bool) -> int:
+        """Bytes of the tables of so many places with room for each of these parts, and of the wide
+        logits of graphs, if there are some."""
+        width, num = part_sizes(self._num_base, parts)
+        a_place = 4 * width + num * self._size * self._embedding.rows.element_size()
+        return 2 * places * a_place + (GRAPH_BYTES if has_graphs else 0)
 
     def drop(self, place: int) -> None:
         """Forget what is at a place; an empty one is fine."""

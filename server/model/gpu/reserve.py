@@ -4,9 +4,10 @@ its size.
 What: the largest steps that the sizes allow run over a KV cache of a few slots, then the largest
 graphs are captured. What the allocator held at most, less what it still holds when all that is
 given back, is what steps take; what the driver took at each capture, beside the allocator, is what
-a graph takes, and there will be so many. MARGIN is added: adapters, slices of vocabularies and
-fragments come later. What remains (cuBLAS, compiled kernels) is not free any more when the KV cache
-takes its share, so it is not counted twice.
+a graph takes, and there will be so many. Adapters' tables, which come later, are calculated
+(LoraBank.bytes_for). MARGIN is added: adapters' graphs, slices of vocabularies and fragments. What
+remains (cuBLAS, compiled kernels) is not free any more when the KV cache takes its share, so it is
+not counted twice.
 
 Not measured: what other processes do on the device meanwhile, which shows as the driver's. Nothing
 of this has run on a GPU; tests/model/gpu/test_reserve.py has a device that reports numbers.
@@ -85,23 +86,26 @@ class CudaMemory:
 
 class Reserve(NamedTuple):
     """Bytes that stay free of KV. steps: what the largest step takes. graphs: what graphs take
-    beside it, at the driver. is_measured: else `steps` is all that was calculated."""
+    beside it, at the driver. adapters: of their tables, calculated. is_measured: else `steps` is
+    calculated, too."""
 
     steps: int
     graphs: int = 0
+    adapters: int = 0
     is_measured: bool = True
 
     @property
     def num_bytes(self) -> int:
         """All of it; what is calculated has the margin."""
-        return self.steps + self.graphs + (MARGIN if self.is_measured else 0)
+        margin = MARGIN if self.is_measured else 0
+        return self.steps + self.graphs + self.adapters + margin
 
     def __str__(self) -> str:
         if not self.is_measured:
             return f"calculated reserve {self.num_bytes >> 20} MiB"
         return (
             f"measured reserve {self.num_bytes >> 20} MiB (steps {self.steps >> 20}, graphs "
-            f"{self.graphs >> 20}, margin {MARGIN >> 20})"
+            f"{self.graphs >> 20}, adapters {self.adapters >> 20}, margin {MARGIN >> 20})"
         )
 
 

@@ -317,6 +317,11 @@ class TorchRunner:
             if self._adapting().hold(place, adapter):
                 self.forget_graphs()  # they read the tables where they were
 
+    def adapter_bytes(self, folders: Iterable[str], most: int) -> int:
+        """As LoraBank.bytes_for; 0 where adapters are not computed."""
+        bank, has_graphs = self._body.body.adapters, self._body.graphs is not None
+        return 0 if bank is None else bank.bytes_for(folders, most, has_graphs=has_graphs)
+
     def drop_adapter(self, place: int) -> None:
         """See AdaptingRunner."""
         self._check_idle()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,15 @@ from server.types import EngineSizes
 from tests.model import families
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.gpu.graph_stand_in import FirstCalls, use_graphs
+from tests.model.peft_adapters import enriched, lora
 from tests.model.torch_runners import runner_over
+
+# peft 0.21 asks transformers 5.23 by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed"
+)
 
 MIB = 1 << 20
 TOTAL, WEIGHTS = 8192 * MIB, 1024 * MIB
@@ -216,3 +226,40 @@ def test_kv_memory_has_another_size_at_once() -> None:
     assert (cache.num_slots, cache.trash_slot, cache.void_slot) == (48, 48, 49)
     assert cache.layer(1)[0].shape[0] == 64 and not cache.memory.any()
     cache.move_slots(np.array([47], np.int32), np.array([0], np.int32))
+
+
+@needs_peft
+def test_adapters_tables_are_counted_before_they_are_there(tmp_path: Path) -> None:
+    """Of the widest rank and the most own rows that are named, in every place that may be taken."""
+    lora(families.build("llama"), tmp_path / "0", 1, r=40, target_modules=["q_proj", "down_proj"])
+    enriched(families.build("llama"), tmp_path / "1", 2, 90)
+    folders = [str(tmp_path / name) for name in ("0", "1", "gone")]
+    runner = runner_over(families.build("llama"), decoder="fused")
+    want = runner.adapter_bytes(folders, 3)
+    assert want == runner.adapter_bytes(folders, 4) > runner.adapter_bytes(folders[:1], 4)
+    for place, folder in enumerate((folders[0], folders[1], folders[1])):
+        runner.hold_adapter(place, runner.pack_adapter(folder))
+    bank: Any = runner._adapting()
+    tables = [t for layer in bank._tables for table in layer for t in table]
+    tables += [*bank.own._embedding, *bank.own._head]
+    assert sum(t.nbytes for t in tables) == want
+    runner.close()
+
+
+def test_adapters_tables_are_in_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where none is named and admins may load some; not where transformers' layers run."""
+    without = small()
+    fitted(without, Device(without))
+    blocks = {"fused": without.info.num_blocks, "modules": without.info.num_blocks}
+    for decoder, places in (("fused", 4096), ("modules", 4096), ("fused", 0)):
+        runner = runner_over(
+            families.build("llama"), num_blocks=16, kv_block_bytes=MIB, decoder=decoder
+        )
+        needed = runner.adapter_bytes((), places)
+        with caplog.at_level(logging.INFO):
+            fitted(runner, Device(runner), adapter_places=places)
+        assert (needed > 4 * MIB) == (decoder == "fused" and places > 0)
+        assert abs(blocks[decoder] - needed / (2 * MIB) - runner.info.num_blocks) <= 1
+        assert f", adapters {needed // MIB}, margin" in caplog.text
+        runner.close()
+    assert Reserve(5, adapters=7, is_measured=False).num_bytes == 12
