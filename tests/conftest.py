@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,17 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Libraries look at their own at the end: what is frozen would be told as leaked."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """A command that a test runs takes over the root logger; its stream ends with the test, and
+    what logs later in this process would write into a closed file."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

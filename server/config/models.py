@@ -23,7 +23,7 @@ WeightsForm = Literal["auto", "float32", "bfloat16", "int8", "int8-blocks", "int
 
 
 class AdapterConfig(Section):
-    """A PEFT LoRA that is served beside its base, in the same batches; cpu only."""
+    """A PEFT LoRA that is served beside its base, in the same batches."""
 
     name: str = Field(description="what the `model` field of a request or a task calls it")
     path: str = Field(min_length=1, max_length=4096, description="folder that PEFT saved")

@@ -25,6 +25,7 @@ def lora(model: Any, folder: Path, seed: int = 1, **settings: Any) -> Any:
     """PEFT's model over `model` with a random LoRA, which is saved into `folder`."""
     import peft
 
+    torch.manual_seed(seed)  # peft draws A
     config = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
     shaken(wrapped, seed)
@@ -34,6 +35,7 @@ def lora(model: Any, folder: Path, seed: int = 1, **settings: Any) -> Any:
 
 def enriched(model: Any, folder: Path, seed: int = 1, num: int = 5, tokenizer: str = "t") -> Any:
     """The same, with tokens of its own for the pairs (3, 4), (4, 5), ..."""
+    torch.manual_seed(seed)
     base = model.config.vocab_size
     parts = tuple((3 + i, 4 + i) for i in range(num))
     enrichment = Enrichment(tokenizer, base, tuple(range(base, base + num)), parts)
