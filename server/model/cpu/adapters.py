@@ -285,6 +285,11 @@ class AdapterBank:
         spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ROWS)
         return self._step._replace(spans=np.array(spans, np.int64).reshape(-1, 3))
 
+    def brings_embeddings(self, batch: Batch) -> bool:
+        """Whether an adapter of the batch has rows of the embedding of its own."""
+        places = () if batch.seq_adapters is None else set(batch.seq_adapters.tolist())
+        return any(p >= 0 and self._held[p].embedding is not None for p in places)
+
     def embed(self, batch: Batch, ids: Int32, x: Float32) -> None:
         """Put adapters' own rows of the embedding over x[r], that of ids[r]."""
         if batch.seq_adapters is None:

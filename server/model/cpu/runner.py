@@ -345,7 +345,7 @@ class CpuRunner:
     def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> None:
         """Run these layers on the embedding of the rows, and the head on what is wanted."""
         table = self._table
-        if table.kind == READY or batch.seq_adapters is not None:
+        if table.kind == READY or self._adapters.brings_embeddings(batch):
             self._embed(batch)
             table = NO_TABLE
         tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)

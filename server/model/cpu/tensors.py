@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from server.errors import UnsupportedModelError
 from server.model.cpu.records import Float32, Int64
@@ -35,6 +36,25 @@ class Rows(NamedTuple):
 
     name: str
     tensor: Any
+
+
+def numbers_of(tensor: Any) -> npt.NDArray[Any]:
+    """A tensor's own memory; that of bfloat16 as its bits, uint16."""
+    if str(getattr(tensor, "dtype", "")) == "torch.bfloat16":
+        import torch
+
+        bits: npt.NDArray[Any] = tensor.view(torch.int16).numpy()
+        return bits.view(np.uint16)
+    numbers: npt.NDArray[Any] = tensor.numpy()
+    return numbers
+
+
+def widened(numbers: npt.NDArray[Any]) -> Float32:
+    """The float32 of what `numbers_of` gives of floats, exactly."""
+    if numbers.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+    floats: Float32 = numbers.astype(np.float32, copy=False)
+    return floats
 
 
 class Vectors(NamedTuple):

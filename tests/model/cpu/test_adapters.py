@@ -117,6 +117,32 @@ def test_a_mixed_batch_gives_each_row_its_own_bits(case: Case) -> None:
             assert equal(own, alone(case.bare, ids, None, i))
 
 
+def test_a_step_asks_torch_for_nothing(case: Case) -> None:
+    """torch's threads spin on for milliseconds after a parallel operation, beside the team's: with
+    two cores a step with an adapter took twice as long."""
+    builder, pages = BatchBuilder(), Pages(64, seed=5)
+    rows = [r for i in range(3) for r in builder.add_rows(pages.sequence(8), tokens(8, i), 0)]
+    asked: list[str] = []
+
+    class Told(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            asked.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    compute = case.runner._compute
+
+    def told(*args: Any) -> None:  # modes belong to a thread, and steps run in the runner's own
+        with Told():
+            compute(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case.runner, "_compute", told)
+        step(case.runner, builder, rows, [-1, 0, 1])
+    assert asked == []
+
+
 def test_a_tree_of_an_adapter_has_the_bits_of_its_paths(case: Case) -> None:
     ids, nodes, parents = tokens(9, 1), tokens(5, 2, V + NEW), [-1, 0, -1, 2, 3]
     pages, builder = Pages(64, seed=5), BatchBuilder()

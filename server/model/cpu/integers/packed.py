@@ -22,7 +22,7 @@ from server.model.cpu.integers.quantise import Activations, activations
 from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
 from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.step import NO_TABLE, float_table
-from server.model.cpu.tensors import ModelTensors, Rows, Weights
+from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
 from server.model.shape import ModelShape
 
 InBlocks = Mapping[str, Sequence[int]]
@@ -95,6 +95,7 @@ class IntegerWeights:
         records: dict[str, Any] = {kind: self._record(found) for kind, found in kinds.items()}
         self.layers = Layers(**records, **tensors.vectors()._asdict())
         self._embedding = tensors.embedding()
+        self._table = numbers_of(self._embedding.tensor)
         self.num_embeddings = int(self._embedding.tensor.shape[0])
         self.table = NO_TABLE if form == "file" else float_table(self._embedding.tensor)
         head = self._head_part(tensors, shape.vocab_size)
@@ -112,14 +113,15 @@ class IntegerWeights:
             progress(shape.num_layers + 1, shape.num_layers + 1)
 
     def embed(self, token_ids: Int64) -> Float32:
-        """float32 [n, hidden_size]: rows of the embedding table, which stays in its file."""
-        if self._form is None:
-            rows = Rows(self._embedding.name, self._embedding.tensor[token_ids])
-            return dequantised(self._stored(rows, None))
-        import torch
+        """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
 
-        floats: Float32 = self._embedding.tensor[torch.from_numpy(token_ids)].float().numpy()
-        return floats
+        Without torch: its threads would go on spinning beside the team's for milliseconds.
+        """
+        rows = self._table[token_ids]
+        if self._form is None:
+            source: Any = self._source
+            return dequantised(from_ggml(source.form(self._embedding.name), rows))
+        return widened(rows)
 
     def _stored(self, rows: Rows, form: Form | None) -> Stored:
         """Rows rounded to a form, or, with None, as their file has them."""
