@@ -237,7 +237,7 @@ def texts(
     if drafter is not None:
         asked = [replace(r, speculation=SpeculationParams("fake", 6)) for r in asked]
     waiting, collector = list(asked), Collector()
-    while waiting or engine.has_work:
+    while waiting or engine.num_open:  # those that wait for an adapter to be read are open, too
         open_adapters = {r.adapter for r in asked if r.request_id in engine._open} - {""}
         if waiting and len(open_adapters | {waiting[0].adapter} - {""}) <= 2:
             engine.submit(waiting.pop(0))
@@ -275,7 +275,7 @@ def test_the_texts_are_the_cpu_path_s_with_and_without_drafts(tmp_path: Path) ->
     cpu = cpu_runner(families.build("llama"))
     want = texts(cpu, tmp_path, asked)
     cpu.close()
-    assert sum(i >= V for ids in want.values() for i in ids) > 10, "ids of their own are drawn"
+    assert sum(i >= V for ids in want.values() for i in ids) > 20, "ids of their own are drawn"
     alone = fused("llama", None)
     base = [r for r in asked if not r.adapter]
     assert texts(alone, tmp_path, base) == {r.request_id: want[r.request_id] for r in base}
