@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drafters.arrays import Float32, Int32, Int64
 from drafters.jit import compiled
+from drafters.sorted_keys import find_row
 
 MAX_SHARE = 0.25  # terms of more than this share of the prompts are template
 TEMPLATE_SHARE = 0.5  # pairs of at least this share of the prompts are template
@@ -59,17 +60,11 @@ def _score(
         if term == previous:
             continue
         previous = term
-        low, high = 0, keys.shape[0]
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] < term:
-                low = middle + 1
-            else:
-                high = middle
-        if low == keys.shape[0] or keys[low] != term:
+        row = find_row(keys, 0, keys.shape[0], term)
+        if row < 0:
             continue
-        weight = weights[low]
-        for j in range(starts[low], starts[low + 1]):
+        weight = weights[row]
+        for j in range(starts[row], starts[row + 1]):
             scores[postings[j]] += weight
 
 

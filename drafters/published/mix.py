@@ -22,8 +22,9 @@ from drafters.catalog import MixOptions
 from drafters.corpus import Corpus
 from drafters.jit import compiled
 from drafters.options import check_options
-from drafters.published.ngram_tables import context_hash, count_ngrams, find_row
+from drafters.published.ngram_tables import context_hash, count_ngrams
 from drafters.session import IndexedSession
+from drafters.sorted_keys import find_row
 from drafters.tree import DraftTree
 
 MAX_CANDIDATES = 512

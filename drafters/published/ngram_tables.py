@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from drafters.arrays import Int32, Int64
 from drafters.jit import compiled
+from drafters.sorted_keys import find_row
 
 Progress = Callable[[str, float], None]
 
@@ -33,21 +34,6 @@ def context_hash(ids: Int32, end: int, length: int) -> int:
         h = h ^ (h >> np.uint64(29))
     h = h * np.uint64(0xBF58476D1CE4E5B9)
     return int(np.int64((h ^ (h >> np.uint64(32))) >> np.uint64(1)))
-
-
-@compiled
-def find_row(keys: Int64, first: int, last: int, key: int) -> int:
-    """Index of `key` in the ascending keys[first:last], or -1."""
-    low, high = first, last
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle] < key:
-            low = middle + 1
-        else:
-            high = middle
-    if low < last and keys[low] == key:
-        return low
-    return -1
 
 
 @compiled

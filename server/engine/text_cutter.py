@@ -19,10 +19,8 @@ from __future__ import annotations
 import heapq
 import json
 import mmap
-import os
 import secrets
 import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.atomic_file import replacing
 from drafters.jit import compiled
+from drafters.sorted_keys import find_row
 
 Int64 = npt.NDArray[np.int64]
 
@@ -163,18 +163,10 @@ def save_tables(tables: CutterTables, path: Path) -> None:
     ).encode()
     told += b" " * (-len(told) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, len(told)) + told)
-            for table in (tables.pairs, tables.merged):
-                file.write(np.ascontiguousarray(table, "<i8").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as file:
+        file.write(_HEADER.pack(_MAGIC, len(told)) + told)
+        for table in (tables.pairs, tables.merged):
+            file.write(np.ascontiguousarray(table, "<i8").tobytes())
 
 
 def open_tables(path: Path) -> CutterTables:
@@ -213,23 +205,10 @@ class TextCutter:
 
 
 @compiled
-def _place(pairs: Int64, pair: int) -> int:
-    """Where a pair stands in the table; -1 where it does not."""
-    low, high = 0, pairs.shape[0]
-    while low < high:
-        middle = (low + high) // 2
-        if pairs[middle] < pair:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < pairs.shape[0] and pairs[low] == pair else -1
-
-
-@compiled
 def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
     """Merge ids of the same word, the lowest rank first, of equal ones the leftmost; in place.
     Returns how many ids are left. Time n log n in the ids."""
-    n = ids.shape[0]
+    n, num_pairs = ids.shape[0], pairs.shape[0]
     after = np.arange(1, n + 1)
     before = np.arange(-1, n - 1)
     waiting: list[Any] = [(np.int64(0), np.int64(0), np.int64(0))]  # (rank, place, pair's place)
@@ -237,7 +216,7 @@ def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
     rows = np.full(n, -1, np.int64)  # of the pair that begins here now
     for i in range(n - 1):
         if words[i] == words[i + 1]:
-            rows[i] = _place(pairs, ids[i] << 32 | ids[i + 1])
+            rows[i] = find_row(pairs, 0, num_pairs, ids[i] << 32 | ids[i + 1])
             if rows[i] >= 0:
                 heapq.heappush(waiting, (merged[rows[i]] >> 32, np.int64(i), rows[i]))
     while len(waiting) > 0:
@@ -255,7 +234,7 @@ def _merge(ids: Int64, words: Int64, pairs: Int64, merged: Int64) -> int:
                 right = after[left]
                 rows[left] = -1
                 if words[left] == words[right]:
-                    rows[left] = _place(pairs, ids[left] << 32 | ids[right])
+                    rows[left] = find_row(pairs, 0, num_pairs, ids[left] << 32 | ids[right])
                 if rows[left] >= 0:
                     heapq.heappush(waiting, (merged[rows[left]] >> 32, left, rows[left]))
     num, place = 0, 0

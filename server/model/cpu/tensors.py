@@ -49,6 +49,13 @@ def numbers_of(tensor: Any) -> npt.NDArray[Any]:
     return numbers
 
 
+def as_stored(tensor: Any, bf16: bool) -> npt.NDArray[Any]:
+    """A torch tensor as float32, or as the bits of its bfloat16 rounding (uint16)."""
+    import torch
+
+    return numbers_of(tensor.to(torch.bfloat16) if bf16 else tensor.float())
+
+
 def widened(numbers: npt.NDArray[Any]) -> Float32:
     """The float32 of what `numbers_of` gives of floats, exactly."""
     if numbers.dtype == np.uint16:  # bfloat16: the upper half of a float32

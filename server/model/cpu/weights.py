@@ -17,22 +17,11 @@ from server.model.cpu.linear import FloatLinear
 from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.slices import FloatHead, PackedHead
 from server.model.cpu.step import Table, float_table
-from server.model.cpu.tensors import ModelTensors, Weights, numbers_of, widened
+from server.model.cpu.tensors import ModelTensors, Weights, as_stored, numbers_of, widened
 from server.model.shape import ModelShape
 
 Panels = npt.NDArray[Any]
 """float32, or uint16 with bfloat16 bits: [panels, K, PANEL]."""
-
-
-def _as_stored(tensor: Any, bf16: bool) -> npt.NDArray[Any]:
-    """A torch tensor as float32, or as the bits of its bfloat16 rounding (uint16)."""
-    import torch
-
-    if bf16:
-        stored: npt.NDArray[Any] = tensor.to(torch.bfloat16).view(torch.int16).numpy()
-        return stored.view(np.uint16)
-    as_float: npt.NDArray[Any] = tensor.float().numpy()
-    return as_float
 
 
 def _num_panels(num_outputs: int) -> int:
@@ -174,7 +163,7 @@ class PackedWeights:
             views[kind] = self._arena.take(size.num_panels, size.width)
             self._addresses[kind][layer] = views[kind].ctypes.data
         for kind, parts in self._tensors.matrices(layer).items():
-            stored = [_as_stored(part.tensor, self.bf16) for part in parts]
+            stored = [as_stored(part.tensor, self.bf16) for part in parts]
             if kind == "gate_up":
                 for half, part in enumerate(stored):
                     pack_panels(part, views[kind][half::2])
@@ -188,4 +177,4 @@ class PackedWeights:
     def _pack_head(self, table: Any) -> None:
         for first in range(0, self.head.shape[0], 256):
             rows = table[first * PANEL : min((first + 256) * PANEL, self._shape.vocab_size)]
-            pack_panels(_as_stored(rows, self.bf16), self.head, first_panel=first)
+            pack_panels(as_stored(rows, self.bf16), self.head, first_panel=first)

@@ -29,6 +29,18 @@ _INPUTS = tl.constexpr(BLOCK)
 
 
 @triton.jit
+def _store(total, bias, y, r, n, num_rows, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """y[r, n] = total + bias, of the rows and outputs that there are."""
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        y + r[:, None].to(tl.int64) * N + n[None, :],
+        total.to(y.dtype.element_ty),
+        mask=(r < num_rows)[:, None] & (n < N)[None, :],
+    )
+
+
+@triton.jit
 def _multiply(
     x, values, scales, bias, y, num_rows, stride_x,
     N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -54,13 +66,7 @@ def _multiply(
         )
         total = tl.dot(states, weights.to(states.dtype), total, input_precision="ieee")
     total = total * tl.load(scales + n, mask=in_outputs, other=0.0)[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        y + r[:, None].to(tl.int64) * N + n[None, :],
-        total.to(y.dtype.element_ty),
-        mask=in_rows[:, None] & in_outputs[None, :],
-    )
+    _store(total, bias, y, r, n, num_rows, N, HAS_BIAS)
 
 
 @triton.jit
@@ -102,13 +108,7 @@ def _multiply_blocks(
             states = tl.load(rows + k[None, :], mask=mask, other=0.0)
             weights = ((stored >> 4).to(tl.float32) * scale + least).to(states.dtype)
             total = tl.dot(states, weights, total, input_precision="ieee")
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        y + r[:, None].to(tl.int64) * N + n[None, :],
-        total.to(y.dtype.element_ty),
-        mask=in_rows[:, None] & in_outputs[None, :],
-    )
+    _store(total, bias, y, r, n, num_rows, N, HAS_BIAS)
 
 
 @triton.jit

@@ -26,7 +26,15 @@ from server.model.gpu.sampler import Sampler
 from tests.model.batches import BatchBuilder, Pages, draw_params
 from tests.model.gpu.ahead_of_time import compiled, stack_bytes
 from tests.model.gpu.graph_stand_in import FirstCalls
-from tests.model.gpu.test_sampler import Logits, V, ids_in, reference, sampling_params, tensors
+from tests.model.gpu.test_sampler import (
+    Logits,
+    V,
+    ids_in,
+    reference,
+    sampling_params,
+    spoiled,
+    tensors,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under TRITON_INTERPRET=1")
@@ -84,14 +92,7 @@ def test_triton_draws_what_the_reference_draws(monkeypatch: pytest.MonkeyPatch) 
         batch = _batch(samplings, masks)
         rng = np.random.default_rng(len(samplings) + width)
         logits = (rng.standard_normal((batch.num_draws, V)) * 4).astype(np.float32)
-        if kind == "ties":
-            logits = np.round(logits / 3).astype(np.float32) * np.float32(3)
-        elif kind == "flat":
-            logits[:] = 0.25
-        elif kind == "padded":
-            logits[:, V - 20 :] = -np.inf
-        elif kind == "nan":
-            logits[0, 7] = np.nan
+        logits = spoiled(logits, kind, 7)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nucleus, "SELECTED", width)
             eager, graph = both.draw(_plan(batch), logits)

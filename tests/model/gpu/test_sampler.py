@@ -81,6 +81,19 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+def spoiled(logits: Logits, kind: str, column: int) -> Logits:
+    """Logits of a kind that draws must stand. column: of the first row, where "nan" puts one."""
+    if kind == "ties":
+        return np.round(logits / 3).astype(np.float32) * np.float32(3)
+    if kind == "flat":
+        logits[:] = 0.25
+    elif kind == "padded":
+        logits[:, V - 20 :] = -np.inf
+    elif kind == "nan":
+        logits[0, column] = np.nan
+    return logits
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Batch, Logits]:
     """Trees of several sequences, each with its own parameters; rows with ties and infinities."""
@@ -115,14 +128,7 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Logits]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     logits = (rng.standard_normal((batch.num_rows, V)) * 4).astype(np.float32)
     kind = draw(st.sampled_from(["plain", "plain", "ties", "flat", "padded", "nan"]))
-    if kind == "ties":
-        logits = np.round(logits / 3).astype(np.float32) * np.float32(3)
-    elif kind == "flat":
-        logits[:] = 0.25
-    elif kind == "padded":
-        logits[:, V - 20 :] = -np.inf
-    elif kind == "nan":
-        logits[0, rng.integers(V)] = np.nan
+    logits = spoiled(logits, kind, int(rng.integers(V)))
     return batch, logits
 
 

@@ -18,17 +18,11 @@ from server.model.cpu.generic.attention import DeltaSizes, StepHolder
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import float_linear, product
 from server.model.cpu.records import Work
+from server.model.cpu.tensors import as_stored
 from server.model.cpu.vector_ir import LANES
 from server.model.delta_net import DeltaNet
 
-__all__ = ["HeldDeltaNet", "RowLinear", "as_stored", "packed", "replace_modules"]
-
-
-def as_stored(weight: torch.Tensor, bf16: bool) -> Any:
-    """A float32 tensor as an array, or the bits of its bfloat16 rounding (uint16)."""
-    if bf16:
-        return weight.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    return weight.float().numpy()
+__all__ = ["HeldDeltaNet", "RowLinear", "packed", "replace_modules"]
 
 
 def packed(weight: torch.Tensor, bf16: bool) -> Any:
