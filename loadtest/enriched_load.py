@@ -4,10 +4,13 @@
 
 Both adapters are merged, each into an engine of this process. N clients each ask one prompt after
 another, greedy, the same prompts of --test on every side, in turns: base ids and enriched, without
-drafts and with `auto` and a corpus of --train in the adapter's ids. Text is counted in base ids, so
-that a longer token counts as what it stands for. An answer's time is from its submission to its
-last id; no HTTP is in it. `kv` is positions of the KV cache that an answer holds at its end, prompt
-included. Ratios are within a round, with a bootstrap interval. Ends in one JSON line.
+drafts and with `auto` and a corpus of --train in the adapter's ids. Nothing of the prompts is
+cached when a turn begins. Text is counted in base ids, so that a longer token counts as what it
+stands for. An answer's time is from its submission to its last id; no HTTP is in it. `kv` is
+positions of the KV cache that an answer holds at its end, prompt included. `ids_per_step` counts
+the step that ends the prompt; `nodes_per_step` and `accepted_per_step` are draft nodes. Ratios are
+within a round, with a bootstrap interval. Ends in one JSON line; exits 1 where `auto` drafted
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,29 +59,36 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What N clients saw. base_ids: of all answers; latencies_s, kv: one number an answer."""
+    """What N clients saw. base_ids: of all answers; latencies_s, kv: one number an answer. num_ids,
+    num_steps, num_nodes, num_accepted: of all answers."""
 
     seconds: float
     base_ids: int
     latencies_s: tuple[float, ...]
     kv: tuple[int, ...]
+    num_ids: int
+    num_steps: int
+    num_nodes: int
+    num_accepted: int
 
 
 _number = itertools.count()
 
 
 def ask(
-    side: Side, prompts: Sequence[Sequence[int]], clients: int, drafter: str, max_tokens: int
+    side: Side, prompts: Sequence[Sequence[int]], clients: int, nodes: int, max_tokens: int
 ) -> Run:
-    """All prompts' answers, `clients` of them at a time."""
-    speculation = SpeculationParams(
-        drafter=drafter, corpus=side.corpus if drafter == "auto" else None
-    )
+    """All prompts' answers, `clients` of them at a time. nodes: a step at most; 0: no drafts."""
+    speculation = SpeculationParams("auto", nodes, corpus=side.corpus)
+    if not nodes:
+        speculation = SpeculationParams()
+    side.engine.pool.drop_cache()  # of the turn before, which asked the same prompts
     waiting, began = list(reversed(prompts)), time.perf_counter()
     asked: dict[str, tuple[float, int]] = {}
     ids: dict[str, list[int]] = {}
     latencies: list[float] = []
     kv: list[int] = []
+    num_steps = num_nodes = num_accepted = 0
     while waiting or asked:
         while waiting and len(asked) < clients:
             prompt, name = tuple(_read(side, waiting.pop())), str(next(_number))
@@ -89,6 +99,9 @@ def ask(
             )
         for delta in side.engine.step():
             ids.setdefault(delta.request_id, []).extend(delta.token_ids)
+            num_steps += delta.counts.num_steps
+            num_nodes += delta.counts.num_drafted
+            num_accepted += delta.counts.num_accepted
             if delta.finish_reason is None:
                 continue
             if delta.finish_reason == "error":
@@ -99,7 +112,10 @@ def ask(
     own = side.enrichment
     written = [text if own is None else own.expand(text) for text in ids.values()]
     seconds = time.perf_counter() - began
-    return Run(seconds, sum(map(len, written)), tuple(latencies), tuple(kv))
+    return Run(
+        seconds, sum(map(len, written)), tuple(latencies), tuple(kv),
+        sum(map(len, ids.values())), num_steps, num_nodes, num_accepted,
+    )  # fmt: skip
 
 
 def _read(side: Side, prompt: Sequence[int]) -> Sequence[int]:
@@ -142,7 +158,8 @@ def measure(
     turns = itertools.count()
 
     def run(side: str, drafter: str) -> Run:
-        return ask(sides[side], prompts(next(turns)), clients, drafter, options.tokens)
+        nodes = options.nodes if drafter == "auto" else 0
+        return ask(sides[side], prompts(next(turns)), clients, nodes, options.tokens)
 
     runs = {f"{s}, {d}": functools.partial(run, s, d) for s, d in cases}
     took = in_turns(runs, options.rounds)
@@ -156,12 +173,20 @@ def measure(
         told[case] = {
             "text_ids_per_s": round(float(np.median(speeds)), 1),
             "p95_ms": round(1e3 * float(np.median(p95)), 1),
+            "ids_per_step": _per_step(results, lambda run: run.num_ids),
+            "nodes_per_step": _per_step(results, lambda run: run.num_nodes),
+            "accepted_per_step": _per_step(results, lambda run: run.num_accepted),
             "kv": round(float(np.mean([k for r in results for k in r.kv])), 1),
             "of_base_off": ratio(speeds, [r.base_ids / r.seconds for r in first]).to_json(),
             "of_base": ratio(speeds, [r.base_ids / r.seconds for r in same]).to_json(),
             "p95_of_base": ratio(p95, same_p95).to_json(),
         }
     return told
+
+
+def _per_step(runs: Sequence[Run], count: Callable[[Run], int]) -> float:
+    """A count of these runs over their steps."""
+    return round(sum(map(count, runs)) / sum(r.num_steps for r in runs), 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", default="1,8,16,32")
     parser.add_argument("--least", type=int, default=24, help="fewest prompts of a run (24)")
     parser.add_argument("--tokens", type=int, default=64, help="most ids of an answer")
+    parser.add_argument("--nodes", type=int, default=16, help="most draft nodes of a step (16)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     add_result_options(parser)
@@ -201,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for case, figures in steps[str(clients)].items():
                 print(f"{clients:3d} clients  {case:15s} {figures}", flush=True)
     emit({"enriched_load": steps, "machine": machine.describe()}, options.json)
-    return 0
+    drafted = [f["nodes_per_step"] for of in steps.values() for c, f in of.items() if "auto" in c]
+    return 0 if any(drafted) else 1
 
 
 if __name__ == "__main__":

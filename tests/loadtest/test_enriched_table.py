@@ -71,6 +71,11 @@ def test_both_adapters_are_measured_on_the_same_prompts(
         assert cases["enriched, auto"]["text_ids_per_s"] > 0
         assert cases["enriched, off"]["kv"] < cases["base, off"]["kv"]
         assert cases["base, auto"]["kv"] == cases["base, off"]["kv"], "drafts change no text"
+        assert cases["base, off"]["nodes_per_step"] == 0.0
+        assert cases["base, off"]["ids_per_step"] == 1.0
+    alone = found["1"]["base, auto"]
+    assert alone["nodes_per_step"] >= alone["accepted_per_step"] > 0.5, "drafts are made"
+    assert alone["ids_per_step"] == pytest.approx(1 + alone["accepted_per_step"], abs=0.02)
 
     with pytest.raises(SystemExit):
         main(["--train", str(data), "--test", str(data), "--base", str(tmp_path / "base")])
