@@ -162,7 +162,7 @@ def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
 
 
 def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
-    from server.model.cpu.integers.instructions import KERNEL
+    from server.model.cpu.integers.amx import kernel_name
     from server.model.cpu.integers.packed import FORM_OF
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
     from server.model.cpu.weights import PackedWeights, RunnerWeights
@@ -187,7 +187,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         )
     else:
         weights = PackedWeights(shape, folder.weights, dtype=form, progress=progress)
-    kernel = "float32" if isinstance(weights, PackedWeights) else KERNEL
+    kernel = "float32" if isinstance(weights, PackedWeights) else kernel_name()
     kv_dtype = _kv_dtype(spec, form)
     _log.info(
         "weights: %s%s, %d MB, kernel: %s, KV cache: %s",

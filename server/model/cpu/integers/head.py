@@ -11,6 +11,7 @@ import numpy.typing as npt
 from numba import njit
 
 from server.model.cpu.arena import aligned
+from server.model.cpu.integers.amx import tile_rows
 from server.model.cpu.integers.forms import PANEL, Form
 from server.model.cpu.integers.kernels import kernel_address
 from server.model.cpu.integers.linear import IntegerLinear
@@ -101,5 +102,6 @@ class IntegerHead:
         )  # fmt: skip
         parts = np.array([[line]], np.int64)
         return IntegerLinear(
-            parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]), self._rows
-        )
+            parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]), self._rows,
+            tile_rows(),
+        )  # fmt: skip

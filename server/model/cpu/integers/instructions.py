@@ -49,6 +49,9 @@ def choose(features: set[str]) -> str:
 KERNEL = choose(_FEATURES)
 """Name of the kernel in use, for the log and /metrics."""
 
+TILES = KERNEL == "avx512-vnni" and {"amx-tile", "amx-int8"} <= _FEATURES
+"""Whether kernels have a part for AMX tiles; amx.py finds out whether this machine runs it."""
+
 LANES = 16 if KERNEL.startswith("avx512") else 4 if KERNEL.startswith("neon") else 8
 """Outputs of one vector."""
 

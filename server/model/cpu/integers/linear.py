@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import overload
 
+from server.model.cpu.integers.amx import tile_rows
 from server.model.cpu.integers.forms import PANEL
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel
 from server.model.cpu.integers.product import (
@@ -40,7 +41,7 @@ class IntegerLinear(NamedTuple):
 
     parts: int64 [layers, parts, 6], IntegerMatrix.parts of each layer. inputs, outputs: as there.
     per_row: bool [layers], as there. rows: the buffer of quantised inputs, for the most rows that a
-    product may have.
+    product may have. tile_rows: rows from which on AMX tiles multiply (amx.tile_rows).
     """
 
     parts: Int64
@@ -48,6 +49,7 @@ class IntegerLinear(NamedTuple):
     outputs: int
     per_row: npt.NDArray[np.bool_]
     rows: Activations
+    tile_rows: int
 
 
 def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> IntegerLinear:
@@ -55,7 +57,7 @@ def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> Inte
     first = matrices[0]
     parts = np.stack([m.parts for m in matrices])
     per_row = np.array([m.per_row for m in matrices])
-    return IntegerLinear(parts, first.inputs, first.outputs, per_row, rows)
+    return IntegerLinear(parts, first.inputs, first.outputs, per_row, rows, tile_rows())
 
 
 @borrows
@@ -66,7 +68,7 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
     q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
     words = own_words(work)
     job = work.sync[words : words + JOB_ITEMS]
-    begin_job(job, weights.rows, out)
+    begin_job(job, weights, out)
     job[8] = 8 * PANEL
     pairs = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
     total = num_panels(parts, layer, 0) * spans

@@ -94,11 +94,13 @@ def count_of(form: Form, num_inputs: int) -> int:
 
 
 @borrows
-def begin_job(job, rows, out):
-    """Fill the strides of rows (Activations) and of out into a kernel's job (kernels.py)."""
-    job[1] = rows.q.shape[1]
-    job[3] = rows.figures.shape[1] * 16
+def begin_job(job, weights, out):
+    """Fill what all panels share into a kernel's job (kernels.py): strides, and when to use tiles.
+    weights: IntegerLinear."""
+    job[1] = weights.rows.q.shape[1]
+    job[3] = weights.rows.figures.shape[1] * 16
     job[8] = out.shape[1] * 4
+    job[10] = weights.tile_rows
 
 
 @borrows
@@ -170,7 +172,7 @@ def product_share(weights, layer, num_rows, out, work):
     q, figures = weights.rows.q.ctypes.data, weights.rows.figures.ctypes.data
     words = own_words(work)
     job = work.sync[words : words + JOB_ITEMS]
-    begin_job(job, weights.rows, out)
+    begin_job(job, weights, out)
     total = 0
     for part in range(parts.shape[1]):
         total += num_panels(parts, layer, part) * spans

@@ -12,14 +12,10 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import FORMS
-from server.model.cpu.integers.product import count_of, pack
-from tests.model.cpu.integers import reference
-from tests.model.cpu.integers.cases import inputs, stored
+from tests.model.cpu.integers.jobs import job
 
 # Kernel -> (CPU that is compiled for, features of it that are told to LLVM, its instruction).
 KERNELS = {
@@ -29,7 +25,7 @@ KERNELS = {
 }
 _NAMES = [f"tailor_integers_{form.name}" for form in FORMS]
 
-# Reads what _job writes, and writes the products of all rows with all panels.
+# Reads what jobs.py makes, and writes the products of all rows with all panels.
 _DRIVER = """
 #include <stdint.h>
 #include <stdio.h>
@@ -64,7 +60,7 @@ def compile_for_arm(kernel: str, folder: str) -> None:
     """In a process of its own: writes what LLVM makes of every form's kernel, kernels.s and .o."""
     from llvmlite import ir
 
-    from server.model.cpu.integers import kernels
+    from server.model.cpu.integers import vector_kernels
     from server.model.cpu.integers.instructions import KERNEL
 
     assert kernel == KERNEL, f"{KERNEL} was chosen"
@@ -74,7 +70,7 @@ def compile_for_arm(kernel: str, folder: str) -> None:
     module = ir.Module("kernels")
     module.triple = triple
     for form in FORMS:
-        kernels._define_rows(module, form).linkage = "external"
+        vector_kernels.define_rows(module, form).linkage = "external"
     cpu, features, _ = KERNELS[kernel]
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu, features, opt=2)
     parsed = llvm.parse_assembly(str(module))
@@ -107,34 +103,6 @@ def test_kernels_compile_to_their_instruction_and_call_nothing(compiled: tuple[s
     assert all(name.startswith("tailor_integers_") for name in called), called
 
 
-def _figures(rows: reference.Inputs) -> npt.NDArray[np.int32]:
-    """quantise.py's figures: int32 [rows, blocks or 1, 4]."""
-    num, per_row = rows.scales.shape
-    q = rows.q.reshape(num, per_row, -1).astype(np.int32)
-    figures = np.zeros((num, per_row, 4), np.int32)
-    scales = figures.view(np.float32)
-    whole = q.sum(axis=2, dtype=np.int32)
-    scales[..., 0], figures[..., 2] = rows.scales, whole
-    figures[..., 1] = q[..., :16].sum(axis=2, dtype=np.int32)
-    scales[..., 3] = rows.scales * whole.astype(np.float32)
-    return figures
-
-
-def _job(form: str, num_rows: int, seed: int) -> tuple[bytes, reference.Float32]:
-    """(input of the driver, what it must write)."""
-    weights = stored(form, 64, 512, seed)
-    rows = reference.inputs_of(inputs(num_rows, 512, seed), per_row=weights.form.per_output)
-    part = pack(weights, Arena())
-    figures = _figures(rows)
-    head = (
-        weights.form.number, num_rows, 512, figures[0].nbytes, count_of(weights.form, 512),
-        *part.panels.shape,
-    )  # fmt: skip
-    q = rows.q.astype(np.int8).tobytes()
-    data = struct.pack("<7q", *head) + q + figures.tobytes() + part.panels.tobytes()
-    return data, reference.product(rows, weights)
-
-
 def test_an_emulated_cpu_gives_numpys_bits(compiled: tuple[str, Path]) -> None:
     qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     gcc = shutil.which("aarch64-linux-gnu-gcc")
@@ -145,11 +113,12 @@ def test_an_emulated_cpu_gives_numpys_bits(compiled: tuple[str, Path]) -> None:
     source.write_text(_DRIVER)
     made = [gcc, "-O1", "-static", str(source), str(folder / "kernels.o"), "-o", str(program)]
     subprocess.run(made, check=True, capture_output=True, timeout=120)
-    jobs = [_job(form.name, rows, rows) for form in FORMS for rows in (1, 2, 5, 11)]
+    jobs = [job(form.name, rows) for form in FORMS for rows in (1, 2, 5, 11)]
+    sent = b"".join(struct.pack("<7q", *one.head) + b"".join(one.data) for one in jobs)
     done = subprocess.run(
-        [qemu, "-cpu", "max", str(program)], input=b"".join(data for data, _ in jobs),
-        check=True, capture_output=True, timeout=120,
+        [qemu, "-cpu", "max", str(program)], input=sent, check=True, capture_output=True,
+        timeout=120,
     )  # fmt: skip
     got = np.frombuffer(done.stdout, np.float32)
-    want = np.concatenate([numbers.ravel() for _, numbers in jobs])
+    want = np.concatenate([one.want.ravel() for one in jobs])
     assert np.array_equal(got, want)

@@ -88,6 +88,7 @@ def test_the_widest_kernel_that_a_cpu_has_is_chosen() -> None:
     assert choose({"avx2", "avx512f", "avx512bw", "avx512vnni", "avxvnni"}) == "avx512-vnni"
     assert choose({"avx2", "avx512f", "avx512bw", "avxvnni"}) == "avx-vnni"
     assert choose({"avx2", "avx512f", "avx512bw"}) == "avx512"
+    assert choose({"avx2", "avxvnni"}) == "avx-vnni"
     assert choose({"avx2"}) == "avx2"
     assert choose({"neon", "dotprod", "i8mm"}) == "neon-i8mm"
     assert choose({"neon", "dotprod"}) == "neon-dotprod"

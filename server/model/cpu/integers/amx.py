@@ -1,0 +1,160 @@
+"""Whether this machine runs the kernels for AMX tiles: asked once a process, and tried out first.
+
+What: the system's leave to use tiles, a trial in a process of its own, and from how many rows on
+tiles multiply. What not: the kernels (tile_kernels.py).
+
+There are virtual machines that name AMX among their features and then end a program that uses it.
+So a child process multiplies first: some row counts, one form of each kind of sum, by tiles and by
+vectors. Where it dies, or one bit differs, vectors multiply everything, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+import warnings
+
+import numpy as np
+import numpy.typing as npt
+
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form
+from server.model.cpu.integers.instructions import KERNEL, TILES
+from server.model.cpu.integers.kernels import JOB_ITEMS, kernel_address
+
+__all__ = ["NO_TILES", "kernel_name", "tile_rows", "tried_out"]
+
+_log = logging.getLogger(__name__)
+
+_LEAST_ROWS = 8
+"""Rows from which on tiles multiply. A tile takes 16 cycles for up to 16 rows of 64 inputs and 16
+outputs, vectors 8 cycles a row, and laying tiles out some 200 a panel (Intel's figures for Sapphire
+Rapids: no such machine was at hand)."""
+
+NO_TILES = 1 << 62
+"""More rows than any product has."""
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_TRIAL_S = 20.0
+_TRIAL_FORMS = ("int8", "q8_0")  # sums over all inputs, and over blocks
+_TRIAL_ROWS = (8, 16, 17, 48, 63)
+_TRIAL_INPUTS = 192
+
+
+def _permission() -> str | None:
+    """Ask the system to let this process use tiles; why it does not, or None."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "only Linux on x86-64 is asked for leave to use tiles"
+    libc = ctypes.CDLL(None, use_errno=True)
+    numbers = (ctypes.c_long(n) for n in (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
+    if libc.syscall(*numbers) != 0:
+        return f"the system does not allow tiles ({os.strerror(ctypes.get_errno())})"
+    return None
+
+
+def _product(form: Form, rows: int, least_rows: int) -> npt.NDArray[np.float32]:
+    """A product of made-up numbers, by tiles from least_rows rows on: float32 [rows, PANEL]."""
+    rng = np.random.default_rng(rows)
+    blocks = _TRIAL_INPUTS // BLOCK
+    x = rng.integers(-127, 128, (rows, _TRIAL_INPUTS), np.int8)
+    figures = rng.integers(0, 1 << 20, (rows, blocks, 4), np.int32)
+    figures.view(np.float32)[..., ::3] = rng.standard_normal((rows, blocks, 2), np.float32)
+    panel = rng.integers(0, 256, form.panel_bytes(_TRIAL_INPUTS), np.uint8)
+    halves = panel.view(np.float16)
+    halves[~np.isfinite(halves)] = 0  # scales lie among the numbers
+    out = np.zeros((rows, PANEL), np.float32)
+    items = [
+        x.ctypes.data, x.shape[1], figures.ctypes.data, figures[0].nbytes, rows, panel.ctypes.data,
+        blocks, out.ctypes.data, out[0].nbytes, 0, least_rows,
+    ]  # fmt: skip
+    job = np.array(items, np.int64)
+    assert len(job) == JOB_ITEMS
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address(form))(job.ctypes.data)
+    return out
+
+
+def _agrees() -> bool:
+    """Whether tiles and vectors give the same bits."""
+    return all(
+        _product(form, rows, 1).tobytes() == _product(form, rows, NO_TILES).tobytes()
+        for form in (BY_NAME[name] for name in _TRIAL_FORMS)
+        for rows in _TRIAL_ROWS
+    )
+
+
+def _child() -> None:
+    """What the child process does; it never returns."""
+    status = 1
+    try:
+        faulthandler.disable()  # that it may die is no fault to be told
+        with contextlib.suppress(ImportError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        status = 0 if _agrees() else 2
+    finally:
+        os._exit(status)
+
+
+def _ended(pid: int) -> int | None:
+    """A child's exit code, negative for a signal; None and its end, when it takes too long."""
+    until = time.monotonic() + _TRIAL_S
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found == pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def tried_out() -> str | None:
+    """Multiply by tiles in a child process; why it went wrong, or None.
+
+    The child is a fork: it has the compiled kernels, and the system's leave is inherited.
+    """
+    for name in _TRIAL_FORMS:
+        kernel_address(BY_NAME[name])
+    try:
+        with warnings.catch_warnings():  # the child runs compiled code and ends: no lock is asked
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+    except OSError as error:
+        return f"no process to try them in ({error})"
+    if pid == 0:
+        _child()
+    code = _ended(pid)
+    if code is None:
+        return f"a trial did not end within {_TRIAL_S:.0f} s"
+    if code < 0:
+        return f"a trial was ended by {signal.Signals(-code).name}"
+    return {0: None, 2: "a trial gave other numbers"}.get(code, "a trial failed")
+
+
+@functools.cache
+def tile_rows() -> int:
+    """Rows from which on tiles multiply, for IntegerLinear; NO_TILES where they do not.
+
+    The first call asks the system and tries tiles out, and logs why they are not used where the
+    CPU names them among its features.
+    """
+    if not TILES:
+        return NO_TILES
+    reason = _permission() or tried_out()
+    if reason is None:
+        return _LEAST_ROWS
+    _log.warning("AMX tiles are not used, %s multiplies instead: %s", KERNEL, reason)
+    return NO_TILES
+
+
+def kernel_name() -> str:
+    """What multiplies, for the log and /metrics."""
+    return KERNEL if tile_rows() == NO_TILES else f"{KERNEL}+amx"

@@ -1,0 +1,198 @@
+"""The integer kernels in AMX tiles: compiled here, run where Bochs is, chosen where they run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from server.model.cpu.integers import amx
+from server.model.cpu.integers.forms import BY_NAME, FORMS
+from server.model.cpu.integers.kernels import _made, kernel_address
+from server.model.cpu.integers.tile_kernels import TILES, define_tiled_rows
+from tests.model.cpu.integers import bochs, reference
+from tests.model.cpu.integers.cases import inputs, multiplied, stored
+from tests.model.cpu.integers.jobs import Job, job
+from tests.model.cpu.integers.test_kernels import PATHS
+
+_FEATURES = f"{PATHS['avx512-vnni'][1]},+amx-tile,+amx-int8"
+_ROOT = Path(__file__).parents[4]
+_ENV = {
+    **os.environ, "NUMBA_CPU_NAME": PATHS["avx512-vnni"][0], "NUMBA_CPU_FEATURES": _FEATURES,
+    "PYTHONPATH": str(_ROOT),
+}  # fmt: skip
+_JOBS = 0x1000000
+_SECTIONS = (
+    "SECTIONS { . = ORIGIN; .all : { *(.start) *(.text*) *(.rodata*) *(.data*) *(.bss*) } "
+    "/DISCARD/ : { *(.eh_frame*) *(.note*) *(.comment) } }"
+)
+
+
+def compile_tiles(folder: str) -> None:
+    """In a process of its own: writes what LLVM makes of every form's kernel, kernels.s and .o."""
+    from llvmlite import ir
+
+    assert TILES
+    triple = "x86_64-unknown-linux-gnu"
+    module = ir.Module("kernels")
+    module.triple = triple
+    for form in FORMS:
+        define_tiled_rows(module, form).linkage = "external"
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        "sapphirerapids", _FEATURES, opt=2, reloc="static", codemodel="small"
+    )
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    Path(folder, "kernels.s").write_text(machine.emit_assembly(parsed))
+    Path(folder, "kernels.o").write_bytes(machine.emit_object(parsed))
+
+
+def _child(code: str, **env: str) -> str:
+    """What code prints in a process that compiles for a CPU with tiles."""
+    command = [sys.executable, "-c", f"from tests.model.cpu.integers import test_amx; {code}"]
+    done = subprocess.run(
+        command, env=_ENV | env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of kernels.s and kernels.o."""
+    folder = tmp_path_factory.mktemp("amx")
+    _child(f"test_amx.compile_tiles({str(folder)!r})")
+    return folder
+
+
+def _functions(assembly: str) -> dict[str, list[str]]:
+    """Name -> instructions with what they act on."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in assembly.splitlines():
+        if name := re.fullmatch(r"(tailor_\w+):.*", line):
+            lines = found.setdefault(name.group(1), [])
+        elif line.startswith("\t") and not line.startswith("\t."):
+            lines.append(line.strip())
+    return found
+
+
+def test_tiles_are_multiplied_and_never_moved_out_of_the_way(compiled: Path) -> None:
+    functions = _functions((compiled / "kernels.s").read_text())
+    for form in FORMS:
+        parts = 32 // form.sub
+        for tiles in (1, 2):
+            lines = functions[f"tailor_integers_{form.name}_tiles_{tiles}"]
+            words = [line.split()[0] for line in lines]
+            # Each tile is loaded, multiplied, cleared and stored where the kernel says, and there
+            # only: no more of these means that none was saved and loaded again.
+            assert words.count("tdpbsud") == 2 * tiles * parts
+            assert words.count("tileloadd") == (2 + tiles) * parts
+            assert words.count("tilestored") == 2 * tiles * parts
+            assert words.count("tilezero") == 2 * tiles * parts
+        both = [line.split()[0] for line in functions[f"tailor_integers_{form.name}_any"]]
+        assert (both.count("ldtilecfg"), both.count("tilerelease")) == (1, 1)
+
+
+def _jobs() -> list[tuple[Job, int]]:
+    """(job, rows from which on tiles multiply)."""
+    numbers = [*range(1, 34), 47, 48, 200]
+    jobs = [(job("int8", rows, width=192), 1) for rows in numbers]
+    jobs += [(job("int8", rows, width=96), 1) for rows in (16, 40)]  # three blocks: by vectors
+    jobs += [(job("int8", rows, width=576, outputs=96), 8) for rows in (7, 8, 33, 96)]
+    for form in FORMS[1:]:
+        jobs += [(job(form.name, rows, outputs=32), 1) for rows in (1, 9, 16, 31, 33)]
+    return [*jobs, (job("q8_0", 200, width=64), 8), (job("int8", 40), amx.NO_TILES)]
+
+
+def _laid_out(jobs: list[tuple[Job, int]]) -> bytes:
+    """The jobs as amx_driver.c reads them: each part begins on a multiple of 64 bytes."""
+    out = bytearray()
+    for one, least in jobs:
+        for part in (struct.pack("<8q", *one.head, least), *one.data, one.want.tobytes()):
+            out += part + bytes(-len(part) % 64)
+    return bytes(out) + struct.pack("<8q", *[-1] * 8)
+
+
+def test_an_emulated_cpu_gives_numpys_bits(compiled: Path) -> None:
+    gcc = shutil.which("gcc")
+    if bochs.emulator() is None or gcc is None:
+        pytest.skip("bochs and gcc are not both here")
+    names = ", ".join(f"tailor_integers_{form.name}_any" for form in FORMS)
+    program, sections = compiled / "program", compiled / "sections"
+    sections.write_text(_SECTIONS.replace("ORIGIN", hex(bochs.PROGRAM)))
+    made = subprocess.run(
+        [
+            gcc, "-O1", "-ffreestanding", "-fno-pic", "-no-pie", "-static", "-nostdlib",
+            "-fno-stack-protector", "-fcf-protection=none", "-mno-red-zone", "-mamx-tile",
+            "-mamx-int8", f"-DKERNELS={names}", f"-DJOBS={_JOBS:#x}",
+            f'-DCODE_64="{bochs.CODE_64:#x}"', str(Path(__file__).parent / "amx_driver.c"),
+            str(compiled / "kernels.o"), f"-Wl,-T,{sections}", "-Wl,--oformat=binary",
+            "-Wl,--build-id=none", "-o", str(program),
+        ],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr[-3000:]
+    jobs = _jobs()
+    memory = {bochs.PROGRAM: program.read_bytes(), _JOBS: _laid_out(jobs)}
+    said = bochs.run(compiled, memory, cpu="sapphire_rapids", timeout_s=300)
+    if "signed: wrong" in said:
+        pytest.skip("this Bochs takes signed bytes of tiles for unsigned ones, as release 3.0 does")
+    assert "signed: right" in said, said[-2000:]
+    found = [line for line in said.splitlines() if line.startswith(("job ", "done: "))]
+    assert found == [f"done: {len(jobs)}"]
+
+
+def falls_back() -> None:
+    """In a process of its own, on a CPU without tiles that is told to have them."""
+    assert TILES
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("server").addHandler(handler)
+    died = amx.tried_out()
+    assert died is not None and "SIGILL" in died, died
+    assert amx.kernel_name() == "avx512-vnni"
+    weights, x = stored("int8", 70, 256), inputs(19, 256)
+    want = reference.product(reference.inputs_of(x, per_row=True), weights)
+    assert np.array_equal(multiplied(x, [weights]), want)
+    assert len(told) == 1 and told[0].startswith("AMX tiles are not used, avx512-vnni multiplies")
+
+
+def test_a_cpu_that_only_claims_to_have_tiles_multiplies_by_vectors(other_cpu_s_code: Path) -> None:
+    host = llvm.get_host_cpu_features()
+    if not host.get("avx512vnni", False) or host.get("amx-tile", False):
+        pytest.skip("this CPU has no AVX-512 VNNI, or has tiles")
+    _child("test_amx.falls_back()", NUMBA_CACHE_DIR=str(other_cpu_s_code))
+
+
+def compiled_before() -> bool:
+    """In a process of its own: whether the kernel of `q4_0` came from the cache."""
+    kernel_address(BY_NAME["q4_0"])
+    return bool(_made[BY_NAME["q4_0"].number].cache_hits)
+
+
+def test_code_made_for_one_cpu_is_not_run_on_another(tmp_path: Path) -> None:
+    if "x86" not in llvm.get_process_triple():
+        pytest.skip("this CPU is no x86")
+    found = []
+    for path in ("avx2", "avx-vnni", "avx2"):
+        cpu, features, _ = PATHS[path]
+        found.append(
+            _child(
+                "print(test_amx.compiled_before())", NUMBA_CACHE_DIR=str(tmp_path),
+                NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features,
+            )
+        )  # fmt: skip
+    assert found == ["False", "False", "True"]
