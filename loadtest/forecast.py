@@ -26,7 +26,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
 from server.commands.recorder import Answer, Prompt, ask_engine
 from server.commands.tune import tune
-from server.commands.tune_machine import head_seconds, served_by_engine
+from server.commands.tune_machine import cost_now, head_seconds, served_by_engine
 from server.commands.tune_material import TuneSettings, recording_of
 from server.engine.budget import CostTable
 from server.engine.engine import Engine
@@ -85,18 +85,20 @@ class Pass:
 
 
 class Bench:
-    """A model in this process, and engines over it that have learned nothing yet."""
+    """A model in this process, and engines over it that have learned nothing yet. cost_of: of the
+    engine's steps, at this moment."""
 
-    def __init__(self, served: ServedModel, engine: Engine) -> None:
+    def __init__(
+        self, served: ServedModel, engine: Engine, cost_of: Callable[[Engine], CostTable] = cost_now
+    ) -> None:
         self.served = served
         self.engine = engine
         self.fingerprint = served.table.fingerprint.hex()
+        self._cost_of = cost_of
 
-    @property
     def cost(self) -> CostTable:
-        """What the engine knows now."""
-        assert self.engine.budget.cost is not None
-        plain = self.engine.budget.cost.as_dict()
+        """Measured anew, as `tailor tasks tune` does."""
+        plain = self._cost_of(self.engine).as_dict()
         return FixedCost(plain["rows"], plain["seconds"], plain["key_s"])
 
     def drafter(
@@ -219,7 +221,7 @@ def tuned(
     )  # fmt: skip
     report = tune(
         settings, bench.engine, bench.served.tokenizer, bench.served.table, bench.drafter,
-        bench.cost, head_seconds(bench.engine.runner), lambda *_: None,
+        bench.cost(), head_seconds(bench.engine.runner), lambda *_: None,
     )  # fmt: skip
     corpus = report["corpus"]
     speculation = SpeculationParams(
@@ -251,7 +253,7 @@ def compare(
     rows = []
     for clients in options.clients:
         began = time.perf_counter()
-        served_by = served_by_engine(bench.engine, bench.cost, prompts)
+        served_by = served_by_engine(bench.engine, bench.cost(), recordings)
         plain, drafted = measure(
             bench, prompts, speculation, options.max_tokens, clients, options.rounds,
             served_by.cost,
@@ -287,6 +289,7 @@ def compare(
             "prefill_s": round(again.prefill_s, 3),
             "host": None if served_by.host is None else asdict(served_by.host),
             "undrawn_row_s": served_by.undrawn_row_s,
+            "cold": round(served_by.cold, 2),
             "host_s": [round(min(p.host_s for p in of), 3) for of in (plain, drafted)],
             "sources": one.sources,
             "wall_s": [round(tune_s, 1), round(time.perf_counter() - began, 1)],

@@ -7,8 +7,10 @@ a corpus that learns nothing; that learns the outputs before, as the server does
 last few at once, a layer of all every three requests; what the model's logits say is in no gold
 completion); with the corpus of train.jsonl; with that and learning; with the corpus of the next
 set, a wrong one. Arctic remembers every answer: its defaults, its trees, and its defaults with the
-corpus. Each figure is tokens per step of the first 30, 100 and all requests. The last line is
-JSON.
+corpus, within the cell's nodes; `as shipped` is bounded by its tree's depth alone, whatever the
+nodes (its plugin for vLLM drafts at most 16 tokens: its defaults in the cell of 16). Each figure is
+tokens per step of the first 30, 100 and all requests. --columns replays some of them. The last line
+is JSON with, for each number of nodes, the median over the sets of `auto, learning` over Arctic.
 
     python -m loadtest.learning_curves --recorded DIR
 
@@ -40,14 +42,17 @@ from loadtest.recordings import EOS, data_sets, load_tokenizer, read_split
 
 BUILD_EVERY = 3
 MAX_LEARNED = 200_000  # tokens, as a task's by default
+ARCTIC_DEPTH = 64  # of its suffix tree by default: no draft is longer
 Counts = tuple[int, int]
 """(tokens after the first, decode steps) of one request."""
 Answer = Callable[[Sequence[Recording], int], list[Counts]]
 
 
-def in_turn(drafter: Drafter, tests: Sequence[Recording], budget: int) -> list[Counts]:
+def in_turn(
+    drafter: Drafter, tests: Sequence[Recording], budget: int, max_depth: int = 32
+) -> list[Counts]:
     """What a drafter makes that keeps itself what it learns."""
-    result = replay(drafter, tests, budget=budget)
+    result = replay(drafter, tests, budget=budget, max_depth=max_depth)
     return list(zip(result.num_tokens, result.num_steps, strict=True))
 
 
@@ -114,6 +119,9 @@ def columns(corpus: Corpus | None, wrong: Corpus | None, eos: int) -> dict[str, 
         return lambda tests, budget: in_turn(ArcticSuffix(remembers=True, **options), tests, budget)
 
     made["arctic"] = arctic()
+    made["arctic as shipped"] = lambda tests, _: in_turn(
+        ArcticSuffix(remembers=True), tests, ARCTIC_DEPTH, ARCTIC_DEPTH
+    )
     made["arctic tree 4"] = arctic(use_tree_spec=True, max_spec_factor=4.0)
     if corpus is not None:
         made["arctic, corpus"] = arctic(corpus=corpus)
@@ -130,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", help="those of the sets that are replayed now")
     parser.add_argument("--recorded", type=Path, help="a model's own answers in place of --data")
     parser.add_argument("--budgets", type=int, nargs="*", default=[4, 8, 16])
+    parser.add_argument("--columns", nargs="*", help="those that are replayed (default: all)")
     parser.add_argument("--examples", type=int, default=300, help="requests a set")
     parser.add_argument("--corpus-examples", type=int, default=2000)
     arguments = parser.parse_args(argv)
@@ -167,11 +176,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         for budget in arguments.budgets:
             cell: dict[str, Any] = {"data": name, "budget": budget, "requests": len(tests)}
             for column, replayed in answer.items():
+                if arguments.columns and column not in arguments.columns:
+                    continue
                 cell[column] = list(_curve(replayed(tests, budget)))
             cells.append(cell)
             print(json.dumps(cell), flush=True)
-    print(json.dumps({"tool": "learning_curves", "machine": machine.describe(), "cells": cells}))
+    told = {"over_arctic": over_arctic(cells), "cells": cells}
+    print(json.dumps({"tool": "learning_curves", "machine": machine.describe(), **told}))
     return 0
+
+
+def over_arctic(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """nodes -> column of Arctic -> `auto, learning` over it: least, median and most over the sets,
+    of all requests."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for budget in sorted({cell["budget"] for cell in cells}):
+        for column in ("arctic", "arctic as shipped", "arctic tree 4"):
+            shares = [
+                cell["auto, learning"][-1] / cell[column][-1]
+                for cell in cells
+                if cell["budget"] == budget and column in cell and "auto, learning" in cell
+            ]
+            if shares:
+                three = (min(shares), float(np.median(shares)), max(shares))
+                found.setdefault(str(budget), {})[column] = [round(share, 3) for share in three]
+    return found
 
 
 def _curve(counts: Sequence[Counts]) -> Iterator[float]:

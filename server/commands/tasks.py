@@ -189,11 +189,9 @@ def _head_share(model: str, form: str) -> float | None:
 
 def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar) -> dict[str, Any]:
     from server.commands.tune import tune
-    from server.commands.tune_machine import head_seconds
+    from server.commands.tune_machine import cost_now, head_seconds
     from server.wiring.drafter import make_task_drafter
 
-    cost = engine.budget.cost
-    assert cost is not None  # build_engine measures it
     return tune(
         settings,
         engine,
@@ -202,7 +200,7 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
         lambda name, task, speculation: make_task_drafter(
             name, served.table.fingerprint.hex(), engine.info.eos_token_ids, task, speculation
         ),
-        cost,
+        cost_now(engine),
         head_seconds(engine.runner),
         bar,
     )

@@ -88,7 +88,7 @@ def tune(
             return made
 
         progress("measuring the host's part of a step", 0, None)
-        served_by = served_by_engine(engine, cost, [r.prompt_ids for r in material.held])
+        served_by = served_by_engine(engine, cost, material.held)
         choices = replay_all(settings, material, drafter_of, list(corpora), served_by, progress)
         best = best_of(choices)
         progress(f"replaying {MANY_STREAMS} streams", 0, None)

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ from server.commands.tune_material import BUSY
 from server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from drafters.replay import Recording
     from server.engine.batch import Runner
     from server.engine.budget import CostTable
     from server.engine.engine import Engine
     from server.engine.forecast import ServedBy
 
 _NUM_MEASURED = 3
+_NUM_REPLAYED = 8  # recordings
 
 
 class Others:
@@ -65,20 +68,44 @@ def head_seconds(runner: Runner) -> tuple[float, float]:
     return first, further
 
 
-def served_by_engine(engine: Engine, cost: CostTable, prompts: Sequence[Sequence[int]]) -> ServedBy:
-    """What a forecast asks of this engine, measured on the task's prompts where it must be."""
-    from server.engine.forecast import ServedBy
+def cost_now(engine: Engine) -> CostTable:
+    """The cost of this engine's steps, measured anew: what a start has measured may be of a day
+    on which the machine was busy, and steps since then refresh the sizes alone that they had."""
+    from server.engine.probe import load_or_measure
+
+    known = engine.budget.cost
+    assert known is not None  # build_engine measures it
+    table = load_or_measure(engine.runner, None, max_rows=max(128, known.max_rows))
+    engine.pool.drop_cache()  # the steps that were measured wrote over its blocks
+    return table
+
+
+def served_by_engine(engine: Engine, cost: CostTable, recordings: Sequence[Recording]) -> ServedBy:
+    """What a forecast asks of this engine, measured on the task's prompts where it must be.
+
+    recordings: of the task. What asking for drafts takes between model steps is measured beside
+    what it takes in a replay of some of them.
+    """
+    from drafters import make_drafter
+    from server.engine.forecast import ServedBy, forecast
     from server.engine.host_cost import measure_host
     from server.engine.probe import measure_undrawn
 
-    return ServedBy(
+    host = measure_host(engine, [r.prompt_ids for r in recordings], "auto")
+    served_by = ServedBy(
         cost,
-        measure_host(engine, prompts, "auto"),
+        host,
         measure_undrawn(engine.runner),
         engine.info.vocab_size,
         engine.settings.max_num_batched_tokens,
         engine.info.block_size if engine.settings.prefix_cache else 0,
     )
+    engine.pool.drop_cache()  # the steps that were measured wrote over its blocks
+    some = [r for r in recordings if r.prompt_ids and r.output_ids][:_NUM_REPLAYED]
+    if not (some and host.ask_s):
+        return served_by
+    warm_s = forecast(make_drafter("auto"), some, served_by, max_draft_tokens=8).ask_s
+    return replace(served_by, cold=max(1.0, host.ask_s / warm_s)) if warm_s else served_by
 
 
 def head_share(folder: Path) -> float | None:

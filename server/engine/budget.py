@@ -81,6 +81,11 @@ class CostTable:
         """Seconds for one row to attend to one more key."""
         return self._key_s
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step that was measured."""
+        return int(self._rows[-1])
+
     @staticmethod
     def measure(
         prober: Prober,

@@ -5,8 +5,9 @@ model how long each step takes. The planner is the engine's (planner.py), prompt
 from the prefix cache, the first tree hangs off the step that ends the prompt, and a session is told
 the likeliest ids of accepted rows where they were recorded. The time of proposing is measured while
 it runs, in CPU seconds of the thread, so that a busy machine does not make drafts look expensive;
-what else the host does in a step comes from HostCosts. The result is compared with the plain decode
-of the same recordings in the same seats:
+in a replay it finds in the caches what a model step would have pushed out of them, so it counts
+`ServedBy.cold` times. What else the host does in a step comes from HostCosts. The result is
+compared with the plain decode of the same recordings in the same seats:
 
     speedup = seconds without drafts / seconds with them
 
@@ -15,6 +16,7 @@ The tokens are the recorded ones, so the forecast does not depend on sampling.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,8 @@ class ServedBy:
     cost: of its steps, every row drawn. undrawn_row_s: seconds that a row of a prompt takes less,
     because it has no LM head. host: beside the model; None: what sessions take to learn is measured
     as proposing is, and the rest costs nothing. vocab_size: what ids of trees are checked against.
-    max_rows: rows a step. block_size: of the prefix cache, 0 without one.
+    max_rows: rows a step. block_size: of the prefix cache, 0 without one. cold: how many times as
+    long asking sessions takes between model steps as between steps of a replay.
     """
 
     cost: CostTable
@@ -44,6 +47,7 @@ class ServedBy:
     vocab_size: int = 1 << 31
     max_rows: int = 512
     block_size: int = 0
+    cold: float = 1.0
 
     def step_s(self, num_rows: int, num_draws: int, keys: float) -> float:
         """Seconds of the model. num_draws: rows that are drawn from, draft nodes too."""
@@ -59,7 +63,8 @@ class Forecast:
     num_streams: sequences at once. num_tokens: output tokens after each first one. num_steps:
     decode steps of all sequences, the one that ends a prompt not counted (as in drafters.replay).
     num_rows: draft rows. seconds, plain_s: the whole load with drafts and without. prefill_s: the
-    part of plain_s that would be left if every output ended at its first token.
+    part of plain_s that would be left if every output ended at its first token. ask_s: CPU seconds
+    that asking sessions took in a step that drafted, in this replay; the median.
     """
 
     num_streams: int
@@ -69,6 +74,7 @@ class Forecast:
     seconds: float
     plain_s: float
     prefill_s: float
+    ask_s: float = 0.0
 
     @property
     def tokens_per_step(self) -> float:
@@ -140,6 +146,7 @@ def forecast(
         load.seconds,
         load.seconds if plain is None else plain.seconds,
         _prefill_s(usable, served_by),
+        statistics.median(load.asks_s) if load.asks_s else 0.0,
     )
 
 
@@ -199,6 +206,7 @@ class _Load:
         self.seconds = 0.0
         self.num_steps = 0
         self.num_rows = 0
+        self.asks_s: list[float] = []
         self._recordings = recordings
         self._drafter = drafter if max_draft_tokens > 0 else None
         self._served_by = served_by
@@ -254,10 +262,8 @@ class _Load:
             if rows and rows == left:
                 drawing.append(seat)
                 self._cache.add(seat.recording.prompt_ids)
-        began = time.thread_time()
         num_waiting = sum(seat.position == 0 for seat in seats)
-        trees, has_asked = self._propose(drawing, num_rows, num_waiting)
-        host_s = time.thread_time() - began
+        trees, has_asked, host_s = self._timed_trees(drawing, num_rows, num_waiting)
         for seat in seats:  # while the device works: its time is not the step's
             if seat.session is not None:
                 seat.session.settle()
@@ -280,6 +286,17 @@ class _Load:
         self.num_rows += num_nodes
         num_draws = len(drawing) + num_nodes
         self.seconds += self._served_by.step_s(num_rows + num_nodes, num_draws, keys) + host_s
+
+    def _timed_trees(
+        self, drawing: list[_Seat], num_rows: int, num_waiting: int
+    ) -> tuple[list[CheckedTree | None], bool, float]:
+        """The trees, whether any session was asked, and the seconds that it takes an engine."""
+        began = time.thread_time()
+        trees, has_asked = self._propose(drawing, num_rows, num_waiting)
+        seconds = time.thread_time() - began
+        if any(tree is not None for tree in trees):
+            self.asks_s.append(seconds)
+        return trees, has_asked, seconds * (self._served_by.cold if has_asked else 1.0)
 
     def _propose(
         self, drawing: list[_Seat], num_rows: int, num_waiting: int

@@ -4,11 +4,13 @@
 
 Measured with drafts and without, since a choice with a draft session has more done for it: what it
 learns, the rows of its tree, the ids that were likely in them. What a drafter takes to propose is
-left out: the forecast (forecast.py) measures that of each drafter.
+left out: the forecast (forecast.py) measures that of each drafter. What it takes here is told
+beside, because here each proposal follows a model step, which has filled the caches.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -58,10 +60,12 @@ class HostCost:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """plain: of choices without a draft session; drafted: of those with one."""
+    """plain: of choices without a draft session; drafted: of those with one. ask_s: seconds that
+    asking for drafts took in a step of one choice that drafted, the median; 0 where none did."""
 
     plain: HostCost = field(default_factory=HostCost)
     drafted: HostCost = field(default_factory=HostCost)
+    ask_s: float = 0.0
 
 
 def _not_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -83,16 +87,19 @@ def measure_host(engine: Engine, prompts: Sequence[Sequence[int]], drafter: str)
     short = [tuple(prompt[-_PROMPT:]) for prompt in prompts if len(prompt)]
     if not short:
         return HostCosts()
-    off = _steps(engine, short, SpeculationParams())
-    drafted = _steps(engine, short, SpeculationParams(drafter, 8))
-    return HostCosts(HostCost.fit(off), HostCost.fit(drafted))
+    off, _ = _steps(engine, short, SpeculationParams())
+    drafted, asks_s = _steps(engine, short, SpeculationParams(drafter, 8))
+    ask_s = statistics.median(asks_s) if asks_s else 0.0
+    return HostCosts(HostCost.fit(off), HostCost.fit(drafted), ask_s)
 
 
 def _steps(
     engine: Engine, prompts: Sequence[tuple[int, ...]], speculation: SpeculationParams
-) -> list[tuple[int, int, float]]:
-    """(draws, draft nodes, seconds beside model and drafter) of steps without prompts."""
+) -> tuple[list[tuple[int, int, float]], list[float]]:
+    """(draws, draft nodes, seconds beside model and drafter) of steps without prompts, and what
+    proposing took in those of one choice that drafted."""
     found: list[tuple[int, int, float]] = []
+    asks_s: list[float] = []
     number = 0
     for num_streams in _STREAMS:
         for _ in range(num_streams):
@@ -115,5 +122,7 @@ def _steps(
                 draws = stats.num_rows - stats.num_draft_rows
                 beside_s = max(0.0, stats.host_s - stats.propose_s)
                 found.append((draws, stats.num_draft_rows, beside_s))
+                if draws == 1 and stats.num_draft_rows:
+                    asks_s.append(stats.propose_s)
     engine.take_deltas()
-    return found
+    return found, asks_s

@@ -18,7 +18,7 @@ from server import token_bytes
 from server.commands.cli import main
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, best_of, corpus_fit
-from server.commands.tune_machine import Others
+from server.commands.tune_machine import Others, cost_now
 from server.commands.tune_material import TuneSettings, is_held
 from server.config import load_task, load_tasks
 from server.engine.budget import CostTable, row_grid
@@ -26,6 +26,7 @@ from server.engine.engine import Engine
 from server.engine.forecast import Forecast
 from server.engine.settings import EngineSettings
 from server.errors import ConfigError
+from server.types import Request, SamplingParams
 from server.wiring.drafter import make_task_drafter
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
@@ -50,6 +51,22 @@ def _lines(num: int, **more: Any) -> list[dict[str, Any]]:
 def _write(file: Path, lines: list[dict[str, Any]]) -> Path:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
+
+
+def test_costs_are_measured_anew() -> None:
+    """The table that an engine began with may be of a busy day."""
+    info = fake_info(vocab_size=9, num_blocks=256, max_model_len=256)
+    runner = FakeRunner(FakeModel(9, seed=1), info, step_s=0.002, row_s=0.0005)
+    engine = Engine(runner, {}, EngineSettings(max_num_seqs=8), cost=_cost(9.0))
+    prompt = tuple(range(2, 8)) * 8
+    engine.submit(Request("a", "", "fake", prompt, SamplingParams(max_tokens=2)))
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().num_cached_blocks
+    found = cost_now(engine)
+    assert 0.002 < found.cost(1) < found.cost(64) < 10.0 < _cost(9.0).cost(1)
+    assert not engine.stats().num_cached_blocks, "what was measured wrote over the blocks"
+    engine.check()
 
 
 def _cost(per_row: float) -> CostTable:

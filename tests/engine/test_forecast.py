@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -199,6 +200,22 @@ def test_what_the_host_does_is_priced() -> None:
     expected = 4 * 5 * 22.0 + 0.5 * found.num_rows
     assert found.seconds - free.seconds == pytest.approx(expected, rel=1e-2)
     assert found.num_rows == free.num_rows
+
+
+def test_asking_between_model_steps_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay's caches are warm: what asking took in it counts `cold` times."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+    once, thrice = (
+        forecast(
+            oracle_drafter(TEXTS), RECORDINGS, _served_by(1e6, 1.0, cold=c), max_draft_tokens=4
+        )
+        for c in (1.0, 3.0)
+    )
+    assert once.num_steps == thrice.num_steps and once.ask_s == thrice.ask_s > 0.0
+    assert thrice.plain_s == once.plain_s
+    num_asked = once.num_steps + len(RECORDINGS)  # the first tree hangs off the prompt's last row
+    assert thrice.seconds - once.seconds == pytest.approx(2 * num_asked * once.ask_s, rel=0.15)
 
 
 def test_rows_of_prompts_have_no_head() -> None:

@@ -43,6 +43,7 @@ def test_an_engine_is_asked_and_left_idle() -> None:
     found = measure_host(engine, [[2, 3, 4, 5] * 30, []], "auto")
     for cost in (found.plain, found.drafted):
         assert 0.0 < cost.seconds(1, 0) <= cost.seconds(8, 16) < 1.0
+    assert 0.0 < found.ask_s < 1.0, "a drafter was asked in steps of one choice"
     assert not engine.has_work and engine.num_open == 0 and engine.take_deltas() == []
     engine.check()
     assert measure_host(engine, [[]], "auto") == HostCosts()

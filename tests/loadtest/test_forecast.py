@@ -30,7 +30,7 @@ def _bench() -> Bench:
     settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
     engine = Engine(runner, {"auto": random_drafter(1, vocab)}, settings, cost=cost)
     served = SimpleNamespace(table=TABLE, tokenizer=TOKENIZER)
-    return Bench(cast("Any", served), engine)
+    return Bench(cast("Any", served), engine, lambda _: cost)
 
 
 def test_the_same_answers_are_forecast_as_they_are_served(tmp_path: Path) -> None:

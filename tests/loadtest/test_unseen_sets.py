@@ -100,6 +100,25 @@ def test_curves_of_requests_in_turn(told: list[str], capsys: pytest.CaptureFixtu
     cold, learning, corpus = (cell[f"auto, {column}"] for column in ("cold", "learning", "corpus"))
     assert len(cold) == 3 and learning[-1] > 1.5 * cold[-1] and corpus[-1] > learning[0]
     assert cell["auto, wrong corpus"][-1] > 0.9 * cold[-1]
+    only = ["--only", "alpha", "--budgets", "8", "--columns", "auto, cold"]
+    assert learning_curves.main([*told, *only]) == 0
+    (again,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    assert again["auto, cold"] == cold and "auto, learning" not in again
+
+
+def test_what_learning_gains_beside_a_memory() -> None:
+    """The median over the sets, of all requests; a column that was not replayed is not told."""
+    shares = (1.5, 3.0, 1.2)
+    cells = [
+        {
+            "data": "x",
+            "budget": 16,
+            "auto, learning": [9.0, 9.0, 2.0 * share],
+            "arctic": [1, 1, 2.0],
+        }
+        for share in shares
+    ]
+    assert learning_curves.over_arctic(cells) == {"16": {"arctic": [1.2, 1.5, 3.0]}}
 
 
 def test_a_wrong_corpus_needs_a_second_set(capsys: pytest.CaptureFixture[str]) -> None:
