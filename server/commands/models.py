@@ -104,9 +104,9 @@ def _kept(folder: Path, num_layers: int) -> dict[str, str]:
     from server.model.packed_folder import kept_folders
 
     for form, kept in kept_folders(folder):
-        blocks = told(layers_in_blocks(kept), num_layers)
-        in_blocks = f", in blocks: {blocks}, head" if blocks else ""
-        facts[f"weights {form}"] = f"{_told(_size(kept))}{in_blocks}"
+        blocks = told(layers_in_blocks(kept), num_layers) or "none"
+        how = f", inputs spread; in blocks: {blocks}" if form == "int8" else ""
+        facts[f"weights {form}"] = f"{_told(_size(kept))}{how}"
     return facts
 
 

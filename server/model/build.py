@@ -178,11 +178,11 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
         return _build_generic_runner(spec, folder, form)
     shape = replace(folder.shape(), vocab_size=folder.num_token_ids)
     weights: RunnerWeights
-    in_blocks = ""
+    how = ""
     max_rows = spec.sizes.max_num_batched_tokens
     if form == "file" or form in FORM_OF:
         most_rows = max(max_rows, VERIFY_ROWS)
-        weights, in_blocks = integer_weights(
+        weights, how = integer_weights(
             folder, shape, form=form, max_rows=most_rows, threads=spec.threads, progress=progress
         )
     else:
@@ -191,7 +191,7 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     kv_dtype = _kv_dtype(spec, form)
     _log.info(
         "weights: %s%s, %d MB, kernel: %s, KV cache: %s",
-        form, f" (in blocks: {in_blocks})" if in_blocks else "",
+        form, f" ({how})" if how else "",
         weights.num_bytes >> 20, kernel, kv_dtype,
     )  # fmt: skip
     info = _cpu_info(spec, folder, shape, (form, kernel, kv_dtype))

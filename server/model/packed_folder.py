@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ import numpy as np
 from server.errors import CacheFolderError
 from server.model.cache_folder import MARKER, cache_dir, check_kept, hashes_of, writing_to_cache
 from server.model.catalog import lock
-from server.model.cpu.integers import forms, kept, outliers, packed, weights
-from server.model.cpu.integers.kept import KeptWeights, layers_in_blocks, write_panels
+from server.model.cpu.integers import forms, kept, outliers, packed, spread, weights
+from server.model.cpu.integers.kept import KeptWeights, Measured, write_panels
 from server.model.cpu.integers.packed import IntegerWeights
 from server.model.scoring import Text, prompt_batch
 from server.model.shape import ModelShape
@@ -51,7 +51,7 @@ def integer_weights(
     threads: int | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[IntegerWeights, str]:
-    """(the weights, a phrase that says which are in blocks). form: IntegerWeights.form.
+    """(the weights, a phrase that says how they are kept). form: IntegerWeights.form.
 
     Raises IntegrityError for a kept folder that is damaged.
     """
@@ -66,23 +66,23 @@ def integer_weights(
         made = IntegerWeights(
             shape, folder.weights, form=form, max_rows=max_rows, kept=found, progress=progress
         )
-        return made, _told(layers_in_blocks(place), form, shape)
-    in_blocks = _in_blocks(folder, shape, threads) if form == "int8" else {}
+        return made, _told(found.measured, form, shape)
+    measured = _measured(folder, shape, threads) if form == "int8" else Measured()
     made = IntegerWeights(
-        shape, folder.weights, form=form, max_rows=max_rows, in_blocks=in_blocks, progress=progress
+        shape, folder.weights, form=form, max_rows=max_rows, measured=measured, progress=progress
     )
     if made.num_bytes >= WORTH_BYTES:
         try:
-            _keep(place, made, in_blocks, {"model": str(folder.path), "form": form})
+            _keep(place, made, measured, {"model": str(folder.path), "form": form})
         except CacheFolderError as error:
             _log.warning("the quantised weights are not kept for the next start: %s", error)
-    return made, _told(in_blocks, form, shape)
+    return made, _told(measured, form, shape)
 
 
-def _told(in_blocks: Mapping[str, Sequence[int]], form: str, shape: ModelShape) -> str:
+def _told(measured: Measured, form: str, shape: ModelShape) -> str:
     if form != "int8":
         return ""
-    return ", ".join(filter(None, (kept.told(in_blocks, shape.num_layers), "head")))
+    return f"inputs spread; in blocks: {kept.told(measured.in_blocks, shape.num_layers) or 'none'}"
 
 
 def kept_folders(model: Path) -> list[tuple[str, Path]]:
@@ -101,21 +101,19 @@ def kept_folders(model: Path) -> list[tuple[str, Path]]:
 def _place(folder: ModelFolder, form: str, vocab_size: int) -> Path:
     # The tokenizer, which is no part of the fingerprint, says how many rows the head has.
     digest = hashlib.sha256(f"{folder.fingerprint}|{form}|{vocab_size}".encode())
-    for module in (forms, kept, outliers, packed, weights):
+    for module in (forms, kept, outliers, packed, spread, weights):
         digest.update(Path(str(module.__file__)).read_bytes())
     return cache_dir() / "models" / f"packed-{digest.hexdigest()[:24]}"
 
 
-def _keep(
-    place: Path, made: IntegerWeights, in_blocks: Mapping[str, Sequence[int]], about: dict[str, str]
-) -> None:
+def _keep(place: Path, made: IntegerWeights, measured: Measured, about: dict[str, str]) -> None:
     """Write a folder, which appears by one rename. Raises CacheFolderError."""
     with writing_to_cache(), lock(place, _log.info):
         if (place / MARKER).is_file():
             return
         scratch = Path(tempfile.mkdtemp(prefix=f".pack-{place.name}-", dir=place.parent))
         try:
-            write_panels(scratch, made.parts, in_blocks)
+            write_panels(scratch, made.parts, measured)
             name = f"{Path(about['model']).name}, weights {about['form']}"
             marker = {"source": name, **about, "files": hashes_of(scratch)}
             (scratch / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
@@ -128,10 +126,8 @@ def _keep(
             raise
 
 
-def _in_blocks(
-    folder: ModelFolder, shape: ModelShape, threads: int | None
-) -> dict[str, Sequence[int]]:
-    """The layers whose inputs have outliers, measured with all products in blocks."""
+def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Measured:
+    """What inputs are spread with and which layers are in blocks, of a run with all in blocks."""
     from tokenizers import Tokenizer
 
     from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
@@ -157,6 +153,6 @@ def _in_blocks(
 
     try:
         norms = np.asarray(blocks.layers.norms)
-        return dict(outliers.outliers(shape, folder.weights, norms, run, len(ids)))
+        return outliers.measured(shape, folder.weights, norms, run, len(ids))
     finally:
         runner.close()

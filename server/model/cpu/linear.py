@@ -75,10 +75,13 @@ def float_linear(panels: npt.NDArray[Any]) -> FloatLinear:
     return FloatLinear(address, int(panels.shape[0]), panels.dtype == np.uint16)
 
 
-def new_work(threads: int, team: Team | None = None) -> Work:
-    """What products with so many threads share; team: of that size, made here when None."""
+def new_work(threads: int, team: Team | None = None, inputs: int = 0) -> Work:
+    """What products with so many threads share; team: of that size, made here when None. inputs:
+    the most that a product of integers has."""
     # Of the widest panels of any weight kind: floats' are narrower than integers' without AVX-512.
-    pairs = np.zeros((threads, 2 * ROW_SPAN * max(PANEL, INTEGER_PANEL)), np.float32)
+    # A row that integers are made of lies there too, behind a block.
+    room = max(2 * ROW_SPAN * max(PANEL, INTEGER_PANEL), inputs + 64)
+    pairs = np.zeros((threads, -(-room // 16) * 16), np.float32)
     return Work((team or Team(threads)).sync, pairs, threads, 0)
 
 

@@ -145,7 +145,8 @@ class Work(NamedTuple):
     """A team of threads (team.py), and which of them this is.
 
     sync: int64, what they share. pairs: float32 [threads, at least 2 * ROW_SPAN * PANEL], a
-    thread's gate and up columns. thread: 0 <= thread < threads.
+    thread's gate and up columns, or the row that it makes integers of. thread: 0 <= thread <
+    threads.
     """
 
     sync: Int64

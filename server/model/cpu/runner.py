@@ -176,7 +176,8 @@ class CpuRunner:
         self._memory = (self._positions, self._cache, self._scratch)
         self._record_shape = _record_shape(shape)
         team = Team(self._threads)
-        self._work = new_work(self._threads, team)
+        widest = max(weights.inner_size, shape.hidden_size, shape.num_heads * shape.head_dim)
+        self._work = new_work(self._threads, team, widest)
         self._head = FullHead(weights.packed_head, shape.vocab_size, self._work, shape.logit_cap)
         self._slices = SlicedHead(weights.packed_head, self._work, shape.logit_cap)
         self._adapters = AdapterBank(

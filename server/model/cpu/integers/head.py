@@ -15,9 +15,9 @@ from server.model.cpu.integers.amx import tile_rows
 from server.model.cpu.integers.forms import PANEL, Form
 from server.model.cpu.integers.kernels import kernel_address
 from server.model.cpu.integers.linear import IntegerLinear
-from server.model.cpu.integers.product import count_of
+from server.model.cpu.integers.product import Part, count_of
 from server.model.cpu.integers.quantise import Activations
-from server.model.cpu.records import Int64
+from server.model.cpu.records import Float32, Int64
 
 UInt8 = npt.NDArray[np.uint8]
 
@@ -67,18 +67,18 @@ def _runs(form: Form, num_inputs: int) -> Int64:
 class IntegerHead:
     """The full head [panels, bytes of a panel], and what slices need of it (slices.PackedHead).
 
-    rows: the buffer of quantised inputs that products use.
+    rows: the buffer of quantised inputs that products use. factors: of a head with one scale an
+    output, what its inputs are spread with (float32 [1, num_inputs]), else [1, 0].
     """
 
     outputs_per_panel = PANEL
 
-    def __init__(
-        self, form: Form, num_inputs: int, width: int, panels: UInt8, rows: Activations
-    ) -> None:
+    def __init__(self, part: Part, width: int, rows: Activations, factors: Float32) -> None:
         self.width = width
-        self.panels = panels
-        self._form = form
-        self._num_inputs = num_inputs
+        self.panels = part.panels
+        self._form = form = part.form
+        self._num_inputs = num_inputs = part.inputs
+        self._factors = factors
         self._rows = rows
         self._runs = _runs(form, num_inputs)
         self.row_bytes = form.panel_bytes(num_inputs) // PANEL
@@ -103,5 +103,5 @@ class IntegerHead:
         parts = np.array([[line]], np.int64)
         return IntegerLinear(
             parts, self._num_inputs, num_panels * PANEL, np.array([form.per_output]), self._rows,
-            tile_rows(),
+            self._factors, tile_rows(),
         )  # fmt: skip

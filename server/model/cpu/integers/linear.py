@@ -2,7 +2,8 @@
 
 What: the record that forward.py is given, and its `linear` and `gated_linear`. Inputs come as
 float32, are quantised once a product, by a rule that sees one row at a time (quantise.py), and
-multiplied (product.py). Import this module before forward.py runs on such weights.
+multiplied (product.py). Nobody else sees them spread. Import this module before forward.py runs on
+such weights.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from numba.extending import overload
 
 from server.model.cpu.integers.amx import tile_rows
-from server.model.cpu.integers.forms import PANEL
+from server.model.cpu.integers.forms import BLOCK, PANEL
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel
 from server.model.cpu.integers.product import (
     FEW_ROWS,
@@ -31,7 +32,7 @@ from server.model.cpu.integers.product import (
 from server.model.cpu.integers.quantise import Activations, quantise_rows
 from server.model.cpu.kernels import borrows, gelu_gate, silu_gate
 from server.model.cpu.linear import gated_linear, is_kind, linear
-from server.model.cpu.records import Int64
+from server.model.cpu.records import Float32, Int64
 from server.model.cpu.team import barrier, begin_items, own_words, take_near
 from server.model.cpu.vector_ir import LANES
 
@@ -41,7 +42,9 @@ class IntegerLinear(NamedTuple):
 
     parts: int64 [layers, parts, 6], IntegerMatrix.parts of each layer. inputs, outputs: as there.
     per_row: bool [layers], as there. rows: the buffer of quantised inputs, for the most rows that a
-    product may have. tile_rows: rows from which on AMX tiles multiply (amx.tile_rows).
+    product may have. factors: float32 [layers, inputs], what inputs of a layer that is per_row are
+    spread with; [layers, 0] when none is. tile_rows: rows from which on AMX tiles multiply
+    (amx.tile_rows).
     """
 
     parts: Int64
@@ -49,15 +52,20 @@ class IntegerLinear(NamedTuple):
     outputs: int
     per_row: npt.NDArray[np.bool_]
     rows: Activations
+    factors: Float32
     tile_rows: int
 
 
-def integer_linear(matrices: Sequence[IntegerMatrix], rows: Activations) -> IntegerLinear:
+def integer_linear(
+    matrices: Sequence[IntegerMatrix], rows: Activations, factors: Float32
+) -> IntegerLinear:
     """The record of matrices of the same sizes, one a layer."""
     first = matrices[0]
     parts = np.stack([m.parts for m in matrices])
     per_row = np.array([m.per_row for m in matrices])
-    return IntegerLinear(parts, first.inputs, first.outputs, per_row, rows, tile_rows())
+    if per_row.any() and factors.shape != (len(matrices), first.inputs):
+        raise ValueError(f"factors are {factors.shape}, not {(len(matrices), first.inputs)}")
+    return IntegerLinear(parts, first.inputs, first.outputs, per_row, rows, factors, tile_rows())
 
 
 @borrows
@@ -106,13 +114,16 @@ def _prepare(x, num_rows, weights, layer, work):
     """The inputs of all rows as integers."""
     if num_rows > weights.rows.q.shape[0]:
         raise ValueError("more rows than the buffer of quantised inputs has")
+    factors = 0
+    if weights.per_row[layer]:
+        if work.pairs.shape[1] < weights.inputs + BLOCK:
+            raise ValueError("a thread has no room for a row of spread inputs")
+        factors = weights.factors.ctypes.data + layer * weights.inputs * 4
     begin_items(work)
     fetch_first(weights, layer, work)
     width = min(weights.inputs, x.shape[1])
     pad = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
-    quantise_rows(
-        work.thread, work.threads, num_rows, x, width, weights.per_row[layer], weights.rows, pad
-    )
+    quantise_rows(work.thread, work.threads, num_rows, x, width, factors, weights.rows, pad)
     barrier(work)
 
 

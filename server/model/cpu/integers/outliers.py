@@ -1,8 +1,10 @@
-"""Which layers' inputs have outliers that one scale a row is too coarse for: measured, not assumed.
+"""How inputs are spread, and which layers' inputs one scale a row is too coarse for even so:
+measured, not assumed.
 
 `int8` gives a row of inputs one scale, its largest magnitude / 127. A dimension that is a hundred
 times the others (Dettmers et al. 2022, arXiv 2208.07339, section 3) leaves the others two or three
-levels. So the first layers of the model run on a short text, with all products in blocks, and of
+levels, so inputs are spread first (spread.py). The layers of the model run on a short text, with
+all products in blocks, which says how large each input of a product is, and with it its factor. Of
 each product two answers are compared with that of floats: with one scale a row and an output, and
 in blocks. Where the first is LIMIT off or more, and blocks are better, the layer is in blocks.
 """
@@ -16,7 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.model.cpu.integers.forms import BLOCK, BY_NAME
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, CHANNEL
+from server.model.cpu.integers.kept import Measured
+from server.model.cpu.integers.spread import spread, spread_weights
 from server.model.cpu.integers.weights import dequantised, quantised
 from server.model.cpu.records import Float32, Float64, Scratch
 from server.model.cpu.tensors import ModelTensors, Rows, Weights
@@ -39,36 +43,83 @@ TEXT = (
 NUM_TOKENS = 128
 """The text's first ids."""
 
-_WIDTHS = (0, BLOCK)  # inputs of one scale: of the form int8, all of a row
+_SAMPLE = 4096  # outputs of a matrix that are looked at, at most
+_RARE = 16  # times smaller than the median
 _CHUNK = 4096  # outputs at a time: as float64, in three forms, they are large
 
 
-def outliers(
+def measured(
     shape: ModelShape,
     weights: Weights,
     norms: Float32,
     run: Callable[[int], Scratch],
     num_rows: int,
     limit: float = LIMIT,
-) -> dict[str, tuple[int, ...]]:
-    """kind -> layers that are to be in blocks.
+) -> Measured:
+    """Of every product what its inputs are spread with, or that it is to be in blocks.
 
     norms: Layers.norms. run: run so many of the first layers on num_rows rows, and give the buffers
     as they are then; with 0, only x is filled, with the embedding.
     """
     tensors = ModelTensors(shape, weights)
-    found: dict[str, list[int]] = {}
+    in_blocks: dict[str, list[int]] = {}
+    factors: dict[str, Float32] = {}
+
+    def choose(kind: str, layer: int, x: Float32, parts: Sequence[Rows]) -> None:
+        some = [_sample(part) for part in parts]
+        own = factors_of(x, some)
+        one, blocks = errors(x, some, own)
+        if one >= limit and one > blocks:
+            in_blocks.setdefault(kind, []).append(layer)
+        else:
+            factors[kind if kind == "head" else f"{layer}.{kind}"] = own
+
     following = np.array(run(0).x[:num_rows])
     for layer in range(shape.num_layers):
         entering = following
         scratch = run(layer + 1)
         inputs = dict(_inputs(shape, scratch, _normed(shape, entering, norms[layer, 0]), num_rows))
         for kind, parts in tensors.matrices(layer).items():
-            one, blocks = errors(inputs[kind], parts)
-            if one >= limit and one > blocks:
-                found.setdefault(kind, []).append(layer)
+            choose(kind, layer, inputs[kind], parts)
         following = np.array(scratch.x[:num_rows])
-    return {kind: tuple(layers) for kind, layers in found.items()}
+    table = tensors.head()
+    head = Rows(table.name, table.tensor[: shape.vocab_size])
+    choose("head", 0, scratch.hidden[:num_rows], [head])
+    return Measured(in_blocks, factors)
+
+
+def _sample(part: Rows) -> Rows:
+    """Some outputs of a matrix, evenly: as good for a mean, and a head has very many."""
+    return part._replace(tensor=part.tensor[:: -(-part.tensor.shape[0] // _SAMPLE)])
+
+
+def factors_of(x: Float32, parts: Sequence[Rows]) -> Float32:
+    """float32 [K in whole blocks]: what inputs are multiplied by before they become integers, so
+    that an input and its weights are alike in size: sqrt(size of the weights / size of the input).
+
+    x: float32 [rows, K]. Once inputs are spread, the error of a row grows with sqrt(sum of
+    (x f)**2), that of the weights with sqrt(sum of (w / f)**2), and what a row's and the weights'
+    errors make of the outputs with the product of both: these f make it least (Cauchy, Schwarz).
+    Rows weigh alike, whatever their sizes. The same bits on every CPU: see `errors`.
+    """
+    rows = _on_grid(x, np.frexp(np.abs(x).max(axis=1, keepdims=True))[1], 20)
+    norms = np.sqrt(_sums(rows, axis=1))[:, None]
+    sizes = np.sqrt(_sums(np.rint(rows / np.maximum(norms, 1.0) * 2.0**20), axis=0))
+    weight = np.concatenate([part.tensor.float().numpy() for part in parts])
+    whole = _on_grid(weight, np.frexp(np.abs(weight).max())[1], 20)
+    of_weights = np.sqrt(_sums(whole, axis=0))
+    # An input that was hardly seen, or weights that hardly count, say nothing certain.
+    quotient = [np.maximum(v, max(float(np.median(v)) / _RARE, 1.0)) for v in (of_weights, sizes)]
+    factors = np.ones(-(-x.shape[1] // BLOCK) * BLOCK, np.float32)
+    factors[: x.shape[1]] = np.sqrt(quotient[0] / quotient[1])
+    return factors
+
+
+def _sums(whole: Float64, axis: int) -> Float64:
+    """Sums of squares of whole numbers up to 2**20, exact."""
+    numbers = whole.astype(np.int64)
+    sums: Float64 = (numbers * numbers).sum(axis=axis).astype(np.float64)
+    return sums
 
 
 def _normed(shape: ModelShape, x: Float32, weight: Float32) -> Float32:
@@ -94,21 +145,23 @@ def _inputs(
     yield "down", scratch.inner[:num, : shape.intermediate_size]
 
 
-def errors(x: Float32, parts: Sequence[Rows]) -> tuple[float, float]:
+def errors(x: Float32, parts: Sequence[Rows], factors: Float32) -> tuple[float, float]:
     """Relative errors of the outputs, mean over rows: with one scale a row and an output, in
-    blocks. x: float32 [rows, K], K at most 65,536; parts: the matrix, [outputs, K].
+    blocks. x: float32 [rows, K], K at most 65,536; parts: the matrix, [outputs, K]; factors: what
+    inputs are spread with, in the first.
 
     The same bits on every CPU: a layer at the limit must not be in blocks on one machine and not
     on another. So numbers are put on a grid, 20 bits of a row's and 17 of an output's largest:
     then every sum of products is a whole number below 2**53, exact in any order.
     """
-    top = np.frexp(np.abs(x).max(axis=1, keepdims=True))[1]
-    inputs = [_on_grid(values, top, 20) for values in (x, *(_rounded(x, w) for w in _WIDTHS))]
+    inputs = [x, _rounded(spread(x, factors), 0), _rounded(x, BLOCK)]
+    rows = [(v, np.frexp(np.abs(v).max(axis=1, keepdims=True))[1]) for v in inputs]
+    grids = [(_on_grid(values, top, 20), top) for values, top in rows]
     found: list[tuple[Float64, ...]] = []
     for part in parts:
         for first in range(0, part.tensor.shape[0], _CHUNK):
             weight = part.tensor[first : first + _CHUNK].float().numpy()
-            found.append(tuple(_outputs(inputs, weight)))
+            found.append(tuple(_outputs(grids, weight, factors)))
     want, *given = (np.concatenate(columns, axis=1) for columns in zip(*found, strict=True))
     scale = 20 - np.frexp(np.abs(want).max(axis=1, keepdims=True))[1]
     size = np.sqrt(_squares(want, scale))
@@ -127,15 +180,17 @@ def _on_grid(values: Float32, top: npt.NDArray[Any], bits: int) -> Float64:
     return whole
 
 
-def _outputs(inputs: Sequence[Float64], weight: Float32) -> Iterator[Float64]:
-    """[rows, outputs] of each of (x, x of one scale a row, x of blocks) and the weight as it is
-    then; for each row in a unit of its own, the same for all three."""
-    top = np.frexp(np.abs(weight).max(axis=1, keepdims=True))[1]
-    matrices = [weight]
-    for form in ("int8", "q8_0"):
-        matrices.append(dequantised(quantised(BY_NAME[form], weight))[:, : weight.shape[1]])
-    for x, matrix in zip(inputs, matrices, strict=True):
-        yield np.ldexp(x @ _on_grid(matrix, top, 17).T, top.T)
+def _outputs(
+    inputs: Sequence[tuple[Float64, npt.NDArray[Any]]], weight: Float32, factors: Float32
+) -> Iterator[Float64]:
+    """[rows, outputs] of each of (x, x spread and of one scale a row, x of blocks), as grids with
+    their tops, and the weight as it is then."""
+    width = weight.shape[1]
+    one = dequantised(quantised(CHANNEL, spread_weights(weight, factors)))
+    blocks = dequantised(quantised(BY_NAME["q8_0"], weight))[:, :width]
+    for (x, top), matrix in zip(inputs, (weight, one, blocks), strict=True):
+        own = np.frexp(np.abs(matrix).max(axis=1, keepdims=True))[1]
+        yield np.ldexp(x @ _on_grid(matrix, own, 17).T, (top - 20) + (own.T - 17))
 
 
 def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:

@@ -7,33 +7,30 @@ Weights that it is given), products (linear.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from server.model.cpu.arena import Arena
-from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, panels_of
+from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.integers.head import IntegerHead
-from server.model.cpu.integers.kept import KeptWeights
+from server.model.cpu.integers.kept import KeptWeights, Measured
 from server.model.cpu.integers.linear import IntegerLinear, integer_linear
 from server.model.cpu.integers.product import IntegerMatrix, Part, matrix_of, pack
 from server.model.cpu.integers.quantise import Activations, activations
+from server.model.cpu.integers.spread import spread_weights
 from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
 from server.model.cpu.records import Float32, Int64, Layers
 from server.model.cpu.step import NO_TABLE, float_table
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
 from server.model.shape import ModelShape
 
-InBlocks = Mapping[str, Sequence[int]]
-"""Layers by kind of product whose inputs have outliers that one scale a row is too coarse for: of
-`int8`, they and the head are kept in blocks (outliers.py measures which)."""
-
 FORM_OF = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q4_1"}
 """What `weights` may be called -> the form that floats are rounded to, but for layers that are in
-blocks and the LM head."""
+blocks for outliers (outliers.py measures which) and the LM head."""
 
-_HEAD_FORM = {"int8": "q8_0", "int8-blocks": "q8_0", "int4": "q8_0"}
+_HEAD_FORM = {"int8": "int8", "int8-blocks": "q8_0", "int4": "q8_0"}
 # Files of 4 bits keep the head in more: rounded to 4, SmolLM2's is 8 % off, to 8 bits 1 %.
 _KINDS = ("qkv", "out", "gate_up", "down", "conv_in", "conv_out")  # of records.Layers
 _NOTHING = IntegerMatrix(np.zeros((1, 6), np.int64), 0, 0, False)
@@ -54,7 +51,7 @@ class IntegerWeights:
     """All weights of a model, quantised. Read-only after construction.
 
     form: a key of FORM_OF, floats are rounded to it; or "file": `weights` are FileWeights, and
-    nothing is rounded. max_rows: most rows of a product. in_blocks: of `int8`. kept: the panels of
+    nothing is rounded. max_rows: most rows of a product. measured: of `int8`. kept: the panels of
     an earlier start, which are mapped; then nothing is read of `weights` but vectors and rows of
     the embedding. parts: what the panels are, by layer and kind, "head" is the head. num_bytes,
     head_bytes, layers, embed, table, packed_head, inner_size: as weights.PackedWeights. Peak memory
@@ -68,15 +65,17 @@ class IntegerWeights:
         *,
         form: str,
         max_rows: int,
-        in_blocks: InBlocks | None = None,
+        measured: Measured | None = None,
         kept: KeptWeights | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source = weights
-        self._in_blocks = in_blocks or {}
         self._kept = kept
+        self._measured = measured or (Measured() if kept is None else kept.measured)
         self._form = None if form == "file" else BY_NAME[FORM_OF[form]]
         self._head_form = None if form == "file" else BY_NAME[_HEAD_FORM[form]]
+        if "head" in self._measured.in_blocks:
+            self._head_form = BY_NAME["q8_0"]
         self._max_rows = max_rows
         self._arena = Arena()
         self.parts: dict[str, list[Part]] = {}  # the addresses of records are theirs
@@ -92,7 +91,7 @@ class IntegerWeights:
                 kinds[kind][layer] = matrix_of(parts)
             if progress is not None:
                 progress(layer + 1, shape.num_layers + 1)
-        records: dict[str, Any] = {kind: self._record(found) for kind, found in kinds.items()}
+        records: dict[str, Any] = {kind: self._record(kind, found) for kind, found in kinds.items()}
         self.layers = Layers(**records, **tensors.vectors()._asdict())
         self._embedding = tensors.embedding()
         self._table = numbers_of(self._embedding.tensor)
@@ -100,8 +99,9 @@ class IntegerWeights:
         self.table = NO_TABLE if form == "file" else float_table(self._embedding.tensor)
         head = self._head_part(tensors, shape.vocab_size)
         self.parts["head"] = [head]
+        inputs = head.inputs if head.form.per_output else 0
         self.packed_head = IntegerHead(
-            head.form, head.inputs, shape.hidden_size, head.panels, self._rows(head.inputs)
+            head, shape.hidden_size, self._rows(head.inputs), self._factors("head", inputs)[None]
         )
         self.head_bytes = head.panels.nbytes
         panels = sum(part.panels.nbytes for parts in self.parts.values() for part in parts)
@@ -123,12 +123,20 @@ class IntegerWeights:
             return dequantised(from_ggml(source.form(self._embedding.name), rows))
         return widened(rows)
 
-    def _stored(self, rows: Rows, form: Form | None) -> Stored:
-        """Rows rounded to a form, or, with None, as their file has them."""
+    def _factors(self, name: str, num_inputs: int) -> Float32:
+        """float32 [num_inputs]: what the inputs of a matrix are spread with."""
+        return self._measured.factors.get(name, np.ones(num_inputs, np.float32))
+
+    def _stored(self, name: str, rows: Rows, form: Form | None) -> Stored:
+        """Rows of a matrix rounded to a form, or, with None, as their file has them."""
         if form is None:
             source: Any = self._source
             return from_ggml(source.form(rows.name), rows.tensor.numpy())
-        return quantised(form, rows.tensor.float().numpy())
+        weight: Float32 = rows.tensor.float().numpy()
+        if form.per_output:
+            factors = self._factors(name, padded_inputs(form, weight.shape[1]))
+            weight = spread_weights(weight, factors)
+        return quantised(form, weight)
 
     def _layer(self, tensors: ModelTensors, layer: int) -> dict[str, list[Part]]:
         """The matrices of a layer by kind, in panels."""
@@ -136,17 +144,19 @@ class IntegerWeights:
             return self._kept.layer(layer)
         found = {}
         for kind, parts in tensors.matrices(layer).items():
-            in_blocks = layer in self._in_blocks.get(kind, ())
-            form = BY_NAME["q8_0"] if in_blocks else self._form
-            found[kind] = [pack(self._stored(part, form), self._arena) for part in parts]
+            in_blocks = layer in self._measured.in_blocks.get(kind, ())
+            form, name = BY_NAME["q8_0"] if in_blocks else self._form, f"{layer}.{kind}"
+            found[kind] = [pack(self._stored(name, part, form), self._arena) for part in parts]
         return found
 
-    def _record(self, matrices: Sequence[IntegerMatrix | None]) -> IntegerLinear:
+    def _record(self, kind: str, matrices: Sequence[IntegerMatrix | None]) -> IntegerLinear:
         """One matrix a layer; None where a layer has none of the kind."""
         known = [matrix for matrix in matrices if matrix is not None]
         absent = known[0]._replace(parts=np.zeros_like(known[0].parts)) if known else _NOTHING
         found = [absent if matrix is None else matrix for matrix in matrices]
-        return integer_linear(found, self._rows(absent.inputs))
+        num = absent.inputs if any(matrix.per_row for matrix in found) else 0
+        factors = [self._factors(f"{layer}.{kind}", num) for layer in range(len(found))]
+        return integer_linear(found, self._rows(absent.inputs), np.stack(factors))
 
     def _rows(self, num_inputs: int) -> Activations:
         """The buffer for inputs of that width, shared by all products with it."""
@@ -163,7 +173,7 @@ class IntegerWeights:
         form, panels, inputs = self._head_form, np.empty((0, 0), np.uint8), 0
         for first in range(0, num_rows, _CHUNK):
             last = min(first + _CHUNK, num_rows)
-            part = self._stored(Rows(table.name, table.tensor[first:last]), self._head_form)
+            part = self._stored("head", Rows(table.name, table.tensor[first:last]), self._head_form)
             if first == 0:
                 form, inputs = part.form, part.numbers.shape[1]
                 size = form.panel_bytes(inputs)

@@ -1,7 +1,7 @@
 """Activations as integers: int8 with one scale a block of 32, or one a row.
 
-What: quantise_rows, one function of a row (whatever rows stand beside it), in vectors. The
-operations, all float32 and each rounded once:
+What: quantise_rows, one function of a row (whatever rows stand beside it), in vectors. A row with
+one scale is spread first (spread.py). The operations, all float32 and each rounded once:
     top = max |x|;  scale = top / 127;  q = round_to_even(x * (127 / top))
 A top below 1e-30 gives zeros. A top that is not finite gives zeros with a scale of NaN, so that
 every output of the row is NaN and the draw that needs it fails alone.
@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import types
 
 from server.model.cpu.integers.emit import F32, I8, I32, Loop, at, call, i64, splat
+from server.model.cpu.integers.spread import FLOATS, INTS, larger, largest, spread_blocks
 from server.model.cpu.kernels import inline, set_float
 from server.model.cpu.vector_ir import LANES, intrinsic
 
@@ -31,8 +32,6 @@ _BLOCK = 32
 _LEAST = np.float32(1e-30)
 _LEVELS = np.float32(127.0)
 
-_INTS = ir.VectorType(I32, LANES)
-_FLOATS = ir.VectorType(F32, LANES)
 _BYTES = ir.VectorType(I8, LANES)
 
 
@@ -52,46 +51,15 @@ def activations(num_rows: int, num_inputs: int) -> Activations:
     return Activations(np.zeros((num_rows, padded), np.int8), figures, figures.view(np.float32))
 
 
-def _larger(b: Any, best: Any, x: Any, part: int) -> Any:
-    """The larger of `best` and the bits of |x| in one vector of the block at address x, by lane."""
-    value = b.bitcast(at(b, x, 4 * LANES * part, _FLOATS, 4), _INTS)
-    bits = b.and_(value, ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
-    return call(b, f"llvm.umax.v{LANES}i32", _INTS, [bits, best])
-
-
-def _largest(b: Any, bits: Any) -> Any:
-    """The largest lane, a float."""
-    return b.bitcast(call(b, f"llvm.vector.reduce.umax.v{LANES}i32", I32, [bits]), F32)
-
-
-@intrinsic
-def _top_of(typingctx: Any, x: Any, blocks: Any) -> Any:
-    """max |x[i]| of 32 * blocks floats at address x; NaN where there is one, whatever the order:
-    without their sign, floats compare as their bits do, and NaN is above infinity."""
-    sig = types.float32(types.intp, types.intp)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, blocks = args
-        loop = Loop(b, blocks, [ir.Constant(_INTS, [0] * LANES)])
-        block = b.add(x, b.mul(loop.index, i64(4 * _BLOCK)))
-        best = loop.carried[0]
-        for part in range(_BLOCK // LANES):
-            best = _larger(b, best, block, part)
-        (best,) = loop.close([best])
-        return _largest(b, best)
-
-    return sig, codegen
-
-
 def _rounded(b: Any, x: Any, factor: Any, known: Any, out: Any) -> list[Any]:
     """out[i] = int8(round(x[i] * factor)) for 32 floats at address x, zeros unless `known`; the
     numbers as vectors of int32."""
-    factors = splat(b, factor, _FLOATS)
+    factors = splat(b, factor, FLOATS)
     numbers = []
     for part in range(_BLOCK // LANES):
-        scaled = b.fmul(at(b, x, 4 * LANES * part, _FLOATS, 4), factors)
-        scaled = b.select(known, scaled, ir.Constant(_FLOATS, [0.0] * LANES))
-        whole = b.fptosi(call(b, f"llvm.rint.v{LANES}f32", _FLOATS, [scaled]), _INTS)
+        scaled = b.fmul(at(b, x, 4 * LANES * part, FLOATS, 4), factors)
+        scaled = b.select(known, scaled, ir.Constant(FLOATS, [0.0] * LANES))
+        whole = b.fptosi(call(b, f"llvm.rint.v{LANES}f32", FLOATS, [scaled]), INTS)
         where = b.inttoptr(b.add(out, i64(part * LANES)), _BYTES.as_pointer())
         b.store(b.trunc(whole, _BYTES), where).align = 1
         numbers.append(whole)
@@ -131,7 +99,7 @@ def _round_row(typingctx: Any, x: Any, blocks: Any, factor: Any, out: Any) -> An
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         x, blocks, factor, out = args
         known = b.fcmp_ordered("!=", factor, ir.Constant(F32, 0.0))
-        loop = Loop(b, blocks, [ir.Constant(_INTS, [0] * LANES)])
+        loop = Loop(b, blocks, [ir.Constant(INTS, [0] * LANES)])
         block = b.mul(loop.index, i64(_BLOCK))
         total = loop.carried[0]
         from_, to = b.add(x, b.mul(block, i64(4))), b.add(out, block)
@@ -154,10 +122,10 @@ def _round_blocks(typingctx: Any, x: Any, blocks: Any, out: Any, figures: Any) -
         loop = Loop(b, blocks, [])
         block = b.mul(loop.index, i64(_BLOCK))
         from_ = b.add(x, b.mul(block, i64(4)))
-        best = ir.Constant(_INTS, [0] * LANES)
+        best = ir.Constant(INTS, [0] * LANES)
         for part in range(_BLOCK // LANES):
-            best = _larger(b, best, from_, part)
-        top = _largest(b, best)
+            best = larger(b, best, at(b, from_, 4 * LANES * part, FLOATS, 4))
+        top = largest(b, best)
         finite = b.fcmp_ordered("<", top, ir.Constant(F32, float("inf")))
         known = b.and_(finite, b.fcmp_ordered(">=", top, ir.Constant(F32, float(_LEAST))))
         zero, levels = ir.Constant(F32, 0.0), ir.Constant(F32, float(_LEVELS))
@@ -185,32 +153,31 @@ def factor_of(top):
 
 
 @inline
-def _quantise_row(x, num_inputs, pad, q, figures):
+def _quantise_row(x, num_inputs, factors, pad, q, figures):
     """One row with one scale, its figure in the first place. Addresses, as in kernels.rms_norm."""
     blocks = num_inputs // _BLOCK
-    tail = num_inputs > blocks * _BLOCK
-    top = np.float32(0.0)
+    room = pad + 4 * _BLOCK
+    top, whole = np.float32(0.0), blocks
     if blocks > 0:
-        top = _top_of(x, blocks)
-    if tail:
-        other = _top_of(pad, 1)
+        top = spread_blocks(x, factors, blocks, room)
+    if num_inputs > blocks * _BLOCK:
+        done = 4 * _BLOCK * blocks
+        other = spread_blocks(pad, factors + done, 1, room + done)
         if top == top and not (other <= top):  # one that is NaN stays
             top = other
+        whole += 1
     scale, factor = factor_of(top)
-    total = np.int32(0)
-    if blocks > 0:
-        total += _round_row(x, blocks, factor, q)
-    if tail:
-        total += _round_row(pad, 1, factor, q + blocks * _BLOCK)
-    _write_figure(figures, scale, total)
+    _write_figure(figures, scale, _round_row(room, whole, factor, q))
 
 
 @inline
-def quantise_rows(first, step, num_rows, x, num_inputs, per_row, rows, pad):
+def quantise_rows(first, step, num_rows, x, num_inputs, factors, rows, pad):
     """Rows first, first + step, ... of x as integers.
 
-    x: float32 [rows, >= num_inputs], C order. rows: Activations. per_row: one scale a row, in its
-    first figure. pad: address of 32 floats, for the last inputs where they are no whole block.
+    x: float32 [rows, >= num_inputs], C order. rows: Activations. factors: 0: a scale a block; else
+    one a row, in its first figure, and the address of the product's factors (spread.py), for whole
+    blocks. pad: address of 32 floats, for the last inputs where they are no whole block; with
+    factors, of a spread row's more.
     """
     blocks = num_inputs // _BLOCK
     tail = num_inputs - _BLOCK * blocks
@@ -222,8 +189,8 @@ def quantise_rows(first, step, num_rows, x, num_inputs, per_row, rows, pad):
         figures = rows.figures.ctypes.data + r * rows.figures.shape[1] * 16
         for i in range(tail):
             set_float(pad, i, x[r, _BLOCK * blocks + i])
-        if per_row:
-            _quantise_row(row, num_inputs, pad, q, figures)
+        if factors != 0:
+            _quantise_row(row, num_inputs, factors, pad, q, figures)
             continue
         if blocks > 0:
             _round_blocks(row, blocks, q, figures)

@@ -52,12 +52,17 @@ def inputs(rows: int, width: int, seed: int = 0) -> npt.NDArray[np.float32]:
     return x
 
 
-def multiplied(x: Any, parts: list[Stored], threads: int = 1) -> npt.NDArray[np.float32]:
-    """The product as the server computes it."""
+def multiplied(
+    x: Any, parts: list[Stored], threads: int = 1, factors: Any = None
+) -> npt.NDArray[np.float32]:
+    """The product as the server computes it. factors: what inputs are spread with, ones when None;
+    of forms in blocks, nothing."""
     packed = [pack(part, Arena()) for part in parts]  # alive as long as the matrix is
     matrix = matrix_of(packed)
     out = np.full((x.shape[0], matrix.outputs), np.nan, np.float32)
-    weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs))
+    if factors is None:
+        factors = np.ones(matrix.inputs, np.float32)
+    weights = integer_linear([matrix], activations(x.shape[0], matrix.inputs), factors[None])
     product(x, x.shape[0], weights, out, new_work(threads))
     del packed
     return out

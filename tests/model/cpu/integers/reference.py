@@ -46,11 +46,25 @@ class Inputs:
     scales: Float32
 
 
-def inputs_of(x: Float32, *, per_row: bool) -> Inputs:
-    """quantise.py's rule."""
+def spread(x: Float32, factors: Float32) -> Float32:
+    """spread.py's rule: x float32 [rows, whole blocks]."""
+    y = (x * factors).reshape(-1, BLOCK)
+    for stride in (1, 2, 4, 8, 16):
+        pairs = y.reshape(-1, BLOCK // (2 * stride), 2, stride)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        y = np.stack([low + high, low - high], axis=2).reshape(-1, BLOCK)
+    return y.reshape(x.shape)
+
+
+def inputs_of(x: Float32, *, per_row: bool, factors: Float32 | None = None) -> Inputs:
+    """quantise.py's rule. factors: of a row with one scale, ones when None."""
     num, width = x.shape
     padded = np.zeros((num, -(-width // BLOCK) * BLOCK), np.float32)
     padded[:, :width] = x
+    if per_row:
+        ones = np.ones(padded.shape[1], np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):
+            padded = spread(padded, ones if factors is None else factors)
     blocks = padded.reshape(num, 1 if per_row else -1, padded.shape[1] if per_row else BLOCK)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         top = np.abs(blocks).max(axis=2)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from server.model.cpu.integers.forms import FORMS, PANEL
 from server.model.cpu.integers.instructions import KERNEL, choose
 from server.model.cpu.integers.product import ROW_SPAN
+from server.model.cpu.integers.spread import spread, spread_weights
 from server.model.cpu.linear import new_work
 from tests.model.cpu.integers import reference
 from tests.model.cpu.integers.cases import inputs, multiplied, stored
@@ -107,6 +109,46 @@ def check_all(kernel: str) -> None:
         for rows in (1, 2, 3, 7, 19):
             got = multiplied(x[:rows].copy(), [weights])
             assert np.array_equal(got, want[:rows]), (name, rows)
+    check_spread(96)
+    check_spread(250)
+
+
+def check_spread(width: int) -> None:
+    """Rows of that many inputs that are spread, and their product, against the reference."""
+    factors = _factors(width)
+    weights = stored("int8", 70, factors.shape[0], 3)
+    x = inputs(19, width, 3)
+    padded = np.pad(x, ((0, 0), (0, factors.shape[0] - width)))
+    assert np.array_equal(spread(x, factors), reference.spread(padded, factors))
+    want = reference.product(reference.inputs_of(x, per_row=True, factors=factors), weights)
+    for threads in (1, 2):
+        assert np.array_equal(multiplied(x, [weights], threads, factors), want)
+
+
+def _factors(width: int) -> npt.NDArray[np.float32]:
+    whole = -(-width // 32) * 32
+    return np.exp(np.random.default_rng(width).normal(size=whole)).astype(np.float32)
+
+
+@pytest.mark.parametrize("width", [32, 40, 250, 1536])
+def test_inputs_are_spread_as_the_reference_does(width: int) -> None:
+    check_spread(width)
+
+
+def test_spread_inputs_and_weights_have_the_product_of_both() -> None:
+    rng = np.random.default_rng(12)
+    x, weight = inputs(7, 250, 12), rng.normal(size=(40, 250)).astype(np.float32)
+    factors = _factors(250)
+    got = spread(x, factors).astype(np.float64) @ spread_weights(weight, factors).T
+    want = x.astype(np.float64) @ weight.T
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+
+
+def test_a_row_that_no_thread_has_room_for_is_refused() -> None:
+    width = new_work(1).pairs.shape[1]
+    with pytest.raises(RuntimeError, match="failed"):
+        multiplied(inputs(1, width), [stored("int8", 32, width)])
+    assert new_work(1, inputs=width).pairs.shape[1] >= width + 32
 
 
 @pytest.mark.parametrize("kernel", sorted(PATHS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,8 @@ from server.model import packed_folder
 from server.model.build import RunnerSpec, build_runner
 from server.model.cpu.integers import kept, outliers, packed
 from server.model.cpu.integers.forms import BY_NAME
-from server.model.cpu.integers.outliers import errors
+from server.model.cpu.integers.outliers import errors, factors_of
+from server.model.cpu.integers.spread import spread, spread_weights
 from server.model.cpu.integers.weights import dequantised, quantised
 from server.model.cpu.tensors import Rows
 from server.model.scoring import Text, score
@@ -64,7 +66,7 @@ def _one_kept(cache: Path) -> Path:
 
 def _measured(answer: Callable[[int], tuple[float, float]]) -> Callable[..., tuple[float, float]]:
     seen = iter(range(10_000))
-    return lambda x, parts: answer(next(seen))
+    return lambda x, parts, factors: answer(next(seen))
 
 
 @pytest.mark.parametrize("form", ["int8", "int8-blocks", "int4"])
@@ -76,7 +78,7 @@ def test_the_second_start_maps_what_the_first_one_made(
     with monkeypatch.context() as patch:
         for name in ("quantised", "pack"):
             patch.setattr(packed, name, None)  # nothing is made again
-        patch.setattr(packed_folder, "_in_blocks", None)
+        patch.setattr(packed_folder, "_measured", None)
         runner: Any = _runner(folder, form)
         assert isinstance(runner._weights.parts["head"][0].panels, np.memmap)
         assert np.array_equal(score(runner, TEXTS).logprobs, first)
@@ -127,26 +129,62 @@ def test_layers_with_outliers_are_in_blocks_and_are_listed(
         for file in place.iterdir():
             file.unlink()
         place.rmdir()
-    # qkv, out, gate_up and down of a layer: of the first one, qkv alone.
-    monkeypatch.setattr(outliers, "errors", _measured(lambda n: (1.0 if n == 0 else 0.0, 0.0)))
+    # Four products of each layer, and the head: one of the first layer's, and the head.
+    head = 4 * int(json.loads((folder / "config.json").read_text())["num_hidden_layers"])
+    asked = _measured(lambda n: (1.0 if n in (0, head) else 0.0, 0.0))
+    monkeypatch.setattr(outliers, "errors", asked)
     with caplog.at_level(logging.INFO):
         mixed = _logprobs(folder, "int8")
-    assert "of layers 0, head)" in caplog.text
+    assert "inputs spread; in blocks:" in caplog.text and "of layers 0, head)" in caplog.text
     assert not np.array_equal(mixed, _logprobs(folder, "int8-blocks"))
     assert main(["models", "show", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "weights int8 " in out and "of layers 0, head" in out and "weights int8-blocks" in out
 
 
-def test_an_input_that_is_much_larger_than_others_is_an_outlier() -> None:
+def test_without_outliers_nothing_is_in_blocks(
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO):
+        runner: Any = _runner(folder, "int8")
+    forms = {part.form.name for parts in runner._weights.parts.values() for part in parts}
+    runner.close()
+    assert forms == {"int8"}
+    assert "inputs spread; in blocks: none" in caplog.text
+    assert main(["models", "show", str(folder)]) == 0
+    assert "in blocks: none" in capsys.readouterr().out
+
+
+def test_inputs_that_are_much_larger_and_say_nothing_are_outliers() -> None:
+    """A block of a row that is large and whose products cancel; in each row another, so that no
+    factor helps."""
     rng = np.random.default_rng(0)
-    parts = [Rows("w", torch.from_numpy(rng.normal(size=(64, 256)).astype(np.float32)))]
-    x = rng.normal(size=(20, 256)).astype(np.float32)
-    one, blocks = errors(x, parts)
+    signs = np.repeat(np.array([1.0, -1.0], np.float32), 16)
+    weight = rng.permuted(np.tile(signs, (64, 8, 1)), axis=2).reshape(64, 256)
+    parts = [Rows("w", torch.from_numpy(weight))]
+    x = rng.normal(size=(24, 256)).astype(np.float32)
+    one, blocks = errors(x, parts, factors_of(x, parts))
     assert one < outliers.LIMIT and blocks < outliers.LIMIT
+    for row in range(24):
+        x[row].reshape(8, 32)[row % 8] = 1000
+    one, blocks = errors(x, parts, factors_of(x, parts))
+    assert blocks < outliers.LIMIT < one
+
+
+def test_an_input_that_is_always_larger_is_no_outlier_once_it_is_spread() -> None:
+    rng = np.random.default_rng(5)
+    parts = [Rows("w", torch.from_numpy(rng.normal(size=(64, 250)).astype(np.float32)))]
+    x = rng.normal(size=(20, 250)).astype(np.float32)
     x[:, 7] *= 100
-    one, blocks = errors(x, parts)
-    assert blocks < one
+    x[:, 9] *= 0
+    factors = factors_of(x, parts)
+    assert factors.shape == (256,) and np.isfinite(factors).all() and (factors > 0).all()
+    one, blocks = errors(x, parts, factors)
+    assert one < blocks and one < outliers.LIMIT
+    assert one < errors(x, parts, np.ones(256, np.float32))[0]
+    # A row counts for as much as another, however large it is.
+    x[3] *= 2.0**40
+    assert np.array_equal(factors_of(x, parts), factors)
 
 
 def test_what_is_measured_is_exact_and_the_same_in_any_order_of_sums() -> None:
@@ -155,17 +193,25 @@ def test_what_is_measured_is_exact_and_the_same_in_any_order_of_sums() -> None:
     x = (rng.normal(size=(9, 96)) * np.exp(2 * rng.normal(size=(9, 1)))).astype(np.float32)
     x[:, 40] *= 50
     x[3], weight[7] = 0.0, 0.0
-    found = errors(x, [Rows("w", torch.from_numpy(weight))])
-    # Another order of inputs within their blocks, of outputs, of parts and of rows.
-    inputs = np.concatenate([b + rng.permutation(32) for b in (0, 32, 64)])
+    factors = np.exp(rng.normal(size=96)).astype(np.float32)
+    found = errors(x, [Rows("w", torch.from_numpy(weight))], factors)
+    # Another order of blocks, of outputs, of parts and of rows.
+    inputs = np.concatenate([np.arange(b, b + 32) for b in (64, 0, 32)])
     outputs = rng.permutation(5000)
     mixed = torch.from_numpy(weight[outputs][:, inputs].copy())
     parts = [Rows("a", mixed[:300]), Rows("b", mixed[300:])]
-    assert errors(x[rng.permutation(9)][:, inputs].copy(), parts) == found
+    x, weight = x[rng.permutation(9)][:, inputs].copy(), mixed.numpy()
+    assert errors(x, parts, factors[inputs]) == found
+    assert np.array_equal(
+        factors_of(x, parts),
+        factors_of(x[:, inputs], [Rows("w", mixed[:, inputs])])[inputs.argsort()],
+    )
     want = x.astype(np.float64) @ weight.T.astype(np.float64)
-    for form, width, value in (("int8", 96, found[0]), ("q8_0", 32, found[1])):
-        stored = dequantised(quantised(BY_NAME[form], weight)).astype(np.float64)
-        got = outliers._rounded(x, width).astype(np.float64) @ stored.T
+    spread_x, spread_w = spread(x, factors[inputs]), spread_weights(weight, factors[inputs])
+    ways = (("int8", 96, spread_x, spread_w, found[0]), ("q8_0", 32, x, weight, found[1]))
+    for form, width, inputs_, matrix, value in ways:
+        stored = dequantised(quantised(BY_NAME[form], matrix)).astype(np.float64)
+        got = outliers._rounded(inputs_, width).astype(np.float64) @ stored.T
         rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-20)
         assert value == pytest.approx(rows.mean(), rel=2e-3)
 
@@ -179,7 +225,7 @@ def test_what_is_measured_is_what_goes_into_the_products(
 
     seen: dict[str, np.ndarray[Any, Any]] = {}
 
-    def noted(x: np.ndarray[Any, Any], parts: list[Rows]) -> tuple[float, float]:
+    def noted(x: np.ndarray[Any, Any], parts: list[Rows], _: Any) -> tuple[float, float]:
         seen[parts[0].name] = np.array(x)
         return 0.0, 0.0
 
@@ -198,7 +244,11 @@ def test_what_is_measured_is_what_goes_into_the_products(
     (num, _) = next(iter(seen.values())).shape
     with torch.no_grad():
         model(torch.tensor([ids[:num]]))
-    assert len(seen) == 4 * model.config.num_hidden_layers
+    assert len(seen) == 4 * model.config.num_hidden_layers + 1
+    head = seen.pop(
+        "model.embed_tokens.weight" if "lm_head.weight" not in seen else "lm_head.weight"
+    )
+    seen["lm_head.weight"] = head
     for name, x in seen.items():
         error = np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name])
         assert error < 0.4, name  # rounded to 8 bits on the way; of another tensor it is above 1
@@ -207,4 +257,4 @@ def test_what_is_measured_is_what_goes_into_the_products(
 def test_layers_are_told_as_runs() -> None:
     told = kept.told({"down": (0, 1, 2), "qkv": (0, 2)}, 3)
     assert told == "down, qkv of layers 0, 2"
-    assert kept.told({"out": (1, 2, 3, 7)}, 9) == "out of layers 1-3, 7"
+    assert kept.told({"out": (1, 2, 3, 7), "head": (0,)}, 9) == "out of layers 1-3, 7, head"
