@@ -13,6 +13,10 @@ Told for each number of clients:
     counted     tokens a step and draft nodes a step, which a busy machine changes little
     timed       seconds without drafts over seconds with them, of the least of --rounds passes each
 
+--priced FILE (a server's cost table) times no model: each step takes what the table says and the
+host its CPU seconds (loadtest.priced_runner), so that what the engine does stands beside its
+forecast on a busy machine too, and with no costs but those of the table.
+
 The forecast stands beside it twice: tune's own, of held-back train prompts, which is what a user
 is told (`tune_`), and the same forecast of the very answers that were measured, in which no luck of
 the prompts is left (`again_`). The last line is JSON with the ratios forecast / measured; exits 1
@@ -22,6 +26,7 @@ when a text differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -29,11 +34,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from drafters.auto.likely import NUM_LIKELY
 from drafters.replay import Recording
 from loadtest import machine
+from loadtest.priced_runner import PricedClock, PricedRunner, priced_time
 from server.commands.options import ModelOptions
 from server.commands.own_engine import own_engine
 from server.commands.progress import Bar
@@ -51,6 +57,7 @@ from server.wiring.drafter import make_task_drafter
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.api.served_model import ServedModel
+    from server.engine.batch import Runner
 
 LEARN_TOKENS = 200_000  # as a task's by default
 
@@ -347,8 +354,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budgets", type=int, nargs="*", default=[8])
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--priced", type=Path, metavar="FILE", help="steps take what it says")
     parser.add_argument("--learn", action="store_true", help="outputs are learned, as served")
     return parser
+
+
+def _priced(
+    served: ServedModel, engine: Engine, clock: PricedClock, options: argparse.Namespace
+) -> Bench:
+    """A Bench whose steps take what the table of --priced says."""
+    cost = CostTable.from_dict(json.loads(options.priced.read_text(encoding="utf-8")))
+    runner = PricedRunner(engine.runner, clock, cost)
+    memory = TaskStore(None, fingerprint=served.table.fingerprint.hex())
+    bench = Bench(served, engine, lambda _: cost)
+
+    def make(task: str, asked: SpeculationParams) -> Drafter:
+        return bench.drafter(asked.drafter, task, asked, memory)
+
+    bench.engine = Engine(
+        cast("Runner", runner), {"auto": make}, engine.settings, cost=cost, memory=memory
+    )
+    return bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -361,8 +387,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="forecast-") as folder,
         Bar() as bar,
         own_engine(ModelOptions(model=options.model), bar, ("auto",)) as (served, engine),
+        priced_time() if options.priced else contextlib.nullcontext() as clock,
     ):
-        bench = Bench(served, engine)
+        bench = Bench(served, engine) if clock is None else _priced(served, engine, clock, options)
         for name in options.sets or data_sets(options.data):
             rows += compare(bench, name, Path(folder), options)
     told = {"tool": "forecast", "machine": machine.describe(), "ratios": ratios(rows), "rows": rows}

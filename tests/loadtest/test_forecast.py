@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from loadtest.forecast import Bench, FixedCost, build_parser, compare, ratios
+from loadtest.priced_runner import PricedRunner, priced_time
 from server import token_bytes
-from server.engine.budget import row_grid
+from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
+from server.types import Request, SamplingParams
 from tests.api.tiny_tokenizers import byte_level_tokenizer
 from tests.fakes.fake_drafters import random_drafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -57,3 +60,24 @@ def test_the_same_answers_are_forecast_as_they_are_served(tmp_path: Path) -> Non
     told = ratios(rows)
     low, high = told["1"]["again_tokens_per_step"]
     assert low == high and "tune_tokens_per_step" not in told["3"]
+
+
+def test_a_priced_step_takes_what_its_table_says() -> None:
+    """Whatever else the machine does: the clock is of this thread's CPU seconds and the table."""
+    rows = row_grid(64)
+    cost = CostTable(rows, [50.0 + r for r in rows], 0.0)
+    with priced_time() as clock:
+        info = fake_info(vocab_size=9, num_blocks=64, max_model_len=64)
+        runner = PricedRunner(FakeRunner(FakeModel(9, seed=1), info), clock, cost)
+        engine = Engine(cast("Any", runner), {}, EngineSettings(max_num_seqs=4), cost=cost)
+        engine.submit(Request("a", "", "fake", (2, 3, 4), SamplingParams(max_tokens=3)))
+        began = time.perf_counter()
+        num_steps = 0
+        while engine.has_work:
+            engine.step()
+            num_steps += 1
+            stats = engine.stats()
+            assert stats.model_s == 50.0 + stats.num_rows and stats.host_s < 5.0
+        took = time.perf_counter() - began
+    assert num_steps == 3  # the prompt's three rows, and a row for each token behind the first
+    assert 53.0 + 2 * 51.0 < took < 53.0 + 2 * 51.0 + 5.0
