@@ -80,19 +80,7 @@ def write(tokenizer: Path, out: Path, shape: Shape, form: str) -> None:
     kind = gguf.GGMLQuantizationType[form.upper()]
     scratch = out.with_name(f".{out.name}.part")
     writer = gguf.GGUFWriter(scratch, shape.architecture)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.inner)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(shape.vocab)
-    writer.add_file_type(gguf.LlamaFileType[file_type(form)])
+    add_sizes(writer, shape, form)
     _add_tokenizer(writer, gguf.GGUFReader(tokenizer).fields, shape)
     try:
         rng = np.random.default_rng(0)
@@ -110,6 +98,25 @@ def write(tokenizer: Path, out: Path, shape: Shape, form: str) -> None:
         scratch.rename(out)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def add_sizes(writer: Any, shape: Shape, form: str) -> None:
+    """What a GGUFWriter's file says of a shape. form: of the matrices."""
+    import gguf
+
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(shape.vocab)
+    writer.add_file_type(gguf.LlamaFileType[file_type(form)])
 
 
 def _filled(pool: npt.NDArray[Any], outputs: int, blocks: int, first: int) -> npt.NDArray[Any]:

@@ -7,20 +7,22 @@ interpreter lock while it compiles, and its limits bound time and memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
-
     from server.types import GrammarSpec
 
 MAX_SOURCE_CHARS = 1 << 18
 """Longest schema, expression or grammar. OpenAI's limit for schemas is 120,000 characters."""
 
-_MAX_GRAMMAR_SIZE = 200_000  # symbols; a schema of 2,000 string properties has about 20,000
-_MAX_LEXER_STATES = 50_000  # one or two kB each
-_LEXER_FUEL = 300_000
-"""Operations on expressions before the first token. 9,000 alternatives take about 150,000; each
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "max_grammar_size": 200_000,  # symbols; a schema of 2,000 string properties has about 20,000
+    "max_lexer_states": 50_000,  # one or two kB each
+    "initial_lexer_fuel": 300_000,
+    "verbose_errors": False,
+}
+"""llguidance's limits. Past one, the grammar is refused, or the request that uses it fails. Fuel
+is operations on expressions before the first token: 9,000 alternatives take about 150,000. Each
 byte that an expression forces takes four (`a{1000}{1000}` forces a million), and they are walked at
 once, in the step loop when the expression does not begin with them: 0.1 s at this limit."""
 
@@ -43,29 +45,19 @@ def grammar_text(spec: GrammarSpec) -> str:
     return LLMatcher.grammar_from_lark(spec.source)
 
 
-def grammar_limits() -> LLParserLimits:
-    """llguidance's limits. Past one, the grammar is refused, or the request that uses it fails."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        max_grammar_size=_MAX_GRAMMAR_SIZE,
-        max_lexer_states=_MAX_LEXER_STATES,
-        initial_lexer_fuel=_LEXER_FUEL,
-        verbose_errors=False,
-    )
-
-
 def grammar_problem(spec: GrammarSpec) -> str:
     """Why the grammar cannot be compiled, on one line of printable ASCII; "" when it can be.
 
     Takes from a millisecond to about half a second, without the interpreter lock.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     if len(spec.source) > MAX_SOURCE_CHARS:
         return f"longer than {MAX_SOURCE_CHARS} characters"
     try:
-        message = LLMatcher.validate_grammar(grammar_text(spec), None, limits=grammar_limits())
+        message = LLMatcher.validate_grammar(
+            grammar_text(spec), None, limits=LLParserLimits(**GRAMMAR_LIMITS)
+        )
     except ValueError as error:
         message = str(error) or "not valid"
     if message.startswith("WARNING"):

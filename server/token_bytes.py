@@ -57,6 +57,7 @@ class TokenBytes:
 
     __slots__ = (
         "_blob",
+        "_map",
         "_offsets",
         "_special",
         "blob",
@@ -73,7 +74,9 @@ class TokenBytes:
         special_ids: npt.NDArray[np.int64],
         strip_start: int,
         fingerprint: bytes,
+        mapped: mmap.mmap | None = None,
     ) -> None:
+        """mapped: the file that the arrays are views of."""
         if offsets.ndim != 1 or offsets.shape[0] < 1 or int(offsets[-1]) != blob.shape[0]:
             raise ValueError("offsets and blob do not fit together")
         self.offsets = offsets
@@ -81,6 +84,7 @@ class TokenBytes:
         self.special_ids = special_ids
         self.strip_start = strip_start
         self.fingerprint = fingerprint
+        self._map = mapped
         # Python ints and memoryview slices: a numpy scalar per token would cost ten times more.
         self._offsets = offsets.data
         self._blob = blob.data
@@ -96,6 +100,11 @@ class TokenBytes:
         if 0 <= token_id < len(self._offsets) - 1:
             return bytes(self._blob[self._offsets[token_id] : self._offsets[token_id + 1]])
         return b""
+
+    def release_pages(self) -> None:
+        """Give back the memory of what was read of the file; it is read again when needed."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def showing(self, token_ids: Iterable[int]) -> TokenBytes:
         """The same table, with these ids no longer special: they have text where special ids are
@@ -306,6 +315,7 @@ def open_table(path: str | os.PathLike[str]) -> TokenBytes:
         np.frombuffer(data, "<i8", num_special, at_special),
         strip_start,
         fingerprint,
+        data,
     )
 
 

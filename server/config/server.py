@@ -234,8 +234,8 @@ class EngineConfig(Section):
     )
     structured_outputs: bool = Field(
         True,
-        description="whether requests may bring a grammar; what makes masks is built at "
-        "start, in 0.1 to 1 second",
+        description="whether requests may bring a grammar; what makes masks is built when "
+        "the first comes, in 0.1 to 1 second, beside the steps",
     )
     slice_cache_rows: int = Field(
         _SIZES.slice_cache_rows,

@@ -25,7 +25,7 @@ import numpy as np
 from drafters.tree import DraftTree
 from server.engine.batch import UInt32
 from server.engine.drafting import CheckedTree
-from server.engine.grammar_compiler import GrammarTemplate, one_line
+from server.engine.grammar_compiler import MAX_FORCED_TOKENS, GrammarTemplate, one_line
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -46,7 +46,7 @@ class GrammarState:
 
     def __init__(self, template: GrammarTemplate) -> None:
         self._template = template
-        self._matcher = template.matcher.deep_copy()
+        self._matcher = template.matcher.copy()
         self._consumed: list[int] = []
         self.problem = ""
 
@@ -68,15 +68,15 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Whether the output matches the grammar and no token can follow it."""
-        return not self.problem and self._matcher.is_stopped() and self._matcher.is_accepting()
+        return not self.problem and self._matcher.is_stopped and self._matcher.is_accepting
 
     def consume(self, token_id: int) -> bool:
         """Take one more token. False, with `problem` set, when the grammar does not allow it
         here."""
         if self.problem:
             return False
-        if self._matcher.try_consume_tokens([token_id]) != 1 or self._matcher.is_error():
-            self.problem = one_line(self._matcher.get_error()) or "a token does not match"
+        if not self._matcher.consume(token_id):
+            self.problem = one_line(self._matcher.error) or "a token does not match"
             return False
         self._consumed.append(token_id)
         return True
@@ -96,7 +96,7 @@ class GrammarState:
     def rebuild(self) -> None:
         """Make the state again from the grammar's start, because a matcher that failed stays
         failed."""
-        self._matcher = self._template.matcher.deep_copy()
+        self._matcher = self._template.matcher.copy()
         self.problem = ""
         consumed, self._consumed = self._consumed, []
         for token_id in consumed:
@@ -106,20 +106,18 @@ class GrammarState:
     def fill_mask(self, row: UInt32) -> None:
         """Write the allowed ids into `row` (uint32 [num_words], contiguous); none on a problem."""
         if not self.problem:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if not self._matcher.is_error():
+            if self._matcher.fill_mask(row):
                 return
-            self.problem = one_line(self._matcher.get_error())
+            self.problem = one_line(self._matcher.error)
         row[:] = 0
 
     def forced(self) -> list[int]:
         """The tokens that the grammar forces from here on, in order; often none. Never EOS."""
-        if self.problem or self._matcher.is_stopped():
+        if self.problem or self._matcher.is_stopped:
             return []
-        forced = self._matcher.compute_ff_tokens()
-        if self._matcher.is_error():
-            self.problem = one_line(self._matcher.get_error())
-            return []
+        forced = self._matcher.forced(MAX_FORCED_TOKENS + 1)
+        if not forced:
+            self.problem = one_line(self._matcher.error)
         return forced
 
 

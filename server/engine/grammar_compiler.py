@@ -6,6 +6,8 @@ grammar.py uses what is compiled here.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,12 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from server.grammar_text import grammar_limits, grammar_text
+from server.grammar_text import grammar_text
 from server.types import NO_SCOPE, GrammarSpec
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
+    from server.engine.grammar_library import Matcher
     from server.engine.grammar_tokenizer import GrammarTokenizer
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class GrammarTemplate:
 
     __slots__ = ("matcher", "num_words", "vocab_size")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
         self.matcher = matcher
         self.vocab_size = vocab_size
         self.num_words = (vocab_size + 31) // 32
@@ -41,13 +42,12 @@ class GrammarTemplate:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer in its own threads, and keeps the most recent ones.
 
-    load_tokenizer: called once, by load(), or in a thread when the first grammar comes. It blocks
-    the step loop (interpreter lock), so an engine calls load() before it is ready. max_kept,
-    max_kept_chars: bounds on the compiled grammars kept, and on the length of their sources
-    together (a large schema takes about 50 bytes a character once compiled); the least recently
-    used go first. Grammars are kept per scope: a grammar that is already compiled would tell one
-    client what another asks. timeout_s: how long a request may wait for its grammar; the engine
-    then fails it. The engine's thread calls all methods.
+    load_tokenizer: called once, in a thread, when the first grammar comes: until then nothing of it
+    takes memory. max_kept, max_kept_chars: bounds on the compiled grammars kept, and on the length
+    of their sources together (a large schema takes about 50 bytes a character once compiled); the
+    least recently used go first. Grammars are kept per scope: a grammar that is already compiled
+    would tell one client what another asks. timeout_s: how long a request may wait for its
+    grammar; the engine then fails it. The engine's thread calls all methods.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class GrammarCompiler:
         self._num_kept_chars = 0
         self._kept: OrderedDict[tuple[str, GrammarSpec], Future[GrammarTemplate]] = OrderedDict()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
         self._tokenizer: Future[GrammarTokenizer] | None = None
 
     def compile(self, spec: GrammarSpec, scope: str = NO_SCOPE) -> Future[GrammarTemplate]:
@@ -78,12 +79,9 @@ class GrammarCompiler:
         if future is not None and not (future.done() and _failed(future)):
             self._kept.move_to_end(key)
             return future
-        if self._tokenizer is None:
-            # The first thread loads it; the others wait.
-            self._tokenizer = self._threads.submit(self._load_tokenizer)
         if self._kept.pop(key, None) is not None:  # one that failed
             self._num_kept_chars -= len(spec.source)
-        future = self._threads.submit(self._work, spec, self._tokenizer)
+        future = self._threads.submit(self._work, spec, self._loading())
         self._kept[key] = future
         self._num_kept_chars += len(spec.source)
         while len(self._kept) > 1 and (
@@ -93,21 +91,30 @@ class GrammarCompiler:
             self._num_kept_chars -= len(oldest.source)
         return future
 
-    def load(self) -> None:
-        """Load the tokenizer now. Raises nothing: without one, grammars cannot be compiled."""
-        if self._tokenizer is None:
-            self._tokenizer = Future()
-            try:
-                self._tokenizer.set_result(self._load_tokenizer())
-            except Exception as error:
-                _log.warning("structured outputs are not available: %s", error)
-                self._tokenizer.set_exception(error)
-
     def tokenizer(self) -> GrammarTokenizer:
-        """What load() read. Called from any thread. Raises what load() met."""
-        if self._tokenizer is None:
-            raise RuntimeError("no tokenizer was loaded")
-        return self._tokenizer.result()
+        """What load_tokenizer gives, which is called if it was not. Called from any thread. Raises
+        what it raises."""
+        return self._loading().result()
+
+    def _loading(self) -> Future[GrammarTokenizer]:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._threads.submit(self._load)
+            return self._tokenizer
+
+    def _load(self) -> GrammarTokenizer:
+        began = time.monotonic()
+        try:
+            tokenizer = self._load_tokenizer()
+        except Exception as error:
+            _log.warning("structured outputs are not available: %s", error)
+            raise
+        _log.info(
+            "the first request with a grammar: its tables for %d ids took %.2f s",
+            self.vocab_size,
+            time.monotonic() - began,
+        )
+        return tokenizer
 
     @property
     def num_kept(self) -> int:
@@ -119,24 +126,19 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, spec: GrammarSpec, tokenizer: Future[GrammarTokenizer]) -> GrammarTemplate:
-        from llguidance import LLMatcher
-
         try:
             known = tokenizer.result()
         except Exception as error:
             raise RuntimeError("the grammar library cannot read this model's tokenizer") from error
-        text = grammar_text(known.spelled(spec))
-        matcher = LLMatcher(known.library, text, log_level=0, limits=grammar_limits())
+        matcher = known.library.matcher(grammar_text(known.spelled(spec)))
         template = GrammarTemplate(matcher, self.vocab_size)
-        if not matcher.is_error():
-            # Copies keep what the first mask computed, so the step loop does not compute it.
-            row = np.empty(template.num_words, np.uint32)
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED_TOKENS:
-                # They would be kept, 0.3 KB each, and walked at every step.
-                raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
-        if matcher.is_error():
-            problem = one_line(matcher.get_error())
+        # Copies keep what the first mask computed, so the step loop does not compute it.
+        matcher.fill_mask(np.empty(template.num_words, np.uint32))
+        if not matcher.error and len(matcher.forced(MAX_FORCED_TOKENS + 1)) > MAX_FORCED_TOKENS:
+            # They would be kept, 0.3 KB each, and walked at every step.
+            raise ValueError(f"forces more than {MAX_FORCED_TOKENS} tokens at its beginning")
+        if matcher.error:
+            problem = one_line(matcher.error)
             if problem.startswith("NoExtension"):
                 problem = "nothing matches it (a rule that ends in itself alone, for example)"
             raise ValueError(problem)

@@ -13,22 +13,27 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from server.engine.grammar_library import LibraryTokenizer
 from server.engine.text_cutter import (
     CutterTables,
     ReadTokenizer,
     TextCutter,
+    check_tables,
+    compile_cutter,
     make_tables,
     open_tables,
     save_tables,
 )
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    import numpy.typing as npt
 
     from server.types import GrammarSpec
     from vocab_store.enrichment import Enrichment
@@ -43,11 +48,10 @@ _LARK = re.compile(
 """A literal, comment or regular expression of Lark, or the name of a control token."""
 
 
-_STRING = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = (_STRING + "{1,10}", _STRING + "{1,30}")
-"""Sets of tokens that llguidance allows at once where all of a set may follow: what a JSON string
-is made of. Its own list has white space and longer tokens, too, which make no mask faster and take
-a third of the memory."""
+_SLICES = (r'[^"\\\x00-\x1F\x7F]{1,12}',)
+"""Sets of tokens that llguidance allows at once where all of a set may follow: of 1 to 12
+characters of a JSON string. Each set costs tries of all tokens, and only strings of a bounded
+length need one: a mask in a free string is kept from one token to the next."""
 
 
 class TokenPieces(Protocol):
@@ -55,6 +59,12 @@ class TokenPieces(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def blob(self) -> npt.NDArray[np.uint8]: ...
 
     def bytes_of(self, token_id: int) -> bytes:
         """b"" for an id that it does not hold."""
@@ -65,7 +75,7 @@ class GrammarTokenizer:
     """library: llguidance's tokenizer. control: id of each control token, by the name that it has
     in tokenizer.json. pieces, cut: bytes of the base tokenizer's ids, and how it cuts a text."""
 
-    library: LLTokenizer
+    library: LibraryTokenizer
     control: Mapping[str, int]
     pieces: TokenPieces
     cut: Callable[[str], list[int]]
@@ -91,8 +101,8 @@ def load_grammar_tokenizer(
     enrichment: Enrichment | None = None,
     kept: Path | None = None,
 ) -> GrammarTokenizer:
-    """llguidance's view of a tokenizer.json. Takes 0.1 s for 49,000 ids and 0.8 s for 262,000, and
-    holds the interpreter lock meanwhile.
+    """llguidance's view of a tokenizer.json. Takes 0.1 s for 49,000 ids and 0.8 s for 262,000,
+    without the interpreter lock.
 
     pieces: the bytes of its ids. vocab_size: the model's, which may be padded above the
     tokenizer's; padded ids are in no mask. read: see TextCutter. enrichment: tokens of the model's
@@ -105,9 +115,22 @@ def load_grammar_tokenizer(
     if tables.num_ids > vocab_size:
         raise ValueError(f"the tokenizer has {tables.num_ids} ids, the model {vocab_size}")
     cut = TextCutter(tables, read)
-    special = sorted({*tables.control.values(), *eos_token_ids})
-    wrapper = _Tokenizer(pieces, cut, vocab_size, special, eos_token_ids[0], enrichment)
-    return GrammarTokenizer(wrapper.read(eos_token_ids), tables.control, pieces, cut)
+    control = tables.control
+    library = _library_tokenizer(
+        pieces, cut, control.values(), vocab_size, eos_token_ids, enrichment
+    )
+    return GrammarTokenizer(library, control, pieces, cut)
+
+
+def prepare_grammar_tokenizer(tokenizer_file: Path | str, kept: Path) -> None:
+    """Have in `kept` and compiled, before requests come, what load_grammar_tokenizer would hold the
+    interpreter lock for: once for a tokenizer, 2 s for 262,000 ids. Raises OSError, ValueError,
+    KeyError for a file that is no tokenizer's."""
+    try:
+        check_tables(kept)
+    except (OSError, ValueError):
+        _tables(Path(tokenizer_file), kept)
+    compile_cutter()
 
 
 def _tables(tokenizer_file: Path, kept: Path | None) -> CutterTables:
@@ -134,52 +157,45 @@ def enriched_grammar_tokenizer(
     enrichment: Enrichment,
 ) -> GrammarTokenizer:
     """`base` with an enrichment's tokens. Takes as long as load_grammar_tokenizer."""
-    special = sorted({*base.control.values(), *eos_token_ids})
-    wrapper = _Tokenizer(base.pieces, base.cut, vocab_size, special, eos_token_ids[0], enrichment)
-    return replace(base, library=wrapper.read(eos_token_ids))
+    library = _library_tokenizer(
+        base.pieces, base.cut, base.control.values(), vocab_size, eos_token_ids, enrichment
+    )
+    return replace(base, library=library)
 
 
-class _Tokenizer:
-    """What llguidance asks of a tokenizer (its TokenizerWrapper).
+def _library_tokenizer(
+    pieces: TokenPieces,
+    cut: Callable[[str], list[int]],
+    control: Iterable[int],
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    enrichment: Enrichment | None,
+) -> LibraryTokenizer:
+    """llguidance's tokenizer of these tokens, which it copies. control: ids of control tokens."""
+    secret = secrets.token_hex(16)  # a name that could be guessed could be written
+    renamed = {
+        i: b"\xff" + f"<{secret}-{i}>".encode()
+        for i in {*control, *eos_token_ids}
+        if i < vocab_size
+    }
+    if enrichment is not None:
+        for token_id, parts in zip(enrichment.ids, enrichment.parts, strict=True):
+            renamed[token_id] = b"".join(pieces.bytes_of(part) for part in parts)
+    num_known = min(vocab_size, pieces.vocab_size)
+    offsets, blob = pieces.offsets, pieces.blob
+    lengths = np.zeros(vocab_size, np.uint32)
+    lengths[:num_known] = np.diff(offsets[: num_known + 1])
+    parts_of_blob, done = [], 0
+    for i in sorted(renamed):
+        start, end = offsets[min(i, num_known)], offsets[min(i + 1, num_known)]
+        parts_of_blob += [blob[done:start], np.frombuffer(renamed[i], np.uint8)]
+        lengths[i], done = len(renamed[i]), end
+    parts_of_blob.append(blob[done : offsets[num_known]])
 
-    tokens[i] are the bytes of id i; an id without a token has none and is in no mask.
-    """
+    def segmented(text: str) -> list[int]:
+        ids = cut(text)
+        return ids if enrichment is None else enrichment.segment(ids)
 
-    is_tokenizer_wrapper = True
-
-    def __init__(
-        self,
-        pieces: TokenPieces,
-        cut: Callable[[str], list[int]],
-        vocab_size: int,
-        special_token_ids: Sequence[int],
-        eos_token_id: int,
-        enrichment: Enrichment | None,
-    ) -> None:
-        self.eos_token_id = eos_token_id
-        self.bos_token_id: int | None = None
-        self.special_token_ids = [i for i in special_token_ids if i < vocab_size]
-        self.tokens = [pieces.bytes_of(i) for i in range(vocab_size)]
-        secret = secrets.token_hex(16)  # a name that could be guessed could be written
-        for i in self.special_token_ids:
-            self.tokens[i] = f"<{secret}-{i}>".encode()
-        self._cut = cut
-        self._segment = None if enrichment is None else enrichment.segment
-        if enrichment is not None:
-            for token_id, parts in zip(enrichment.ids, enrichment.parts, strict=True):
-                self.tokens[token_id] = b"".join(pieces.bytes_of(part) for part in parts)
-
-    def __call__(self, text: str) -> list[int]:
-        ids = self._cut(text)
-        return ids if self._segment is None else self._segment(ids)
-
-    def read(self, eos_token_ids: Sequence[int]) -> LLTokenizer:
-        """llguidance's tokenizer of these tokens, which it copies: none is left here."""
-        from llguidance import LLTokenizer
-
-        wrapper: Any = self
-        library = LLTokenizer(
-            wrapper, n_vocab=len(self.tokens), eos_token=list(eos_token_ids), slices=list(_SLICES)
-        )
-        self.tokens = []
-        return library
+    return LibraryTokenizer(
+        lengths, np.concatenate(parts_of_blob), eos_token_ids, segmented, _SLICES
+    )

@@ -169,21 +169,40 @@ def save_tables(tables: CutterTables, path: Path) -> None:
             file.write(np.ascontiguousarray(table, "<i8").tobytes())
 
 
-def open_tables(path: Path) -> CutterTables:
-    """Map what `save_tables` wrote. Raises ValueError for another file, OSError."""
+def check_tables(path: Path) -> None:
+    """Raises ValueError, OSError where open_tables would, without reading what is in it."""
+    _mapped(path)
+
+
+def _mapped(path: Path) -> tuple[mmap.mmap, int]:
+    """(the file, where its tables begin)."""
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(data) < _HEADER.size or data[:8] != _MAGIC:
         raise ValueError(f"{path}: not a table of merges")
-    size = _HEADER.unpack_from(data)[1]
-    begin = _HEADER.size + size
+    begin = _HEADER.size + _HEADER.unpack_from(data)[1]
     if begin > len(data) or (len(data) - begin) % 16:
         raise ValueError(f"{path}: the table of merges is cut short")
+    return data, begin
+
+
+def open_tables(path: Path) -> CutterTables:
+    """Map what `save_tables` wrote. Raises ValueError for another file, OSError."""
+    data, begin = _mapped(path)
     told = json.loads(data[_HEADER.size : begin])
+    if hasattr(mmap, "MADV_DONTNEED"):
+        data.madvise(mmap.MADV_DONTNEED)  # it is not read again
     num = (len(data) - begin) // 16
     pairs = np.frombuffer(data, "<i8", num, begin)
     merged = np.frombuffer(data, "<i8", num, begin + 8 * num)
     return CutterTables(told["spec"], told["control"], told["num_ids"], pairs, merged)
+
+
+def compile_cutter() -> None:
+    """Have compiled what a TextCutter of mapped tables calls: it takes seconds, once."""
+    mapped = np.zeros(1, np.int64)
+    mapped.flags.writeable = False
+    _merge(np.zeros(2, np.int64), np.arange(2), mapped, mapped)
 
 
 class TextCutter:
@@ -192,7 +211,6 @@ class TextCutter:
     def __init__(self, tables: CutterTables, read: ReadTokenizer) -> None:
         self._begin = read(json.dumps(tables.spec))
         self._pairs, self._merged = tables.pairs, tables.merged
-        self("ab")  # compiles, where it is not yet
 
     def __call__(self, text: str) -> list[int]:
         found = self._begin.encode(text, add_special_tokens=False)

@@ -175,10 +175,15 @@ def build_engine(order: EngineOrder, share: Share | None = None) -> Engine:
 def _give_back() -> None:
     """Have malloc give back what loading has freed: of a tokenizer's file, several times its size.
     Where the C library cannot, nothing happens."""
-    import ctypes
     import gc
 
     gc.collect()
+    _trim()
+
+
+def _trim() -> None:
+    import ctypes
+
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -270,7 +275,7 @@ def _know_adapters(
 def _adapter_grammars(
     base: GrammarCompiler, eos_token_ids: Sequence[int], enrichment: Enrichment, vocab_size: int
 ) -> GrammarCompiler:
-    """What compiles grammars over an adapter's ids: of the base's tokenizer, which is read."""
+    """What compiles grammars over an adapter's ids, of the base's tokenizer."""
     from server.engine.grammar_compiler import GrammarCompiler
     from server.engine.grammar_tokenizer import enriched_grammar_tokenizer
 
@@ -281,28 +286,39 @@ def _adapter_grammars(
 
 
 def _grammars(order: EngineOrder, info: ModelInfo, table: TokenBytes) -> GrammarCompiler | None:
-    """What compiles grammars, its tokenizer read; None where they are switched off."""
-    from tokenizers import Tokenizer
-
+    """What compiles grammars, once one comes; None where they are switched off."""
     from server.engine.grammar_compiler import GrammarCompiler
-    from server.engine.grammar_tokenizer import load_grammar_tokenizer
+    from server.engine.grammar_tokenizer import prepare_grammar_tokenizer
 
     if not order.engine.structured_outputs:
         return None
     folder = Path(order.folder)
-    load = functools.partial(
-        load_grammar_tokenizer,
-        folder / "tokenizer.json",
-        table,
-        info.vocab_size,
-        info.eos_token_ids,
-        Tokenizer.from_str,
-        enrichment_of(order.adapter),
-        table_file(folder).with_suffix(".merges"),
-    )
-    grammars = GrammarCompiler(load, info.vocab_size)
-    grammars.load()
-    return grammars
+    file, kept = folder / "tokenizer.json", table_file(folder).with_suffix(".merges")
+    try:
+        prepare_grammar_tokenizer(file, kept)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("structured outputs are not available: %s", error)
+
+    def load() -> GrammarTokenizer:
+        from tokenizers import Tokenizer
+
+        from server.engine.grammar_tokenizer import load_grammar_tokenizer
+
+        try:
+            return load_grammar_tokenizer(
+                file,
+                table,
+                info.vocab_size,
+                info.eos_token_ids,
+                Tokenizer.from_str,
+                enrichment_of(order.adapter),
+                kept,
+            )
+        finally:
+            table.release_pages()
+            _trim()
+
+    return GrammarCompiler(load, info.vocab_size)
 
 
 def _memory_folder(order: EngineOrder, fingerprint: str) -> Path:

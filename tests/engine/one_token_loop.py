@@ -86,7 +86,7 @@ def one_token_loop(
     if request.grammar is not None:
         from llguidance import LLMatcher  # not there on the machine of loadtest/gpu_check.py
 
-        matcher = LLMatcher(grammar_tokenizer, grammar_text(request.grammar), log_level=0)
+        matcher = LLMatcher(grammar_tokenizer.reference, grammar_text(request.grammar), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
     while True:
         if len(out.ids) >= s.max_tokens or len(tokens) >= max_model_len:

@@ -107,7 +107,7 @@ class Workload:
     drafter: str
     cost: CostTable | None
     rng: Random
-    grammar_tokenizer: Any = None  # an LLTokenizer over token_bytes, for requests with a grammar
+    grammar_tokenizer: Any = None  # BothTokenizers over token_bytes, for requests with a grammar
     profiles: dict[str, VocabProfile] = field(default_factory=dict)
 
     def slice_ids(self, request: Request) -> set[int] | None:
@@ -352,7 +352,7 @@ def make_engine(work: Workload, drafter: FakeDrafter | OwnLogits) -> tuple[Engin
     if work.grammar_tokenizer is not None:
         from tests.engine.tiny_vocabularies import NO_PIECES  # needs llguidance
 
-        known = GrammarTokenizer(work.grammar_tokenizer, {}, NO_PIECES, lambda text: [])
+        known = GrammarTokenizer(work.grammar_tokenizer.library, {}, NO_PIECES, lambda text: [])
         grammars = GrammarCompiler(lambda: known, work.model.vocab_size)
         for _, request, _ in work.requests:  # so that arrivals stay at their steps
             if request.grammar is not None:

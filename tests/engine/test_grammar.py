@@ -182,7 +182,6 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompil
     padded.enable_padding()
     file.write_text(padded.to_str(), encoding="utf-8")
     made = GrammarCompiler(partial(read_grammar_tokenizer, file, VOCAB, (0,)), VOCAB)
-    made.load()
     yield made
     made.close()
 
@@ -636,13 +635,9 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request(compiler: GrammarCo
     def broken() -> Any:
         raise OSError("no such file")
 
-    for early in (False, True):
-        grammars = GrammarCompiler(broken, VOCAB)
-        if early:
-            grammars.load()
-        engine = _engine(grammars)
-        engine.submit(_request("r", COMPACT))
-        assert _finish(engine)["r", 0].error_code == "engine_error"
+    engine = _engine(GrammarCompiler(broken, VOCAB))
+    engine.submit(_request("r", COMPACT))
+    assert _finish(engine)["r", 0].error_code == "engine_error"
 
 
 def test_equal_grammars_are_compiled_once_and_few_are_kept(compiler: GrammarCompiler) -> None:

@@ -21,7 +21,7 @@ from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_token
 from server.engine.text_cutter import TextCutter, control_tokens, make_tables
 from server.types import GrammarSpec
 from tests.api.tiny_tokenizers import byte_level_tokenizer, chat_tokenizer, sentencepiece_tokenizer
-from tests.engine.tiny_vocabularies import NO_PIECES
+from tests.engine.tiny_vocabularies import NO_PIECES, ReferenceTokenizer
 from tests.profiles import examples
 
 
@@ -81,9 +81,10 @@ def _whole(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _old(tokenizer: Tokenizer, vocab_size: int) -> GrammarTokenizer:
-    """llguidance's own reading of a whole tokenizer."""
+    """llguidance's own reading of a whole tokenizer, with all its sets of tokens."""
     library = LLTokenizer(json.dumps(_whole(tokenizer)), n_vocab=vocab_size, eos_token=[0])
-    return GrammarTokenizer(library, {}, NO_PIECES, library.tokenize_str)
+    reference: Any = ReferenceTokenizer(library)
+    return GrammarTokenizer(reference, {}, NO_PIECES, library.tokenize_str)
 
 
 WORDS = ["the", " quick", "   ", "fox j", "<|user|>", "<unk>", "<tool_call>", "▁", "é", "🙂", "\n"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from server import token_bytes
+from server.engine.batch import UInt32
+from server.engine.grammar_library import LibraryTokenizer
 from server.engine.grammar_tokenizer import GrammarTokenizer, load_grammar_tokenizer
+from server.grammar_text import GRAMMAR_LIMITS
 from vocab_store.enrichment import Enrichment
 
 NO_PIECES = token_bytes.TokenBytes(
@@ -66,10 +69,69 @@ class _Greedy:
         return ids
 
 
+class ReferenceTokenizer:
+    """What LibraryTokenizer does, by llguidance's Python classes."""
+
+    def __init__(self, library: LLTokenizer) -> None:
+        self._library = library
+
+    def matcher(self, grammar: str) -> Any:
+        limits = LLParserLimits(**GRAMMAR_LIMITS)
+        return _ReferenceMatcher(LLMatcher(self._library, grammar, log_level=0, limits=limits))
+
+
+class _ReferenceMatcher:
+    """What Matcher does."""
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self._inner = inner
+
+    error = property(lambda self: self._inner.get_error())
+    is_stopped = property(lambda self: self._inner.is_stopped())
+    is_accepting = property(lambda self: self._inner.is_accepting())
+
+    def copy(self) -> _ReferenceMatcher:
+        return _ReferenceMatcher(self._inner.deep_copy())
+
+    def consume(self, token_id: int) -> bool:
+        return self._inner.try_consume_tokens([token_id]) == 1 and not self._inner.is_error()
+
+    def rollback(self, num_tokens: int) -> bool:
+        return self._inner.rollback(num_tokens)
+
+    def fill_mask(self, row: UInt32) -> bool:
+        self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return not self._inner.is_error()
+
+    def forced(self, most: int) -> list[int]:
+        return self._inner.compute_ff_tokens()[:most]
+
+
+class BothTokenizers(NamedTuple):
+    """The same ids for llguidance's Python classes, which the reference walks with, and for the
+    engine."""
+
+    reference: LLTokenizer
+    library: LibraryTokenizer
+
+
 def tokenizer_over(
     token_bytes: list[bytes], special_ids: tuple[int, ...], eos: tuple[int, ...]
-) -> Any:
-    """An LLTokenizer whose id i is token_bytes[i]. Every byte that a grammar may force needs an
-    id of its own."""
-    wrapper = TokenizerWrapper(_Greedy(token_bytes, special_ids, eos[0]))
-    return LLTokenizer(wrapper, n_vocab=len(token_bytes), eos_token=list(eos), slices=[])
+) -> BothTokenizers:
+    """Tokenizers whose id i is token_bytes[i]. Every byte that a grammar may force needs an id of
+    its own."""
+    greedy = _Greedy(token_bytes, special_ids, eos[0])
+    reference = LLTokenizer(
+        TokenizerWrapper(greedy), n_vocab=len(token_bytes), eos_token=list(eos), slices=[]
+    )
+    pieces = [
+        b"\xff" + piece if i in special_ids else piece for i, piece in enumerate(greedy.tokens)
+    ]
+    library = LibraryTokenizer(
+        np.array([len(piece) for piece in pieces], np.uint32),
+        np.frombuffer(b"".join(pieces), np.uint8),
+        eos,
+        lambda text: greedy(text.encode()),
+        (),
+    )
+    return BothTokenizers(reference, library)
