@@ -106,7 +106,7 @@ class Bench:
     def cost(self) -> CostTable:
         """Measured anew, as `tailor tasks tune` does."""
         plain = self._cost_of(self.engine).as_dict()
-        return FixedCost(plain["rows"], plain["seconds"], plain["key_s"])
+        return FixedCost(plain["rows"], plain["seconds"], plain["key_s"], plain["likely_s"])
 
     def drafter(
         self, name: str, task: str, speculation: SpeculationParams, memory: TaskStore | None = None

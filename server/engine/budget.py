@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.draft_worth import DraftWorth, HostTimes, WorthCell, who_rests
+from server.engine.draft_record import DraftRecord
+from server.engine.draft_worth import HostTimes, rest_left, rested, who_rests
 
 Float64 = npt.NDArray[np.float64]
 Prober = Callable[[int, int], float]
@@ -35,6 +36,10 @@ Prober = Callable[[int, int], float]
 _REFRESH = 0.05  # weight of one step in the host's share
 _SCALE_REFRESH = 0.04  # ... in the whole table: a busy or throttled machine slows every step alike
 _CELL_REFRESH = 0.02  # ... in the cells around the step's row count
+NEAR_BEST = 0.99
+"""Of choices of nodes whose rates are this near to the best one, the one with the fewest nodes is
+taken where several choices decode: claims and prices are not known any better."""
+
 _OUTLIER = 4.0  # an observed step this many times off the table is clipped (a busy machine)
 
 
@@ -56,18 +61,28 @@ class CostTable:
     rows: number of rows. keys: KV entries attended to, summed over the rows. Between measured row
     counts the cost is interpolated; past the last one it grows in proportion. It never falls as
     rows grow: a measurement above one of more rows was disturbed, and the lower one stands.
+
+    likely_s: seconds that the likeliest ids of one drawn row take, which drafters ask for
+    (Batch.num_likely); `cost` is without them.
     """
 
-    def __init__(self, rows: Sequence[int], seconds: Sequence[float], key_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        seconds: Sequence[float],
+        key_s: float = 0.0,
+        likely_s: float = 0.0,
+    ) -> None:
         if len(rows) != len(seconds) or not rows or rows[0] != 1:
             raise ValueError("rows and seconds must be of equal length and begin at 1 row")
         if any(b <= a for a, b in pairwise(rows)):
             raise ValueError("rows must ascend")
-        if min(seconds) <= 0.0 or not np.isfinite(seconds).all() or key_s < 0.0:
+        if min(seconds) <= 0.0 or not np.isfinite(seconds).all() or min(key_s, likely_s) < 0.0:
             raise ValueError("costs must be positive and finite")
         self._rows = np.asarray(rows, np.float64)
         self._raw = np.asarray(seconds, np.float64)
         self._key_s = key_s
+        self.likely_s = likely_s
         self._row_list: list[float] = self._rows.tolist()
         self._settle()
 
@@ -85,6 +100,10 @@ class CostTable:
     def max_rows(self) -> int:
         """Rows of the largest step that was measured."""
         return int(self._rows[-1])
+
+    def node_s(self, mean_len: float) -> float:
+        """Seconds of a draft node beside its row: what it attends to, its likeliest ids."""
+        return self._key_s * mean_len + self.likely_s
 
     @staticmethod
     def measure(
@@ -187,122 +206,14 @@ class CostTable:
             "rows": [int(r) for r in self._rows],
             "seconds": self._raw.tolist(),
             "key_s": self._key_s,
+            "likely_s": self.likely_s,
         }
 
     @staticmethod
     def from_dict(plain: dict[str, Any]) -> CostTable:
         """The inverse of as_dict. Raises ValueError or KeyError on a damaged one."""
-        return CostTable(plain["rows"], plain["seconds"], float(plain["key_s"]))
-
-
-class DraftRecord:
-    """How one sequence's drafts have fared: its trust and its cool-down.
-
-    trust scales the survivals a drafter claims: accepted over predicted tokens, decayed, with a
-    prior of 1, never above 1. After `patience` drafts in a row without one accepted token the
-    sequence is not asked for `pause` steps, which double up to a bound; then it is asked for one
-    small probe.
-
-    A sequence whose proposals promise less than asking for them costs (`record_value`) rests as
-    well, for steps that double up to LAST_REST. With one stream, asking costs thousandths of a
-    token and no sequence rests; with 32 streams it would cost a twentieth of the step, and few
-    nodes are taken.
-
-    worth: of its scope (draft_worth.py); None where that is not followed.
-    """
-
-    __slots__ = (
-        "_accepted", "_cell", "_left", "_misses", "_pause", "_predicted", "_rest", "_value",
-        "worth",
-    )  # fmt: skip
-
-    PRIOR = 2.0  # tokens of prior evidence
-    DECAY = 0.95
-    PATIENCE = 4
-    FIRST_PAUSE = 4
-    LAST_PAUSE = 64
-    PROBE_NODES = 4
-    FIRST_VALUE = 0.2  # tokens that an unknown sequence's proposals are taken to be worth
-    VALUE_REFRESH = 0.25
-    LAST_REST = 16
-
-    def __init__(self, worth: DraftWorth | None = None) -> None:
-        self.worth = worth
-        self._cell: WorthCell | None = None
-        self._value = self.FIRST_VALUE
-        self._rest = 0
-        self._predicted = 0.0
-        self._accepted = 0.0
-        self._misses = 0
-        self._left = 0
-        self._pause = 0
-
-    @property
-    def trust(self) -> float:
-        """Factor on claimed survivals, 0..1."""
-        return min(1.0, (self._accepted + self.PRIOR) / (self._predicted + self.PRIOR))
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether the next allowance() is 0."""
-        return self._left > 0
-
-    def allowance(self) -> int:
-        """Most nodes it may ask for in this step, 0 while cooling. Called once a step."""
-        if self._left > 0:
-            self._left -= 1
-            return 0
-        return self.PROBE_NODES if self._pause else 1 << 30
-
-    def cell_at(self, num_draws: int) -> WorthCell | None:
-        """Its scope's cell in a step where so many choices draw."""
-        return None if self.worth is None else self.worth.at(num_draws)
-
-    def note_in(self, cell: WorthCell | None) -> None:
-        """From now on what its drafts bring is noted in this cell; None: nowhere."""
-        self._cell = cell
-
-    def rests_at(self, num_draws: int) -> bool:
-        """Whether it or its scope rests in a step where so many choices draw."""
-        cell = self.cell_at(num_draws)
-        return self._left > 0 or (cell is not None and cell.is_resting)
-
-    def asked_in_vain(self) -> None:
-        """It was asked, and nothing is verified."""
-        if self._cell is not None:
-            self._cell.observe(0, 0)
-
-    def observe(self, predicted: float, num_accepted: int, num_nodes: int = 0) -> None:
-        """A draft was verified. predicted: the sum of its nodes' claimed survivals."""
-        if self._cell is not None:
-            self._cell.observe(num_nodes, num_accepted)
-        self._predicted = self.DECAY * self._predicted + predicted
-        self._accepted = self.DECAY * self._accepted + num_accepted
-        if num_accepted:
-            self._misses = 0
-            self._pause = 0
-            return
-        self._misses += 1
-        if self._pause or self._misses >= self.PATIENCE:
-            self._pause = min(max(2 * self._pause, self.FIRST_PAUSE), self.LAST_PAUSE)
-            self._left = self._pause
-
-    def record_value(self, value: float, price: float) -> None:
-        """A proposal was made. value: tokens that the nodes taken from it promise, less the
-        tokens that their rows cost. price: tokens that could have been made in the time that
-        asking took."""
-        self._value += self.VALUE_REFRESH * (value - self._value)
-        if self._value >= price:
-            self._rest = 0
-            return
-        self._rest = min(max(2 * self._rest, 2), self.LAST_REST)
-        self._left = max(self._left, self._rest)
-
-    def decay(self) -> None:
-        """A proposal was made and nothing of it was taken: old evidence fades, so that it is asked
-        again."""
-        self._predicted *= self.DECAY
-        self._accepted *= self.DECAY
+        own = float(plain["key_s"]), float(plain.get("likely_s", 0.0))
+        return CostTable(plain["rows"], plain["seconds"], *own)
 
 
 class DraftBudget:
@@ -328,14 +239,17 @@ class DraftBudget:
         cost = self.cost
         if cost is None or not any(cells):
             return [False] * len(records)
-        rate = self._plain_rate(num_draws, mean_len)
+        if rest_left(cells):  # nothing to weigh, as in most steps of many choices
+            rested(cells, 1)
+            rests = [True] * len(cells)
+        else:
+            rate = self._plain_rate(num_draws, mean_len) / self._token_worth(num_draws, mean_len)
 
-        def node_cost(num_nodes: float) -> float:
-            extra_s = cost.cost(num_draws + num_nodes) - cost.cost(num_draws)
-            return (extra_s + cost.key_s * mean_len * num_nodes) * rate
+            def node_cost(num_nodes: float) -> float:
+                extra_s = cost.cost(num_draws + num_nodes) - cost.cost(num_draws)
+                return (extra_s + cost.node_s(mean_len) * num_nodes) * rate
 
-        ask_cost = self.host.extra(num_draws) / num_draws * rate
-        rests = who_rests(cells, node_cost, ask_cost)
+            rests = who_rests(cells, node_cost, self._seconds_of_asking(num_draws) * rate)
         for record, cell, is_resting in zip(records, cells, rests, strict=True):
             record.note_in(None if is_resting else cell)
         return rests
@@ -347,8 +261,27 @@ class DraftBudget:
     def price(self, num_draws: int, mean_len: float) -> float:
         """Tokens that plain decoding of these sequences makes in the time that one proposal
         takes, and all that it adds to a step beside."""
-        ask_s = max(self._ask_s, self.host.extra(num_draws) / num_draws)
-        return ask_s * self._plain_rate(num_draws, mean_len)
+        worth = self._token_worth(num_draws, mean_len)
+        return self._seconds_of_asking(num_draws) * self._plain_rate(num_draws, mean_len) / worth
+
+    def _seconds_of_asking(self, num_draws: int) -> float:
+        """That one choice's drafts add to a step beside its nodes."""
+        likely_s = 0.0 if self.cost is None else self.cost.likely_s
+        ask_s = max(self._ask_s, self.host.ask_s, self.host.extra(num_draws) / num_draws)
+        return ask_s + likely_s
+
+    def _token_worth(self, num_draws: int, mean_len: float) -> float:
+        """What an accepted token saves, in tokens of plain decoding, 0..1.
+
+        Where prompts come all the time, steps are taken for their sake: a token less to decode
+        saves its row there, and no step.
+        """
+        if self.cost is None:
+            return 1.0
+        row_s = self.cost.cost(num_draws + 1) - self.cost.cost(num_draws)
+        row_s += self.cost.key_s * mean_len
+        row = min(1.0, row_s * self._plain_rate(num_draws, mean_len))
+        return 1.0 - self.host.mixed * (1.0 - row)
 
     def values(
         self,
@@ -363,7 +296,7 @@ class DraftBudget:
         node = 0.0
         if total and self.cost is not None:
             after, before = self.cost.cost(base_rows + total), self.cost.cost(base_rows)
-            extra_s = (after - before) / total + self.cost.key_s * mean_len
+            extra_s = (after - before) / total + self.cost.node_s(mean_len)
             node = extra_s * self._plain_rate(num_draws, mean_len)
         return [
             float(np.sort(s)[s.shape[0] - num :].sum()) - node * num if num else 0.0
@@ -436,14 +369,17 @@ class DraftBudget:
         gain[0] = 0.0
         np.cumsum(ranked, out=gain[1:])
         nodes = np.arange(num + 1, dtype=np.float64)
-        key_s = cost.key_s * mean_len
-        decode_s = cost.costs(nodes + num_draws) + key_s * (nodes + num_draws) + self._host_s
+        node_s = cost.node_s(mean_len)
+        decode_s = cost.costs(nodes + num_draws) + node_s * (nodes + num_draws) + self._host_s
+        gain *= self._token_worth(num_draws, mean_len)
         rates = (gain + num_draws) / decode_s
         best = int(np.argmax(rates))  # ties: the fewest nodes
+        if num_draws > 1:  # whoever comes meanwhile waits for the step: a short one is better
+            best = int(np.argmax(rates >= NEAR_BEST * rates[best]))
         if base_rows == num_draws and num_waiting == 0:
             return best
         # A sequence that waits for its first token loses as much by a longer step as one that
         # decodes, and gains nothing by drafts.
         price = rates[best] * (num_draws + num_waiting) / num_draws
-        step_s = cost.costs(nodes + base_rows) + key_s * nodes
+        step_s = cost.costs(nodes + base_rows) + node_s * nodes
         return int(np.argmax(gain - price * (step_s - step_s[0])))

@@ -22,6 +22,10 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from server.engine.plan import Plan
 
 NUM_CLASSES = 8
 """Of numbers of choices that draw in a step: 1, 2, up to 4, 8, 16, 32, 64, more."""
@@ -36,16 +40,25 @@ class HostTimes:
     """Seconds that a step takes beside the model, without drafts and with, by number of choices.
 
     Means of logarithms: a step in which something else had the processor counts little.
+
+    ask_s: seconds that drafting takes for each choice that may be asked in a step, prompts or not:
+    to open sessions, to propose, to tell them what came. mixed: of the steps in which somebody
+    decodes, the share that has rows of prompts as well.
     """
 
-    __slots__ = ("_drafted", "_plain")
+    __slots__ = ("_drafted", "_mix_weight", "_plain", "ask_s", "mixed")
 
     REFRESH = 0.1  # weight of a step in its own figure
     SCALE_REFRESH = 0.03  # ... in the others: a busy machine slows all of them
     MOST = math.log(2.0)  # a step counts as at most twice as slow or fast as was known
-    PLAIN_SHARE = 0.5  # what a step without drafts takes of one with, while it is not known
+    ASK_REFRESH = 0.25  # weight of a step in `ask_s`
+    MIXED_REFRESH = 0.05  # weight of a step in `mixed`, and at first, when few are known
+    MIXED_FIRST = 0.12
+    PLAIN_SHARE = 0.3  # what a step without drafts takes of one with, while it is not known
 
     def __init__(self) -> None:
+        self.ask_s = self.mixed = 0.0
+        self._mix_weight = self.MIXED_FIRST
         self._plain = [0.0] * NUM_CLASSES  # 0: not known
         self._drafted = [0.0] * NUM_CLASSES
 
@@ -57,12 +70,35 @@ class HostTimes:
         if own[at] == 0.0:
             own[at] = seconds
             return
-        off = min(max(math.log(seconds / own[at]), -self.MOST), self.MOST)
+        off = self._off(seconds, own[at])
         scale = math.exp(self.SCALE_REFRESH * off)
         for times in (self._plain, self._drafted):
             for i in range(NUM_CLASSES):
                 times[i] *= scale
         own[at] *= math.exp((self.REFRESH - self.SCALE_REFRESH) * off)
+
+    def observe_step(self, plan: Plan, has_asked: bool, seconds: float) -> None:
+        """A step of an engine took so long beside the model. has_asked: as with_drafts."""
+        if plan.num_rows > plan.num_prefill_rows:
+            self.observe_mix(plan.num_prefill_rows > 0)
+        if not plan.num_prefill_rows:
+            self.observe(len(plan.items), has_asked, seconds)
+
+    def observe_asking(self, seconds: float, num_choices: int) -> None:
+        """So many choices might be asked in a step, and some were, which took so long."""
+        each = seconds / num_choices
+        if each > 0.0:
+            known = self.ask_s or each
+            self.ask_s = known * math.exp(self.ASK_REFRESH * self._off(each, known))
+
+    def observe_mix(self, has_prompt: bool) -> None:
+        """A step in which somebody decodes."""
+        self.mixed += self._mix_weight * (has_prompt - self.mixed)
+        self._mix_weight = max(self.MIXED_REFRESH, self._mix_weight / (1.0 + self._mix_weight))
+
+    @classmethod
+    def _off(cls, seconds: float, known: float) -> float:
+        return min(max(math.log(seconds / known), -cls.MOST), cls.MOST)
 
     def plain(self, num_draws: int) -> float:
         """Seconds of a step without drafts; 0 where nothing is known."""
@@ -88,7 +124,8 @@ class WorthCell:
     """What asking has brought one scope, at one class of numbers of choices.
 
     Decayed sums over the times that a session was asked: `num_asks`, `num_nodes` that were
-    verified, `num_accepted` of them.
+    verified, `num_accepted` of them. Where many choices decode one that sits out by itself counts
+    as asked in vain, because a step's drafts cost hardly less.
     """
 
     __slots__ = (
@@ -137,6 +174,11 @@ class WorthCell:
         return not self._is_settled and self._due_in <= first - self.FEW_ASKS
 
     @property
+    def num_asked(self) -> int:
+        """Most of its choices that are asked in a step: all, or as few as a trial needs."""
+        return 1 << 30 if self._is_settled else self.FEW_ASKS
+
+    @property
     def margin(self) -> float:
         """What it brings must be so many times what it costs."""
         return self.AGAIN if self._is_trial else 1.0
@@ -163,6 +205,10 @@ class WorthCell:
         self.num_nodes = self.DECAY * self.num_nodes + num_nodes
         self.num_accepted = self.DECAY * self.num_accepted + num_accepted
         self._due_in -= 1
+
+    def steps_left(self, num_turns: int) -> int:
+        """How many steps of so many of its choices it rests after which it rests still."""
+        return max(0, self._turns_left - 1) // num_turns
 
     def skip(self, num_turns: int) -> None:
         """So many of its choices were not asked in a step. After the last one a trial begins."""
@@ -253,6 +299,7 @@ def who_rests(cells: Sequence[WorthCell | None], node_cost: Cost, ask_cost: floa
 
     cells: of its scope; None: it is always asked. ask_cost: tokens that plain decoding makes in the
     time that asking one choice adds on the host. Called once a step: rests become shorter by it.
+    Of many choices whose scope is on trial a few are asked: the others would tell nothing more.
     """
     turns = Counter(cell for cell in cells if cell is not None)
     new = [cell for cell in turns if cell.is_new]
@@ -272,9 +319,31 @@ def who_rests(cells: Sequence[WorthCell | None], node_cost: Cost, ask_cost: floa
             price = ask_cost + per_node * cell.nodes_per_ask
             if cell.is_due:
                 cell.judge(cell.accepted_per_ask >= cell.margin * price, turns[cell])
-            elif cell.most_per_ask < price:
+            elif cell.most_per_ask * (1.0 - per_node) < ask_cost:
+                # Even if its trees had held no other nodes, as they may once it is calibrated.
                 cell.judge(False, turns[cell])
     resting = {cell for cell in turns if cell.is_resting}
     for cell in resting:
         cell.skip(turns[cell])
-    return [cell in resting for cell in cells]
+    left = {cell: cell.num_asked for cell in turns if cell not in resting}
+    rests: list[bool] = []
+    for own in cells:
+        rests.append(own is not None and not left.get(own, 0))
+        if own is not None and not rests[-1]:
+            left[own] -= 1
+    return rests
+
+
+def rest_left(cells: Sequence[WorthCell | None]) -> int:
+    """How many steps of these choices all of them rest after which they rest still."""
+    distinct = set(cells)
+    if None in distinct:
+        return 0
+    return min(cell.steps_left(cells.count(cell)) for cell in distinct if cell is not None)
+
+
+def rested(cells: Sequence[WorthCell | None], num_steps: int) -> None:
+    """So many steps were taken in which nobody was asked, at most rest_left(cells)."""
+    for cell in set(cells):
+        if cell is not None:
+            cell.skip(num_steps * cells.count(cell))

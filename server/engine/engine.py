@@ -432,17 +432,17 @@ class Engine:
         what `exact` costs."""
         plan, batch, model_s = flight.plan, flight.batch, results.model_s
         if self._cost is not None:
-            self._cost.observe(batch.num_rows, flight.built.num_keys, model_s)
+            likely_s = self._cost.likely_s * batch.num_draws if batch.num_likely else 0.0
+            self._cost.observe(batch.num_rows, flight.built.num_keys, model_s - likely_s)
         step_s = time.perf_counter() - began
         host_s = max(0.0, step_s - model_s)
         if not flight.is_ahead and not self.flights:  # drafts are priced by steps that wait
             self.budget.observe_host(host_s)
-        if not plan.num_prefill_rows:
-            beside_s = self.flights.beside_s if flight.is_ahead else host_s
-            self.budget.host.observe(len(plan.items), flight.drafts.has_asked, beside_s)
-        head_s = results.drawn.head_s
-        body_s = results.drawn.model_s - head_s
-        self.slices.observe(batch, body_s, head_s, plan.num_prefill_rows > 0)
+        self.budget.host.observe_step(
+            plan, flight.drafts.has_asked, self.flights.beside_s if flight.is_ahead else host_s
+        )
+        head_s, has_prompt = results.drawn.head_s, plan.num_prefill_rows > 0
+        self.slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)
         self._stats = EngineStats(
             num_total_blocks=self.pool.num_blocks,
             step_s=step_s,

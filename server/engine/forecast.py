@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from drafters.base import Drafter, DraftSession
 from drafters.replay import Recording, follow, note_rows
-from server.engine.budget import CostTable, DraftBudget, DraftRecord
+from server.engine.budget import CostTable, DraftBudget
+from server.engine.draft_record import DraftRecord
 from server.engine.draft_worth import DraftWorth
 from server.engine.drafting import CheckedTree
 from server.engine.host_cost import HostCosts
@@ -263,6 +264,7 @@ class _Load:
                 drawing.append(seat)
                 self._cache.add(seat.recording.prompt_ids)
         num_waiting = sum(seat.position == 0 for seat in seats)
+        num_decoding = len(seats) - num_waiting
         trees, has_asked, host_s = self._timed_trees(drawing, num_rows, num_waiting)
         for seat in seats:  # while the device works: its time is not the step's
             if seat.session is not None:
@@ -281,6 +283,8 @@ class _Load:
         else:
             host_s = 0.0
         self._planner.budget.observe_host(host_s)
+        if num_decoding:
+            self._planner.budget.host.observe_mix(num_rows > num_decoding)
         if num_rows == len(drawing):
             self._planner.budget.host.observe(num_rows, has_asked, host_s)
         self.num_rows += num_nodes

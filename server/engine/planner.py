@@ -25,7 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.base import DraftSession
-from server.engine.budget import DraftBudget, DraftRecord
+from server.engine import draft_worth
+from server.engine.budget import DraftBudget
+from server.engine.draft_record import DraftRecord
+from server.engine.draft_worth import WorthCell
 from server.engine.drafting import CheckedTree, check_tree
 from server.engine.grammar import GrammarState, constrain
 
@@ -106,6 +109,19 @@ class DraftPlanner:
         """Which of the choices that may draft rest with their scope in a step. Called once a step,
         before `plan`."""
         return self.budget.who_rests(records, shape.num_draws, shape.mean_len)
+
+    def rest_left(self, records: Sequence[DraftRecord]) -> int:
+        """How many more steps in which these choices and no others draw all of them rest; 0 where
+        one does not. Called after who_rests."""
+        return draft_worth.rest_left(self._cells(records))
+
+    def rested(self, records: Sequence[DraftRecord], num_steps: int) -> None:
+        """So many such steps, at most rest_left, were taken without who_rests."""
+        draft_worth.rested(self._cells(records), num_steps)
+
+    @staticmethod
+    def _cells(records: Sequence[DraftRecord]) -> list[WorthCell | None]:
+        return [record.cell_at(len(records)) for record in records]
 
     def plan(
         self, asks: Sequence[Ask], shape: StepShape, room: int, *, is_judged: bool = True

@@ -19,7 +19,7 @@ from drafters.base import Drafter, DraftSession
 from server.engine.accept import StopRules
 from server.engine.adapters import Adapter
 from server.engine.batch import DrawParams, Int32
-from server.engine.budget import DraftRecord
+from server.engine.draft_record import DraftRecord
 from server.engine.grammar import GrammarState
 from server.engine.sequence_head import SequenceHead
 from server.engine.stops import StopMatcher, StopTable

@@ -12,6 +12,7 @@ If a drafter raises, its session is closed and the request goes on without draft
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import cast
 
@@ -37,6 +38,7 @@ class DraftSessions:
     def __init__(self, drafters: DrafterRegistry, *, drafts: bool = True) -> None:
         """drafts: whether the engine has rows for drafts at all."""
         self.num_errors = 0
+        self._spent_s = 0.0
         self._drafts = drafts
         self._drafters = drafters
         self._logged: set[str] = set()
@@ -62,13 +64,22 @@ class DraftSessions:
 
     def settle(self, sequences: Iterable[Sequence]) -> None:
         """Let every session do its deferred work; called while the device works."""
+        began = 0.0
         for sequence in sequences:
             if sequence.is_resting or (sequence.session is None and self.no_draft_reason(sequence)):
                 continue
+            began = began or time.perf_counter()
             try:
                 _opened(sequence).settle()
             except Exception as error:
                 self.disable(sequence, error)
+        if began:
+            self._spent_s += time.perf_counter() - began
+
+    def take_spent(self) -> float:
+        """Seconds that sessions were settled and told things, since the last call."""
+        spent, self._spent_s = self._spent_s, 0.0
+        return spent
 
     def no_draft_reason(self, sequence: Sequence) -> str:
         """Why the planner does not consider a sequence that draws, or ""."""
@@ -141,6 +152,7 @@ class DraftSessions:
         session = sequence.session
         if likely is None or sequence.is_resting or not getattr(session, "num_likely", 0):
             return
+        began = time.perf_counter()
         nodes: tuple[list[int], list[int]] = ([], [])
         if tree is not None:
             nodes = (tree.token_ids, tree.parents)
@@ -149,6 +161,7 @@ class DraftSessions:
             cast("LikelySession", session).note_likely(*nodes, likely.ids, likely.chances)
         except Exception as error:
             self.disable(sequence, error)
+        self._spent_s += time.perf_counter() - began
 
     def learn(
         self,
@@ -165,6 +178,7 @@ class DraftSessions:
         session = sequence.session
         if session is None or sequence.is_resting:
             return
+        began = time.perf_counter()
         try:
             known = None if tree is None else tree.for_session(accepted)
             if known is not None:
@@ -173,6 +187,7 @@ class DraftSessions:
             session.extend(sequence.output_ids(told))
         except Exception as error:
             self.disable(sequence, error)
+        self._spent_s += time.perf_counter() - began
 
     def roll_back(self, sequence: Sequence, num_output: int) -> None:
         """Take a sequence back to its first num_output tokens; a session that cannot go back is

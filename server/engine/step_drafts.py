@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from drafters.base import DraftSession
+from server.engine.draft_record import DraftRecord
+from server.engine.draft_worth import MANY
 from server.engine.drafting import CheckedTree
 from server.engine.foresight import Foreseen, Foresight
 from server.engine.plan import Plan, Scheduled
@@ -34,6 +36,17 @@ class Proposed:
     foreseen: Foreseen | None = None
 
 
+@dataclass(slots=True)
+class _Rest:
+    """Steps of the same choices in which all of them rest, so that none is looked at. num_left: of
+    them that are still to come; num_done: that the choices' scopes have not been told of."""
+
+    sequences: list[Sequence]
+    records: list[DraftRecord]
+    num_left: int
+    num_done: int = 0
+
+
 class StepDrafts:
     """Writes the sequences' `no_draft_reason`. max_draft_rows: most nodes a step."""
 
@@ -49,9 +62,12 @@ class StepDrafts:
         self._planner = planner
         self._max_draft_rows = max_draft_rows
         self._judged: dict[Sequence, bool] = {}  # who rests in the next step
+        self._rest: _Rest | None = None
 
     def propose(self, plan: Plan, *, is_plain: bool) -> Proposed:
         """Trees for a step; what is chosen has its blocks. is_plain: nobody may draft."""
+        if self._rests_on(plan):
+            return Proposed([None] * len(plan.items))
         judged, self._judged = self._judged, {}
         trees: list[CheckedTree | None] = [None] * len(plan.items)
         drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
@@ -67,14 +83,10 @@ class StepDrafts:
             resting = [judged[sequence] for sequence in sequences]
         else:
             resting = self._planner.who_rests([s.draft_record for s in sequences], shape)
-        for sequence, is_resting in zip(sequences, resting, strict=True):
-            if is_resting:
-                sequence.no_draft_reason = "budget"
-            if not sequence.num_output:  # an answer's first tree says little about the others
-                sequence.draft_record.note_in(None)
-        may_draft = map(self._sessions.may_draft, sequences, resting)
+        may_draft = self._who_may_draft(sequences, resting, len(drawing))
         places = [i for i, may in zip(places, may_draft, strict=True) if may]
         if not places:
+            self._begin_rest(plan, sequences)
             return Proposed(trees, time.perf_counter() - began)
         asks = [self._sessions.ask(plan.items[i].sequence) for i in places]
         drafts = self._planner.plan(asks, shape, self._room(plan.num_rows))
@@ -85,8 +97,11 @@ class StepDrafts:
             sequence.no_draft_reason = reason
             if tree is not None:
                 trees[i] = self._fit(sequence, tree)
-        has_asked = not all(resting)
-        return Proposed(trees, time.perf_counter() - began, drafts.ceiling, has_asked)
+        seconds, has_asked = time.perf_counter() - began, not all(ask.rests for ask in asks)
+        if has_asked:
+            spent_s = seconds + self._sessions.take_spent()
+            self._planner.budget.host.observe_asking(spent_s, resting.count(False))
+        return Proposed(trees, seconds, drafts.ceiling, has_asked)
 
     def go_on(
         self,
@@ -101,6 +116,7 @@ class StepDrafts:
         trees: of the step before. items: of the same sequences, but for those that end by then.
         may_foresee: whether the step may depend on trees.
         """
+        self._end_rest()
         is_plain = all(tree is None for tree in trees)
         if not is_plain and not may_foresee:
             return None
@@ -110,6 +126,55 @@ class StepDrafts:
             return Proposed([None] * len(items)) if self._scheduler.reserve_next(items) else None
         reasons = [reason or "cooldown" for reason in self._reasons(items)]
         return self._proposed(Foreseen(trees, [[] for _ in items], reasons), items)
+
+    def _who_may_draft(
+        self, sequences: SequenceOf[Sequence], resting: SequenceOf[bool], num_draws: int
+    ) -> list[bool]:
+        """Which of the sequences are planned for. resting: whose scopes rest. Where many choices
+        decode, one that sits out by itself is told nothing meanwhile, as if its scope did."""
+        may_draft: list[bool] = []
+        for sequence, is_resting in zip(sequences, resting, strict=True):
+            if not sequence.num_output:  # an answer's first tree says little about the others
+                sequence.draft_record.note_in(None)
+            sits_out = is_resting
+            if is_resting:
+                sequence.no_draft_reason = "budget"
+            elif num_draws >= MANY and sequence.draft_record.sits_out():
+                sequence.no_draft_reason, sits_out = "cooldown", True
+            may_draft.append(self._sessions.may_draft(sequence, sits_out))
+        return may_draft
+
+    # Most steps of a server with many clients are like the one before and draft nothing. What is
+    # known not to pay must not cost a tenth of a millisecond in each of them either.
+
+    def _begin_rest(self, plan: Plan, sequences: SequenceOf[Sequence]) -> None:
+        """Nobody drafts in this step. How many like it may follow without a look at each choice:
+        none that ends a rest or brings a choice to its last token. sequences: that might draft."""
+        if plan.num_rows != len(plan.items) or len(sequences) != len(plan.items):
+            return  # a prompt's rows, or choices without a drafter
+        records = [sequence.draft_record for sequence in sequences]
+        num_left = min(s.rules.max_output - s.num_output - 2 for s in sequences)
+        num_left = min(num_left, self._planner.rest_left(records))
+        if num_left > 0:
+            self._rest = _Rest([item.sequence for item in plan.items], records, num_left)
+
+    def _rests_on(self, plan: Plan) -> bool:
+        """Whether a step is one of those that _begin_rest foresaw; it is counted."""
+        rest = self._rest
+        if rest is None:
+            return False
+        if rest.num_left and rest.sequences == [item.sequence for item in plan.items]:
+            rest.num_left -= 1
+            rest.num_done += 1
+            return True
+        self._end_rest()
+        return False
+
+    def _end_rest(self) -> None:
+        """Tell the scopes how long they have rested."""
+        rest, self._rest = self._rest, None
+        if rest is not None and rest.num_done:
+            self._planner.rested(rest.records, rest.num_done)
 
     def settle(
         self, drafts: Proposed, items: SequenceOf[Scheduled], options: list[int]

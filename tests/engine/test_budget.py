@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.budget import CostTable, DraftBudget, DraftRecord, row_grid
+from server.engine.budget import NEAR_BEST, CostTable, DraftBudget, row_grid
+from server.engine.draft_record import DraftRecord
 
 
 def _line(first: float, per_row: float, jump: float = 0.0) -> CostTable:
@@ -129,7 +130,8 @@ def test_the_choice_is_the_best_rate_of_all_choices(
     kept = budget.choose(arrays, len(trees), len(trees), 0.0, 100)
     gain = sum(sum(s[:n]) for s, n in zip(survivals, kept, strict=True))
     rate = (len(trees) + gain) / (cost.cost(len(trees) + sum(kept)) + 0.001)
-    assert rate >= _brute_force(survivals, len(trees), cost, 0.001) * (1 - 1e-9)
+    near = NEAR_BEST if len(trees) > 1 else 1.0
+    assert rate >= near * _brute_force(survivals, len(trees), cost, 0.001) * (1 - 1e-9)
 
 
 def test_free_rows_are_all_taken_and_dear_rows_none() -> None:

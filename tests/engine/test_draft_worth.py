@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from server.engine.budget import CostTable, DraftBudget, DraftRecord
+from server.engine.budget import CostTable, DraftBudget
+from server.engine.draft_record import DraftRecord
 from server.engine.draft_worth import (
     NUM_CLASSES,
     DraftWorth,
@@ -20,6 +24,8 @@ from server.engine.draft_worth import (
 )
 from server.engine.forecast import ServedBy, forecast
 from server.engine.host_cost import HostCost, HostCosts
+from server.engine.settings import EngineSettings
+from server.types import Request, SamplingParams, SpeculationParams, StepCounts
 from tests.engine.scenarios import (
     compare,
     drive,
@@ -34,6 +40,8 @@ from tests.engine.test_forecast import RECORDINGS, TEXTS
 from tests.fakes.fake_drafters import oracle_drafter
 from tests.profiles import examples
 
+PLAIN = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
 
 def test_numbers_of_choices_have_classes() -> None:
     assert [class_of(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 33)] == [0, 1, 2, 2, 3, 3, 4, 4, 6]
@@ -44,7 +52,7 @@ def test_host_times_follow_steps_and_outliers_count_little() -> None:
     times = HostTimes()
     assert times.extra(8) == times.plain(8) == 0.0
     times.observe(8, True, 1e-3)
-    assert times.extra(8) == pytest.approx(0.5e-3)  # what a plain step takes is not known yet
+    assert times.extra(8) == pytest.approx(0.7e-3)  # what a plain step takes is not known yet
     times.observe(8, False, 0.4e-3)
     assert times.extra(8) == pytest.approx(0.6e-3, rel=0.2)
     for _ in range(200):
@@ -214,3 +222,97 @@ def test_rests_change_no_text_and_sessions_are_told_what_they_missed(seed: int, 
     assert drafter.num_open == 0
     if work.drafter != "broken":
         assert engine.num_drafter_errors == 0
+
+
+def test_of_many_choices_on_trial_few_are_asked_and_all_once_it_pays() -> None:
+    cell = WorthCell()
+    asked = []
+    for _ in range(6):
+        rests = who_rests([cell] * 32, lambda nodes: 0.05 * nodes, 0.1)
+        asked.append(rests.count(False))
+        for _ in range(asked[-1]):
+            cell.observe(1, 1)
+    assert asked == [WorthCell.FEW_ASKS] * 4 + [32] * 2
+    other = WorthCell()
+    rests = who_rests([None, *[other] * 20, cell], lambda nodes: 0.05 * nodes, 0.1)
+    assert not rests[0] and not rests[-1], "of each scope as many as it needs"
+    assert rests.count(False) == 2 + WorthCell.FEW_ASKS
+
+
+def test_a_trial_goes_on_where_better_trees_might_pay_and_ends_where_none_could() -> None:
+    """Trees with useless nodes: what is accepted does not pay for them, and would without them."""
+    for ask_cost, goes_on in ((0.1, True), (0.6, False)):
+        cell = WorthCell()
+        who_rests([cell] * 8, lambda nodes: 0.25 * nodes, ask_cost)
+        for i in range(8):
+            cell.observe(3, i % 2)
+        assert who_rests([cell] * 8, lambda nodes: 0.25 * nodes, ask_cost)[0] is not goes_on
+
+
+def test_a_token_saves_little_where_prompts_come_all_the_time() -> None:
+    """The steps are taken for the prompts: a token less to decode saves its row."""
+    table = CostTable([1, 2, 8, 16, 32], [4e-3, 4.1e-3, 5e-3, 7e-3, 11e-3])
+    chances = [np.array([0.9, 0.5, 0.45])] * 4
+    quiet, busy = DraftBudget(table), DraftBudget(table)
+    for _ in range(100):
+        quiet.host.observe_mix(False)
+        busy.host.observe_mix(True)
+    assert quiet.host.mixed == 0.0 and busy.host.mixed > 0.98
+    assert sum(quiet.choose(chances, 4, 4, 0.0, 99)) > sum(busy.choose(chances, 4, 4, 0.0, 99))
+    quiet.observe_asking(1e-3, 4)
+    busy.observe_asking(1e-3, 4)
+    assert busy.price(4, 0.0) > 2 * quiet.price(4, 0.0) > 0
+
+
+def test_likely_ids_are_a_part_of_what_drafts_cost() -> None:
+    rows, seconds = [1, 2, 8, 16, 32], [4e-3, 4.1e-3, 5e-3, 7e-3, 11e-3]
+    free = DraftBudget(CostTable(rows, seconds))
+    dear = DraftBudget(CostTable(rows, seconds, likely_s=1e-3))
+    chances = [np.array([0.9, 0.4, 0.2])] * 8
+    assert sum(free.choose(chances, 8, 8, 0.0, 99)) > sum(dear.choose(chances, 8, 8, 0.0, 99))
+    assert dear.price(8, 0.0) > free.price(8, 0.0) == 0.0
+    plain = dear.cost.as_dict() if dear.cost else {}
+    assert CostTable.from_dict(plain).likely_s == 1e-3
+    del plain["likely_s"]
+    assert CostTable.from_dict(plain).likely_s == 0.0
+
+
+def _eight_choices(dear: bool) -> tuple[list[StepCounts], int, dict[str, list[int]]]:
+    """Eight equal answers of 40 tokens, drafts of a scope that begins with a rest: the counts of
+    every Delta, how often it was asked who rests, and the texts."""
+    work = random_workload(Random(0))
+    work.num_blocks, work.max_model_len, work.drafter = 400, 96, "oracle"
+    spec = SpeculationParams("oracle", 4)
+    work.requests = [
+        (0, Request(str(i), "task", "fake", (3 + i, 4, 5), PLAIN, spec), None) for i in range(8)
+    ]
+    work.cost = CostTable([1, 8, 16], [1.0, 8.0, 16.0]) if dear else CostTable([1, 16], [1.0, 1.0])
+    work.settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64, max_draft_rows=64)
+    engine, _ = make_engine(work, make_drafter(work, work.expected()))
+    asked, who = 0, engine.planner.who_rests
+
+    def counted(*arguments: Any) -> list[bool]:
+        nonlocal asked
+        asked += 1
+        return who(*arguments)
+
+    engine.planner.who_rests = counted  # type: ignore[method-assign]
+    for _, request, _ in work.requests:
+        engine.submit(request)
+    counts: list[StepCounts] = []
+    texts: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            counts.append(delta.counts)
+            texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return counts, asked, texts
+
+
+def test_who_rests_is_not_looked_at_in_every_step() -> None:
+    counts, asked, texts = _eight_choices(dear=True)
+    assert sum(c.num_steps for c in counts) == 8 * 40, "nobody drafted"
+    assert asked <= 6, "one look for each rest, not one for each step"
+    reasons = Counter(c.no_draft_reason for c in counts)
+    assert reasons["length"] == 8 and reasons["budget"] >= 8 * 38
+    cheap, _, same = _eight_choices(dear=False)
+    assert same == texts and sum(c.num_accepted for c in cheap) > 100

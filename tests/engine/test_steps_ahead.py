@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from drafters.tree import DraftTree
 from server.engine.ahead_policy import AheadPolicy
 from server.engine.batch import Batch, Float32
-from server.engine.budget import DraftRecord
+from server.engine.draft_record import DraftRecord
 from server.engine.engine import Engine
 from server.engine.planner import StepShape
 from server.engine.settings import EngineSettings
