@@ -5,7 +5,8 @@ tiles multiply. What not: the kernels (tile_kernels.py).
 
 There are virtual machines that name AMX among their features and then end a program that uses it.
 So a child process multiplies first: some row counts, one form of each kind of sum, by tiles and by
-vectors. Where it dies, or one bit differs, vectors multiply everything, and the log says so.
+vectors. Where it dies, or one bit differs, vectors multiply everything, and the log says so. It
+also times both: tiles multiply from the row count on from which they are the faster.
 """
 
 from __future__ import annotations
@@ -21,22 +22,17 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from server.model.cpu.integers.forms import BLOCK, BY_NAME, PANEL, Form
 from server.model.cpu.integers.instructions import KERNEL, TILES
 from server.model.cpu.integers.kernels import JOB_ITEMS, kernel_address
 
-__all__ = ["NO_TILES", "kernel_name", "tile_rows", "tried_out"]
+__all__ = ["NO_TILES", "kernel_name", "least_rows", "tile_rows", "tried_out"]
 
 _log = logging.getLogger(__name__)
-
-_LEAST_ROWS = 8
-"""Rows from which on tiles multiply. A tile takes 16 cycles for up to 16 rows of 64 inputs and 16
-outputs, vectors 8 cycles a row, and laying tiles out some 200 a panel (Intel's figures for Sapphire
-Rapids: no such machine was at hand)."""
 
 NO_TILES = 1 << 62
 """More rows than any product has."""
@@ -44,8 +40,11 @@ NO_TILES = 1 << 62
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _TRIAL_S = 20.0
 _TRIAL_FORMS = ("int8", "q8_0")  # sums over all inputs, and over blocks
-_TRIAL_ROWS = (8, 16, 17, 48, 63)
-_TRIAL_INPUTS = 192
+_TRIAL_ROWS = (1, 8, 16, 17, 48, 63)
+_LEAST_ROWS = (8, 16, 32)  # rows from which on tiles may multiply; fewer wait for memory alone
+_TRIAL_INPUTS = 512
+_TIMES = 50
+_OTHER_BITS, _TIMED = 2, 10  # exit codes; behind the second one the place in _LEAST_ROWS
 
 
 def _permission() -> str | None:
@@ -59,34 +58,68 @@ def _permission() -> str | None:
     return None
 
 
-def _product(form: Form, rows: int, least_rows: int) -> npt.NDArray[np.float32]:
-    """A product of made-up numbers, by tiles from least_rows rows on: float32 [rows, PANEL]."""
-    rng = np.random.default_rng(rows)
-    blocks = _TRIAL_INPUTS // BLOCK
-    x = rng.integers(-127, 128, (rows, _TRIAL_INPUTS), np.int8)
-    figures = rng.integers(0, 1 << 20, (rows, blocks, 4), np.int32)
-    figures.view(np.float32)[..., ::3] = rng.standard_normal((rows, blocks, 2), np.float32)
-    panel = rng.integers(0, 256, form.panel_bytes(_TRIAL_INPUTS), np.uint8)
-    halves = panel.view(np.float16)
-    halves[~np.isfinite(halves)] = 0  # scales lie among the numbers
-    out = np.zeros((rows, PANEL), np.float32)
-    items = [
-        x.ctypes.data, x.shape[1], figures.ctypes.data, figures[0].nbytes, rows, panel.ctypes.data,
-        blocks, out.ctypes.data, out[0].nbytes, 0, least_rows,
-    ]  # fmt: skip
-    job = np.array(items, np.int64)
-    assert len(job) == JOB_ITEMS
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address(form))(job.ctypes.data)
-    return out
+class _Trial:
+    """A product of made-up numbers with one panel: rows x _TRIAL_INPUTS x PANEL."""
+
+    def __init__(self, form: Form, rows: int) -> None:
+        rng = np.random.default_rng(rows)
+        blocks = _TRIAL_INPUTS // BLOCK
+        x = rng.integers(-127, 128, (rows, _TRIAL_INPUTS), np.int8)
+        figures = rng.integers(0, 1 << 20, (rows, blocks, 4), np.int32)
+        figures.view(np.float32)[..., ::3] = rng.standard_normal((rows, blocks, 2), np.float32)
+        panel = rng.integers(0, 256, form.panel_bytes(_TRIAL_INPUTS), np.uint8)
+        halves = panel.view(np.float16)
+        halves[~np.isfinite(halves)] = 0  # scales lie among the numbers
+        out = np.zeros((rows, PANEL), np.float32)
+        items = [
+            x.ctypes.data, x.shape[1], figures.ctypes.data, figures[0].nbytes, rows,
+            panel.ctypes.data, blocks, out.ctypes.data, out[0].nbytes, 0, NO_TILES,
+        ]  # fmt: skip
+        assert len(items) == JOB_ITEMS
+        self._numbers = x, figures, panel  # alive as long as the job
+        self._out, self._job = out, np.array(items, np.int64)
+        self._kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address(form))
+
+    def product(self, least_rows: int) -> bytes:
+        """The product's bits, by tiles from least_rows rows on."""
+        self._out[:], self._job[-1] = 0, least_rows
+        self._kernel(self._job.ctypes.data)
+        return self._out.tobytes()
+
+    def seconds(self, least_rows: int) -> float:
+        """The least time that the product takes."""
+        self._job[-1], address = least_rows, self._job.ctypes.data
+        best = float("inf")
+        for _ in range(_TIMES):
+            before = time.perf_counter()
+            self._kernel(address)
+            best = min(best, time.perf_counter() - before)
+        return best
 
 
-def _agrees() -> bool:
-    """Whether tiles and vectors give the same bits."""
-    return all(
-        _product(form, rows, 1).tobytes() == _product(form, rows, NO_TILES).tobytes()
-        for form in (BY_NAME[name] for name in _TRIAL_FORMS)
-        for rows in _TRIAL_ROWS
-    )
+def least_rows(seconds: Sequence[tuple[float, float]]) -> int:
+    """The place in _LEAST_ROWS from which on tiles are the faster; behind the last one: nowhere.
+
+    seconds: of tiles and of vectors, at each of _LEAST_ROWS.
+    """
+    place = len(seconds)
+    while place > 0 and seconds[place - 1][0] < seconds[place - 1][1]:
+        place -= 1
+    return place
+
+
+def _try() -> int:
+    """An exit code: whether tiles and vectors give the same bits, and when tiles are the faster."""
+    forms = [BY_NAME[name] for name in _TRIAL_FORMS]
+    for trial in (_Trial(form, rows) for form in forms for rows in _TRIAL_ROWS):
+        if trial.product(1) != trial.product(NO_TILES):
+            return _OTHER_BITS
+    seconds = []
+    for rows in _LEAST_ROWS:
+        trials = [_Trial(form, rows) for form in forms]
+        tiles, vectors = (sum(t.seconds(least) for t in trials) for least in (1, NO_TILES))
+        seconds.append((tiles, vectors))
+    return _TIMED + least_rows(seconds)
 
 
 def _child() -> None:
@@ -98,7 +131,7 @@ def _child() -> None:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        status = 0 if _agrees() else 2
+        status = _try()
     finally:
         os._exit(status)
 
@@ -116,8 +149,8 @@ def _ended(pid: int) -> int | None:
     return None
 
 
-def tried_out() -> str | None:
-    """Multiply by tiles in a child process; why it went wrong, or None.
+def tried_out() -> int | str:
+    """Multiply by tiles in a child process: rows from which on to use them, or why not to.
 
     The child is a fork: it has the compiled kernels, and the system's leave is inherited.
     """
@@ -136,7 +169,12 @@ def tried_out() -> str | None:
         return f"a trial did not end within {_TRIAL_S:.0f} s"
     if code < 0:
         return f"a trial was ended by {signal.Signals(-code).name}"
-    return {0: None, 2: "a trial gave other numbers"}.get(code, "a trial failed")
+    if code == _OTHER_BITS:
+        return "a trial gave other numbers"
+    if not _TIMED <= code <= _TIMED + len(_LEAST_ROWS):
+        return "a trial failed"
+    place = code - _TIMED
+    return _LEAST_ROWS[place] if place < len(_LEAST_ROWS) else "a trial found them slower"
 
 
 @functools.cache
@@ -148,10 +186,11 @@ def tile_rows() -> int:
     """
     if not TILES:
         return NO_TILES
-    reason = _permission() or tried_out()
-    if reason is None:
-        return _LEAST_ROWS
-    _log.warning("AMX tiles are not used, %s multiplies instead: %s", KERNEL, reason)
+    found = _permission() or tried_out()
+    if isinstance(found, int):
+        _log.info("AMX tiles multiply from %d rows on", found)
+        return found
+    _log.warning("AMX tiles are not used, %s multiplies instead: %s", KERNEL, found)
     return NO_TILES
 
 
