@@ -4,10 +4,10 @@
 
 An engine of its own process answers test prompts of DIR (several at once, greedy and at temperature
 0.8 with a seed) with the kernels that are chosen here, and again with what numba compiles for a CPU
-of --paths (avx2: no AVX-512, no VNNI). Ids, finish reasons and the logprob of every token must be
-equal to the last bit. The first run of a path compiles everything for it, a minute or two, into
---code. Integer forms only: float32 products add in the order of their vectors. Exits 0 when all are
-equal, 1 on a difference. Ends in one JSON line.
+of --paths (avx2: no AVX-512, no VNNI; avx-vnni: no AVX-512). Ids, finish reasons and the logprob of
+every token must be equal to the last bit. The first run of a path compiles everything for it, a
+minute or two, into --code. Integer forms only: float32 products add in the order of their vectors.
+Exits 0 when all are equal, 1 on a difference. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from server.types import Request, SamplingParams
 _AVX2 = "+avx,+avx2,+fma,+sse4.2,+sse4.1,+ssse3,+bmi,+bmi2,+f16c,+popcnt"
 PATHS = {
     "avx2": ("haswell", _AVX2),
+    "avx-vnni": ("haswell", f"{_AVX2},+avxvnni"),
     "avx512": ("skylake-avx512", f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"),
 }
 """Name -> what numba is told to compile for."""

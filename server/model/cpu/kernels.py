@@ -131,6 +131,20 @@ _MOST_FETCHED = 512 << 10
 
 
 @intrinsic
+def fetch(typingctx: Any, address: Any, num_bytes: Any) -> Any:
+    """Ask memory for num_bytes (at least 1) from an address, into the L2 cache."""
+    sig = types.void(types.intp, types.intp)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        loop = Loop(b, args[1], [], step=64)
+        prefetch(b, b.add(args[0], loop.index))
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic
 def exp_shifted(typingctx: Any, s: Any, num: Any, scale: Any, shift: Any) -> Any:
     """s[i] = exp(s[i] * scale - shift) for 16 * num floats at address s; returns their sum.
 

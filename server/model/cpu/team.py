@@ -10,8 +10,9 @@ rows or panels a thread takes.
 Rules for a share:
   - All threads call it with the same arguments but for the thread's number, and meet at the same
     barriers.
-  - It takes items from `take`, which every barrier sets back to 0, from `take_near`, or its own
-    rows: row r belongs to thread r % threads. What another thread wrote is read after a barrier.
+  - It takes items from `take`, which every barrier sets back to 0, from `take_near` or `take_run`,
+    or its own rows: row r belongs to thread r % threads. What another thread wrote is read after a
+    barrier.
   - It raises only where all threads raise at the same place; `run` raises RuntimeError then.
 
 What the threads share is one int64 array, `sync`: words 128 bytes apart, each on cache lines of its
@@ -35,12 +36,14 @@ from llvmlite import ir
 from numba import njit, typeof, types
 from numba.core import cgutils
 
+from server.model.cpu.kernels import fetch
 from server.model.cpu.records import Int64
 from server.model.cpu.vector_ir import I32, I64, i64, intrinsic
 
 __all__ = [
     "Team",
     "barrier",
+    "barrier_reading",
     "begin_items",
     "declared",
     "make_job",
@@ -48,6 +51,7 @@ __all__ = [
     "run",
     "take",
     "take_near",
+    "take_run",
 ]
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -66,6 +70,7 @@ _BARRIER_SPINS = 50_000
 # Before that, some 80 us without an offer of the core: on a quiet machine a thread that waits for a
 # barrier need not give it up. On a busy one the thread that it waits for may itself want a core.
 _ALONE_SPINS = 2_000
+_ASKED = 256  # bytes that a thread asks of memory between two looks at a barrier
 _IDLE_ROUNDS = 200  # of 64 pauses and an offer of the core to others: the host's work between steps
 
 # --- words of LLVM IR -----------------------------------------------------------------------
@@ -291,23 +296,35 @@ def _change(word, sleepers):
 
 
 @_serial
-def _meet(sync, threads):
+def _meet(sync, threads, ahead, end):
     known = _load(sync + _MEETING)
     if _add(sync + _ARRIVED, 1) == threads - 1:
         _store(sync + _ARRIVED, 0)
         _store(sync + _ITEM, 0)
         _change(sync + _MEETING, sync + _MEETING_SLEEPERS)
     else:
+        while ahead < end and _load(sync + _MEETING) == known:
+            fetch(ahead, _ASKED)
+            ahead += _ASKED
         _wait(sync + _MEETING, known, sync + _MEETING_SLEEPERS, _load(sync + _SPINS))
+
+
+@_serial
+def barrier_reading(work, ahead, end):
+    """A barrier; a thread that waits asks memory for what lies from `ahead` to `end` meanwhile.
+
+    With one row one thread makes the inputs of a product, and memory would be idle as it does.
+    """
+    if work.threads == 1:
+        _store(work.sync.ctypes.data + _ITEM, 0)
+    else:
+        _meet(work.sync.ctypes.data, work.threads, ahead, end)
 
 
 @_serial
 def barrier(work):
     """Return when all threads of the team are here; the next item is 0 then."""
-    if work.threads == 1:
-        _store(work.sync.ctypes.data + _ITEM, 0)
-    else:
-        _meet(work.sync.ctypes.data, work.threads)
+    barrier_reading(work, 0, 0)
 
 
 @_serial
@@ -339,6 +356,27 @@ def take_near(work, num_items):
         if item < num_items * (owner + 1) // work.threads:
             return item
     return -1
+
+
+@_serial
+def take_run(work, num_items):
+    """(first, last + 1) of the next items for this thread, equal when all are taken.
+
+    As take_near, but a thread takes half of what it has left at once, and single items at the end:
+    each take waits for all that was asked of memory before, which a panel of one row feels.
+    """
+    sync = work.sync.ctypes.data + _TAKEN
+    for k in range(work.threads):
+        owner = work.thread + k
+        if owner >= work.threads:
+            owner -= work.threads
+        first = num_items * owner // work.threads
+        last = num_items * (owner + 1) // work.threads
+        taken = _take(sync + _EACH * owner)
+        left = (last - first) >> min(taken, 62)
+        if left > 0:
+            return last - left, last - (left >> 1)
+    return 0, 0
 
 
 @_serial
@@ -387,7 +425,7 @@ def run(job, work):
         _store(sync + _ARGUMENTS, arguments)
         _change(sync + _JOB, sync + _JOB_SLEEPERS)
         failed = _call_share(share, arguments, 0)
-        _meet(sync, work.threads)
+        _meet(sync, work.threads, 0, 0)
         failed += _load(sync + _FAILED)
     if failed > 0:
         raise RuntimeError("a product or a norm of this step failed")
@@ -412,7 +450,7 @@ def _serve(sync, thread, threads):
             _spread(sync, thread)
         if _call_share(_load(sync + _SHARE), _load(sync + _ARGUMENTS), thread) != 0:
             _store(sync + _FAILED, 1)
-        _meet(sync, threads)
+        _meet(sync, threads, 0, 0)
 
 
 @_serial

@@ -18,11 +18,13 @@ from server.model.cpu.team import (
     _EACH,
     _SPINS,
     barrier,
+    barrier_reading,
     begin_items,
     make_job,
     run,
     take,
     take_near,
+    take_run,
 )
 
 
@@ -61,19 +63,25 @@ def test_every_item_is_taken_once_and_no_thread_passes_a_barrier_early(threads: 
 
 
 @njit(nogil=True)
-def _near_share(thread, rounds, items, order, work):
-    """Each round takes all items by take_near; the last thread is late to its own."""
+def _near_share(thread, rounds, items, order, runs, work):
+    """Each round takes all items by take_near or take_run; the last thread is late to its own."""
     work = Work(work.sync, work.pairs, work.threads, thread)
     for k in range(rounds):
         begin_items(work)
-        barrier(work)
+        barrier_reading(work, items.ctypes.data, items.ctypes.data + 8 * items.size)
         if thread == work.threads - 1 and thread > 0:
             while items[k].sum() < order:  # somebody else's work
                 take(work)
-        item = take_near(work, items.shape[1])
-        while item >= 0:
-            items[k, item] += 1
+        if runs:
+            item, end = take_run(work, items.shape[1])
+            while item < end:
+                items[k, item:end] += 1
+                item, end = take_run(work, items.shape[1])
+        else:
             item = take_near(work, items.shape[1])
+            while item >= 0:
+                items[k, item] += 1
+                item = take_near(work, items.shape[1])
         barrier(work)
 
 
@@ -81,19 +89,20 @@ _near_job = make_job(_near_share)
 
 
 @njit(nogil=True)
-def _go_near(rounds, items, order, work):
-    run(_near_job((rounds, items, order, work)), work)
+def _go_near(rounds, items, order, runs, work):
+    run(_near_job((rounds, items, order, runs, work)), work)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_items", [0, 1, 4, 23])
+@pytest.mark.parametrize("runs", [False, True])
 def test_near_items_are_taken_once_also_those_of_a_thread_that_is_late(
-    threads: int, num_items: int
+    threads: int, num_items: int, runs: bool
 ) -> None:
     work = new_work(threads)
     items = np.zeros((50, num_items), np.int64)
     # The late thread begins when the others have taken all, its own items too.
-    _go_near(50, items, num_items, work)
+    _go_near(50, items, num_items, runs, work)
     assert (items == 1).all()
 
 

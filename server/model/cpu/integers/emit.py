@@ -20,6 +20,7 @@ __all__ = [
     "call",
     "i32",
     "i64",
+    "keep_order",
     "prefetch",
     "splat",
 ]
@@ -44,6 +45,12 @@ def call(b: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     if fn is None:
         fn = ir.Function(b.module, ir.FunctionType(result, [a.type for a in arguments]), name)
     return b.call(fn, arguments)
+
+
+def keep_order(b: Any) -> None:
+    """Loads before this come before loads behind it, as the compiler puts them."""
+    kind = ir.FunctionType(ir.VoidType(), [])
+    b.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
 
 
 def at(b: Any, address: Any, offset: int, kind: Any, align: int) -> Any:

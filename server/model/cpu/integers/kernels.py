@@ -13,13 +13,13 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
-from server.model.cpu.integers.emit import I64, Loop, at, prefetch
+from server.model.cpu.integers.emit import I64, at
 from server.model.cpu.integers.forms import FORMS, Form
 from server.model.cpu.integers.tile_kernels import TILES, define_tiled_rows
 from server.model.cpu.integers.vector_kernels import define_rows
 from server.model.cpu.vector_ir import intrinsic
 
-__all__ = ["JOB_ITEMS", "call_kernel", "fetch", "kernel_address"]
+__all__ = ["JOB_ITEMS", "call_kernel", "kernel_address"]
 
 JOB_ITEMS = 11
 """int64 numbers that tell a kernel what to do: x, bytes between its rows, figures, bytes between
@@ -105,20 +105,6 @@ def kernel_address(form: Form) -> int:
         sig = types.void(types.intp)
         made = _made[form.number] = cfunc(sig, cache=True)(_PYTHON[form.number])
     return int(made.address or 0)
-
-
-@intrinsic
-def fetch(typingctx: Any, address: Any, num_bytes: Any) -> Any:
-    """Ask memory for num_bytes (at least 1) from an address, into the L2 cache."""
-    sig = types.void(types.intp, types.intp)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        loop = Loop(b, args[1], [], step=64)
-        prefetch(b, b.add(args[0], loop.index))
-        loop.close([])
-        return context.get_dummy_value()
-
-    return sig, codegen
 
 
 @intrinsic

@@ -24,17 +24,20 @@ from server.model.cpu.integers.product import (
     IntegerMatrix,
     begin_job,
     even_span,
-    fetch_first,
+    next_item,
     num_panels,
+    own_first,
     product_share,
     set_rows,
 )
 from server.model.cpu.integers.quantise import Activations, quantise_rows
-from server.model.cpu.kernels import borrows, gelu_gate, silu_gate
+from server.model.cpu.kernels import borrows, fetch, gelu_gate, silu_gate
 from server.model.cpu.linear import gated_linear, is_kind, linear
 from server.model.cpu.records import Float32, Int64
-from server.model.cpu.team import barrier, begin_items, own_words, take_near
+from server.model.cpu.team import barrier, barrier_reading, begin_items, own_words
 from server.model.cpu.vector_ir import LANES
+
+_FIRST_BYTES = 8192  # that a thread asks for before it makes inputs
 
 
 class IntegerLinear(NamedTuple):
@@ -81,9 +84,9 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
     pairs = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
     total = num_panels(parts, layer, 0) * spans
     alike = num_rows > FEW_ROWS and parts[layer, 0, 2] == parts[layer, 1, 2]
-    item = take_near(work, total)
-    while item >= 0:
-        following = take_near(work, total)
+    item, end = next_item(work, 0, 0, total, spans)
+    while item < end:
+        following, following_end = next_item(work, item, end, total, spans)
         p = item // spans
         first = item % spans * span
         num = min(span, num_rows - first)
@@ -93,7 +96,7 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
             job[9] = 0
             if half == 0 and alike:
                 job[9] = parts[layer, 1, 0] + p * size
-            elif alike and following >= 0:
+            elif alike and following < following_end:
                 job[9] = parts[layer, 0, 0] + following // spans * size
             job[5] = parts[layer, half, 0] + p * size
             job[6] = parts[layer, half, 3]
@@ -106,12 +109,13 @@ def _gated_share(weights, layer, num_rows, out, gelu, work):
                 gelu_gate(left, left + PANEL * 4, target, PANEL // LANES)
             else:
                 silu_gate(left, left + PANEL * 4, target, PANEL // LANES)
-        item = following
+        item, end = following, following_end
 
 
 @borrows
-def _prepare(x, num_rows, weights, layer, work):
-    """The inputs of all rows as integers."""
+def _prepare(x, num_rows, weights, layer, num_parts, work):
+    """The inputs of all rows as integers, while this thread's first panels (product.own_first) are
+    on their way."""
     if num_rows > weights.rows.q.shape[0]:
         raise ValueError("more rows than the buffer of quantised inputs has")
     factors = 0
@@ -120,11 +124,14 @@ def _prepare(x, num_rows, weights, layer, work):
             raise ValueError("a thread has no room for a row of spread inputs")
         factors = weights.factors.ctypes.data + layer * weights.inputs * 4
     begin_items(work)
-    fetch_first(weights, layer, work)
+    ahead, end = own_first(weights, layer, num_parts, work)
+    early = min(ahead + _FIRST_BYTES, end)
+    if early > ahead:
+        fetch(ahead, early - ahead)
     width = min(weights.inputs, x.shape[1])
     pad = work.pairs.ctypes.data + work.thread * work.pairs.shape[1] * 4
     quantise_rows(work.thread, work.threads, num_rows, x, width, factors, weights.rows, pad)
-    barrier(work)
+    barrier_reading(work, early, end)
 
 
 @overload(linear)
@@ -133,7 +140,7 @@ def _integer_linear(x, num_rows, weights, layer, out, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, work):
-        _prepare(x, num_rows, weights, layer, work)
+        _prepare(x, num_rows, weights, layer, weights.parts.shape[1], work)
         product_share(weights, layer, num_rows, out, work)
         barrier(work)
 
@@ -146,7 +153,7 @@ def _integer_gated_linear(x, num_rows, weights, layer, out, gelu, work):
         return None
 
     def multiply(x, num_rows, weights, layer, out, gelu, work):
-        _prepare(x, num_rows, weights, layer, work)
+        _prepare(x, num_rows, weights, layer, 1, work)
         _gated_share(weights, layer, num_rows, out, gelu, work)
         barrier(work)
 

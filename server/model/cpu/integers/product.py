@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
-from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, fetch, kernel_address
+from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, kernel_address
 from server.model.cpu.integers.weights import Stored, pack_rows
 from server.model.cpu.kernels import borrows, float_at
-from server.model.cpu.team import own_words, take_near
+from server.model.cpu.team import own_words, take_near, take_run
 
 __all__ = [
     "FEW_ROWS", "ROW_SPAN", "IntegerMatrix", "Part", "begin_job", "count_of", "even_span",
-    "fetch_first", "matrix_of", "num_panels", "pack", "product_share", "set_rows",
+    "matrix_of", "next_item", "num_panels", "own_first", "pack", "product_share", "set_rows",
 ]  # fmt: skip
 
 ROW_SPAN = 96
@@ -33,7 +33,8 @@ FEW_ROWS = 4
 """So many rows are multiplied faster than a panel comes from memory: the core's own prefetcher is
 always ahead, and asking for the next panel gets in its way."""
 
-_FIRST_BYTES = 8192
+_MOST_AHEAD = 128 << 10
+"""Bytes of its panels that a thread asks of memory while it waits for the inputs."""
 
 
 class IntegerMatrix(NamedTuple):
@@ -119,6 +120,17 @@ def even_span(num_rows):
 
 
 @borrows
+def next_item(work, item, end, total, spans):
+    """(item, end of its run) that this thread takes after `item` of a run; equal: all are taken."""
+    if item + 1 < end:
+        return item + 1, end
+    if spans == 1:
+        return take_run(work, total)
+    following = take_near(work, total)
+    return following, following + 1 if following >= 0 else following
+
+
+@borrows
 def num_panels(parts, layer, part):
     """Panels of one part. parts: IntegerLinear.parts, int64 [layers, parts, 6]."""
     return (parts[layer, part, 5] + PANEL - 1) // PANEL
@@ -176,13 +188,15 @@ def product_share(weights, layer, num_rows, out, work):
     total = 0
     for part in range(parts.shape[1]):
         total += num_panels(parts, layer, part) * spans
-    item = take_near(work, total)
-    while item >= 0:
-        following = take_near(work, total)
+    item, end = next_item(work, 0, 0, total, spans)
+    while item < end:
+        following, following_end = next_item(work, item, end, total, spans)
         first = item % spans * span
         set_rows(job, q, figures, first, min(span, num_rows - first))
         part, p = _find_panel(parts, layer, item // spans)
-        then = following // spans if following >= 0 and num_rows > FEW_ROWS else -1
+        then = -1
+        if following < following_end and num_rows > FEW_ROWS:
+            then = following // spans
         _set_panels(job, parts, layer, part, p, then)
         width = min(PANEL, parts[layer, part, 5] - p * PANEL)
         column = parts[layer, part, 4] + p * PANEL
@@ -191,17 +205,22 @@ def product_share(weights, layer, num_rows, out, work):
         else:
             job[7] = out.ctypes.data + first * job[8] + column * 4
             call_kernel(parts[layer, part, 1], job.ctypes.data)
-        item = following
+        item, end = following, following_end
 
 
 @borrows
-def fetch_first(weights, layer, work):
-    """Have this thread's first panel on its way before the inputs are integers: its first bytes."""
+def own_first(weights, layer, num_parts, work):
+    """(address, end) of what this thread multiplies first, as far as it lies in one stretch: of the
+    first num_parts parts, at most _MOST_AHEAD bytes."""
     parts, total = weights.parts, 0
-    for part in range(parts.shape[1]):
+    for part in range(num_parts):
         total += num_panels(parts, layer, part)
     first = total * work.thread // work.threads
-    if first < total:
-        part, p = _find_panel(parts, layer, first)
-        size = weights.parts[layer, part, 2]
-        fetch(weights.parts[layer, part, 0] + p * size, min(size, _FIRST_BYTES))
+    last = total * (work.thread + 1) // work.threads
+    if first >= last:
+        return 0, 0
+    part, p = _find_panel(parts, layer, first)
+    size = parts[layer, part, 2]
+    num = min(last - first, num_panels(parts, layer, part) - p)
+    address = parts[layer, part, 0] + p * size
+    return address, address + min(num * size, _MOST_AHEAD)

@@ -20,7 +20,18 @@ from typing import Any
 
 from llvmlite import ir
 
-from server.model.cpu.integers.emit import F32, I32, I64, Loop, at, i32, i64, prefetch, splat
+from server.model.cpu.integers.emit import (
+    F32,
+    I32,
+    I64,
+    Loop,
+    at,
+    i32,
+    i64,
+    keep_order,
+    prefetch,
+    splat,
+)
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form
 from server.model.cpu.integers.instructions import (
     FLOATS,
@@ -172,6 +183,11 @@ class _Kernel:
                 for v in range(self.vectors):
                     i = m * self.vectors + v
                     totals[i] = dot(b, totals[i], parts[v], four)
+            if self.num_rows == 1 and self.form.bits == 8:
+                # One row waits for memory, and the core's prefetcher asks for less of it when
+                # lines are read in the compiler's order instead of their own. (Rows more multiply
+                # for longer, and forms of fewer bits read lines that are used twice: no gain.)
+                keep_order(b)
         return totals
 
     def _start(self, b: Any, sum_of_inputs: Any) -> list[Any]:
@@ -271,11 +287,16 @@ class _Kernel:
 def share_of(b: Any, tile: Any, tiles: Any, following: Any) -> Any:
     """The quarters of the next panel that one of the tiles fetches, as bits: memory is then busy
     for as long as the panel's rows are multiplied, and not only at first."""
-    ends = []
-    for number in (tile, b.add(tile, i64(1))):
-        ends.append(b.shl(i64(1), b.sdiv(b.mul(number, i64(_QUARTERS)), tiles)))
-    some = b.sub(ends[1], ends[0])
-    return b.select(b.icmp_signed("==", following, i64(0)), i64(0), some)
+    before = b.block
+    with b.if_then(b.icmp_signed("!=", following, i64(0))):
+        ends = []
+        for number in (tile, b.add(tile, i64(1))):
+            ends.append(b.shl(i64(1), b.sdiv(b.mul(number, i64(_QUARTERS)), tiles)))
+        some, inside = b.sub(ends[1], ends[0]), b.block
+    quarters = b.phi(I64)
+    quarters.add_incoming(i64(0), before)
+    quarters.add_incoming(some, inside)
+    return quarters
 
 
 def define_rows(module: Any, form: Form) -> Any:
