@@ -89,9 +89,9 @@ def sizes(model: str) -> tuple[float, float]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     planes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
-    file = sum(
-        path.stat().st_size for path in folder.iterdir() if path.suffix in (".gguf", ".safetensors")
-    )
+    path = Path(model).expanduser()
+    files = [path] if path.suffix == ".gguf" else sorted(folder.glob("model*.*"))
+    file = sum(one.stat().st_size for one in files if one.suffix in (".gguf", ".safetensors"))
     return file / MIB, planes * READY_BYTES_A_PLANE / MIB
 
 

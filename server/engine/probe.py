@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from drafters.atomic_file import replacing
 from server.engine.batch import Batch, DrawParams, Runner
 from server.engine.budget import CostTable, Prober
 from server.types import SamplingParams
@@ -202,9 +201,7 @@ def _write(path: Path, plain: dict[str, object]) -> None:
     """Write atomically; an OSError is ignored, because a start need not keep its measurement."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(plain, file)
-        os.replace(name, path)
+        with replacing(path) as file:
+            file.write(json.dumps(plain).encode())
     except OSError as error:
         _log.warning("the cost table cannot be kept in %s: %s", path, error)

@@ -13,6 +13,8 @@ from server.errors import ModelError
 from server.wiring.generation_config import sampling_defaults
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from server.api.served_model import ServedModel
     from server.token_bytes import TokenBytes
     from vocab_store.enrichment import Enrichment
@@ -28,12 +30,12 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     """
     from tokenizers import Tokenizer
 
-    from server import token_bytes
     from server.api.chat_template import load_chat_template
     from server.api.served_model import ServedModel
-    from server.model.cache_folder import writing_to_cache
+    from server.model.cache_folder import remembered_sha256, writing_to_cache
     from server.model.families import position_limit, text_values
     from server.model.generic import is_generic
+    from server.model.known_config import last_token_id
     from server.model.supported import check_raw
 
     config_file, tokenizer_file = folder / "config.json", folder / "tokenizer.json"
@@ -50,11 +52,12 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{tokenizer_file}: {str(error)[:200]}") from None
     with writing_to_cache():
-        table = token_bytes.load_or_build(tokenizer, table_file(folder), vocab_size)
+        table = _table(tokenizer, table_file(folder), vocab_size)
     enrichment = enrichment_of(model.adapter, table)
     # Rows past the tokenizer's ids pad the tables: runners do not know them, nor may a request.
-    known = tokenizer.get_vocab(with_added_tokens=True)
-    vocab_size = min(vocab_size, max(known.values(), default=-1) + 1)
+    vocab_size = min(
+        vocab_size, 1 + last_token_id(tokenizer_file, remembered_sha256(tokenizer_file))
+    )
     if enrichment is not None:
         table = enriched_table(folder, table, enrichment)
         vocab_size = max(vocab_size, *(i + 1 for i in enrichment.ids))
@@ -79,6 +82,19 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         ),
         implementation="transformers" if is_generic(raw) else "tailor",
     )
+
+
+def _table(tokenizer: Tokenizer, file: Path, vocab_size: int) -> TokenBytes:
+    """The table at `file`, which is named after the tokenizer's content (so nothing is compared,
+    half a second for 262,000 ids), or a new one."""
+    from server import token_bytes
+
+    try:
+        table = token_bytes.open_table(file)
+    except (OSError, ValueError):
+        return token_bytes.load_or_build(tokenizer, file, vocab_size)
+    size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+    return table if table.vocab_size >= size else token_bytes.load_or_build(tokenizer, file, size)
 
 
 def enrichment_of(adapter: str | None, table: TokenBytes | None = None) -> Enrichment | None:
