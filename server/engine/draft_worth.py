@@ -14,7 +14,7 @@ shared. A scope that does not earn what it costs rests for steps that double up 
 then has a short trial, so that it is found out when drafts become better, or steps dearer. What is
 clear after a few asks is not asked for longer. Where nothing is known yet, what was brought at
 another number of choices counts for a little; and where many choices decode, and rows are so dear
-that a node of even chance would not pay, a scope begins with a rest.
+that a node of nearly even chance would not pay, a scope begins with a rest.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class WorthCell:
     DECAY = 0.995  # a time
     FIRST_ASKS = 32  # before the first judgement
     NEXT_ASKS = 24  # before the next, and of a trial
-    FIRST_CHANCE = 0.5  # that a tree's likeliest node is accepted, while nothing is known
+    FIRST_CHANCE = 0.45  # that a tree's likeliest node is accepted, while nothing is known
     FEW_ASKS = 8  # before a scope that clearly does not pay rests, in a trial and at first
     DOUBT = 0.1  # accepted tokens an ask that are not ruled out by one ask without any
     OLD_SHARE = 0.25  # of the evidence from before a rest that counts in the trial after it
@@ -305,7 +305,7 @@ def who_rests(cells: Sequence[WorthCell | None], node_cost: Cost, ask_cost: floa
     new = [cell for cell in turns if cell.is_new]
     if new and turns.total() >= MANY:
         # With dear rows a few steps of trial cost more than they bring: where a node that is
-        # accepted every other time would not pay, the scope begins with a rest.
+        # accepted nearly every other time would not pay, the scope begins with a rest.
         first_price = ask_cost + node_cost(float(turns.total())) / turns.total()
         for cell in new:
             if first_price > cell.FIRST_CHANCE:
