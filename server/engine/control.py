@@ -76,6 +76,7 @@ class TaskControl:
                 prompt,
                 output,
                 spec.persists,
+                rests=sequence.is_resting,
             )
 
     def _report(self, payload: Any) -> dict[str, Any]:

@@ -21,11 +21,13 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A finished request's output, on its way to the worker."""
+    """A finished request's output, on its way to the worker. rests: nothing is drafted in its
+    scope, because that does not pay."""
 
     to: Open
     prompt_ids: Int32
     output_ids: Int32
+    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ class Layer:
 
 @dataclass(slots=True)
 class Reservoir:
-    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. Times are
-    time.monotonic()."""
+    """num_unbuilt, num_unsaved: outputs that are in no layer, in no file. is_wanted: whether its
+    layer is drafted from now. Times are time.monotonic()."""
 
     key: Key
     outputs: LearnedOutputs
@@ -45,7 +45,18 @@ class Reservoir:
     persist: bool
     num_unbuilt: int = 0
     num_unsaved: int = 0
+    is_wanted: bool = True
     saved_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a new layer is worth its time: where nobody drafts from it, only once as much
+        again was learned, so that all builds together take twice the last one's."""
+        return self.num_unbuilt >= max(1, 0 if self.is_wanted else (len(self.outputs) + 1) // 2)
+
+    def rebuild(self) -> None:
+        """Its layer is to be built anew, whatever was learned."""
+        self.num_unbuilt, self.is_wanted = max(1, self.num_unbuilt), True
 
     @classmethod
     def of(cls, wanted: Open) -> Reservoir:

@@ -168,10 +168,13 @@ class TaskStore:
         prompt_ids: Int32,
         output_ids: Int32,
         persist: bool = False,
+        *,
+        rests: bool = False,
     ) -> None:
         """Take a finished output. corpus: the file that the task drafts from, if it has one.
 
-        persist: what the scope learns is written to disk, and read from there.
+        persist: what the scope learns is written to disk, and read from there. rests: drafts do not
+        pay there now, so that a new layer is not urgent.
         """
         if self._jobs.qsize() >= self._max_queued:
             self.num_dropped += 1
@@ -186,6 +189,7 @@ class TaskStore:
                 Open(key, self._generations.get(task, 0), corpus, max_tokens, persist),
                 prompt_ids[-MAX_PROMPT:].copy(),
                 output_ids.copy(),
+                rests,
             )
         )
 
@@ -323,7 +327,7 @@ class TaskStore:
                     self._drop_task(job.task)
                 elif isinstance(job, Refresh):
                     for reservoir in self._reservoirs.values():
-                        reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
+                        reservoir.rebuild()
                 elif isinstance(job, Arrived):
                     self._adopt(job.arrival)
                 elif isinstance(job, Save):
@@ -345,7 +349,7 @@ class TaskStore:
                 return
 
     def _is_idle(self) -> bool:
-        return not any(r.num_unbuilt or r.num_unsaved for r in self._reservoirs.values())
+        return not any(r.is_due or r.num_unsaved for r in self._reservoirs.values())
 
     def _open(self, wanted: Open) -> Reservoir:
         """The reservoir of a key, read from its file if it is not in memory."""
@@ -362,7 +366,7 @@ class TaskStore:
         reservoir.outputs.max_tokens = wanted.max_tokens
         if reservoir.corpus != wanted.corpus or reservoir.persist != wanted.persist:
             reservoir.corpus, reservoir.persist = wanted.corpus, wanted.persist
-            reservoir.num_unbuilt = max(1, reservoir.num_unbuilt)
+            reservoir.rebuild()
             self._open_exchange(wanted)
         self._reservoirs.move_to_end(key)
         return reservoir
@@ -407,6 +411,7 @@ class TaskStore:
             self._exchange.append(key, (example.prompt_ids, example.output_ids))
         reservoir.outputs.add(example.prompt_ids, example.output_ids)
         reservoir.num_unbuilt += 1
+        reservoir.is_wanted = not example.rests
         reservoir.num_unsaved += reservoir.persist
         self._note_size(example.to.key, reservoir)
 
@@ -419,7 +424,7 @@ class TaskStore:
         for key, reservoir in list(self._reservoirs.items()):
             # Those used longest ago come first: they get no more, so nobody waits for ever.
             now_s = time.monotonic()
-            if reservoir.num_unbuilt and not ending and now_s >= self._next_build_s:
+            if reservoir.is_due and not ending and now_s >= self._next_build_s:
                 self._build(key, reservoir)
             if reservoir.num_unsaved and (
                 ending or now_s - reservoir.saved_at_s >= self._save_every_s

@@ -477,3 +477,29 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, engines: list[
     spec = SpeculationParams("auto", 8, corpus=str(tmp_path / "x.corpus"))
     told = _run(engine, [_request("r", [2, 3], speculation=spec)])["r"]
     assert told[-1].finish_reason == "error" and "build it again" in str(told[-1].error)
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_layers_that_nobody_drafts_from_are_built_seldom(rests: bool) -> None:
+    """Once as much again was learned; and at once when drafts pay again."""
+    store = TaskStore(None, fingerprint="f", build_share=1e9)
+    built: list[int] = []
+
+    def learn(i: int, rests: bool) -> None:
+        prompt, output = np.arange(4, dtype=np.int32) + i, np.arange(5, dtype=np.int32) + i
+        store.learn("task", "scope", None, 10_000, prompt, output, rests=rests)
+        store.wait()
+        if store.poll():
+            built.append(i + 1)
+
+    for i in range(64):
+        learn(i, rests)
+    assert built == ([1, 2, 4, 8, 16, 32, 64] if rests else list(range(1, 65)))
+    learn(64, rests)
+    assert (built[-1] == 65) is not rests
+    learn(65, False)
+    assert built[-1] == 66
+    store.refresh()
+    store.wait()
+    assert store.poll() == [("task", "scope")], "a corpus that changed is read, drafts or not"
+    store.close()
