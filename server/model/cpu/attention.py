@@ -13,16 +13,26 @@ from __future__ import annotations
 import numpy as np
 
 from server.model.cpu.attention_kernels import (
+    WIDE_HEADS,
     Plane,
+    add_blocks,
     add_weighted,
     block_scores,
+    clear_heads,
     int32_at,
     one_score,
-    rotate,
-    store_key,
-    store_value,
+    put_scaled,
 )
-from server.model.cpu.kernels import borrows, exp_shifted, float_at, max_of, rms_norm, set_float
+from server.model.cpu.attention_places import rotate, store_key, store_value
+from server.model.cpu.kernels import (
+    borrows,
+    exp_shifted,
+    float_at,
+    inline,
+    max_of,
+    rms_norm,
+    set_float,
+)
 from server.model.cpu.records import AttentionAddresses, Tile
 from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.team import barrier, take
@@ -30,8 +40,14 @@ from server.model.cpu.vector_ir import LANES
 
 _NEVER = np.float32(-np.inf)
 
-TILE_ROWS = 4
-"""Most rows whose scores and sums are computed together: their query heads share each load."""
+
+@inline
+def tile_rows(group):
+    """Most rows whose scores and sums are computed together, with `group` query heads a KV head:
+    their query heads share each load."""
+    if WIDE_HEADS > 0 and WIDE_HEADS % group == 0:
+        return WIDE_HEADS // group
+    return 4
 
 
 @borrows
@@ -163,6 +179,14 @@ def _add_prefix(tile, own, num_heads, low, high, room):
     while low < high:
         b = low // LANES
         num = min(high, (b + 1) * LANES) - low
+        whole = (high - low) // LANES
+        if low % LANES == 0 and whole > 0:
+            add_blocks(
+                s + (low - base) * 4, room, num_heads, tile.values, tile.table + b * 4, whole, to,
+                at.acc_stride,
+            )  # fmt: skip
+            low += whole * LANES
+            continue
         slot = int32_at(tile.table, b) * LANES + low % LANES
         add_weighted(
             s + (low - base) * 4, room, num_heads, tile.values, slot, num, to, at.acc_stride
@@ -200,17 +224,14 @@ def _attend_tile(tile, shape):
     heads = tile.num * group
     for i in range(tile.num):
         q = at.qkv + ((tile.first + i) * at.qkv_stride + tile.column) * 4
-        for j in range(group * d):
-            set_float(at.queries, i * group * d + j, float_at(q, j))
+        put_scaled(q, np.float32(1.0), at.queries + i * group * d * 4, group * d)
     low, end = tile.start // LANES, (tile.longest + LANES - 1) // LANES
     if end > low:
         table = tile.table + low * 4
         block_scores(at.queries, d, heads, tile.keys, table, end - low, at.scores, room)
     for i in range(tile.num):
         _finish_scores(tile, i, room, shape)
-    for g in range(heads):
-        for j in range(width):
-            set_float(at.acc, g * at.acc_stride + j, np.float32(0.0))
+    clear_heads(at.acc, at.acc_stride, heads, width)
     _add_prefix(tile, 0, heads, tile.start, tile.shortest, room)
     low = max(tile.start, tile.shortest)
     for i in range(tile.num):
@@ -220,9 +241,7 @@ def _attend_tile(tile, shape):
         out = at.out + (r * at.out_stride + tile.column) * 4
         for g in range(group):
             acc = at.acc + (i * group + g) * at.acc_stride * 4
-            scale = float_at(acc, width)
-            for j in range(d):
-                set_float(out, g * d + j, float_at(acc, j) * scale)
+            put_scaled(acc, float_at(acc, width), out + g * d * 4, d)
 
 
 @borrows
@@ -275,7 +294,7 @@ def attend(rows, qkv, layer, shape, scratch, out, work):
     planes = _all_planes(layer)
     num_kv_heads, window = layer.keys.shape[0], layer.window
     group = shape.num_heads // num_kv_heads
-    size = min(TILE_ROWS, max(1, rows.num * num_kv_heads // (4 * work.threads)))
+    size = min(tile_rows(group), max(1, rows.num * num_kv_heads // (4 * work.threads)))
     tiles = (rows.num + size - 1) // size
     item = take(work)
     while item < tiles * num_kv_heads:

@@ -19,11 +19,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from server.model.cpu.integers.quantise import factor_of
 from server.model.cpu.kernels import float_at, has_avx512, inline, set_float
 from server.model.cpu.vector_ir import (
-    F32,
-    I16,
     I32,
     I64,
     LANES,
@@ -41,24 +38,27 @@ from server.model.cpu.vector_ir import (
 )
 
 __all__ = [
+    "HALF",
+    "I8",
     "KV_TYPES",
+    "WIDE_HEADS",
     "Plane",
+    "add_blocks",
     "add_weighted",
     "block_scores",
-    "rotate",
-    "store_key",
-    "store_value",
+    "clear_heads",
+    "put_scaled",
+    "size_of",
 ]
 
 KV_TYPES: dict[str, type[Any]] = {"float32": np.float32, "float16": np.uint16, "int8": np.int8}
 """Type of the cache's numbers by the name of `engine.kv_cache_dtype`."""
 
-_I8 = ir.IntType(8)
-_HALF = ir.HalfType()
-_MOST_HALF = 65504.0
+I8 = ir.IntType(8)
+HALF = ir.HalfType()
 
 
-def _size(kind: Any) -> int:
+def size_of(kind: Any) -> int:
     """Bytes of a number type."""
     return int(kind.bitwidth) // 8
 
@@ -67,9 +67,9 @@ def _widened(b: Any, kind: Any, address: Any) -> Any:
     """16 numbers of a type at an address, as float32."""
     if kind == types.float32:
         return load(b, floats(b, address), i64(0))
-    narrow = ir.VectorType(_HALF if kind == types.uint16 else _I8, LANES)
+    narrow = ir.VectorType(HALF if kind == types.uint16 else I8, LANES)
     raw = b.load(b.inttoptr(address, narrow.as_pointer()))
-    raw.align = _size(kind)
+    raw.align = size_of(kind)
     if kind == types.uint16:
         return b.fpext(raw, VEC)
     return b.sitofp(b.sext(raw, VECI), VEC)
@@ -109,7 +109,7 @@ def _make_scores(num_heads: int, num_blocks: int) -> Any:
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, ldq, plane, table, s, lds = args
             numbers, scales, d = (b.extract_value(plane, i) for i in range(3))
-            step = LANES * _size(kind)
+            step = LANES * size_of(kind)
             blocks = [table]
             if num_blocks > 1:
                 entries = b.inttoptr(table, I32.as_pointer())
@@ -141,8 +141,13 @@ def _make_scores(num_heads: int, num_blocks: int) -> Any:
     return scores
 
 
+WIDE_HEADS, _WIDE_VECTORS = (12, 2) if has_avx512() else (0, 0)
+"""Heads of several rows of one sequence that are computed together, by vectors of keys or columns:
+each key and value is widened once for all of them. 0: there are no registers for it."""
+
 _scores1, _scores2, _scores3, _scores4 = (_make_scores(g, 1) for g in (1, 2, 3, 4))
 _many1, _many2, _many3, _many4 = (_make_scores(g, SCORE_BLOCKS) for g in (1, 2, 3, 4))
+_wide_scores = _make_scores(WIDE_HEADS or 1, _WIDE_VECTORS or 1)
 
 
 def _make_weighted(num_heads: int, vectors: int) -> Any:
@@ -164,7 +169,7 @@ def _make_weighted(num_heads: int, vectors: int) -> Any:
         def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
             p, ldp, plane, first, num, acc, lda = args
             pf, af = floats(b, p), floats(b, acc)
-            size = _size(kind)
+            size = size_of(kind)
             numbers, scales, width = (b.extract_value(plane, i) for i in range(3))
             at = b.add(numbers, b.mul(first, i64(size)))
             own = None
@@ -202,6 +207,100 @@ _weighted3x1, _weighted3x4 = _make_weighted(3, 1), _make_weighted(3, 4)
 _weighted4x1, _weighted4x4 = _make_weighted(4, 1), _make_weighted(4, 4)
 
 
+def _make_weighted_blocks(num_heads: int, vectors: int) -> Any:
+    """As _make_weighted, for all slots of whole blocks, one after the other, and all columns: a
+    multiple of 16 * vectors.
+
+    (p address, p head stride, Plane of values, address of the blocks' int32 numbers, blocks, acc
+    address, acc head stride).
+    """
+
+    @intrinsic
+    def weighted(
+        typingctx: Any, p: Any, ldp: Any, plane: Any, table: Any, num: Any, acc: Any, lda: Any
+    ) -> Any:
+        i = types.intp
+        sig = types.void(i, i, plane, i, i, i, i)
+        kind = plane.types[3]
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            p, ldp, plane, table, num, acc, lda = args
+            size = size_of(kind)
+            numbers, scales, width = (b.extract_value(plane, i) for i in range(3))
+            columns = Loop(b, width, [], step=vectors * LANES)
+            column = columns.index
+            pf, af = floats(b, p), floats(b, acc)
+            weights = [b.gep(pf, [b.mul(ldp, i64(g))]) for g in range(num_heads)]
+            where = [
+                b.add(b.add(b.mul(lda, i64(g)), column), i64(c * LANES))
+                for g in range(num_heads)
+                for c in range(vectors)
+            ]
+            outer = Loop(b, num, [load(b, af, place) for place in where])
+            entry = b.gep(b.inttoptr(table, I32.as_pointer()), [outer.index])
+            slot = b.mul(b.sext(b.load(entry), I64), i64(LANES))
+            first = b.mul(outer.index, i64(LANES))
+            inner = Loop(b, i64(LANES), outer.carried)
+            row = b.add(b.mul(b.add(slot, inner.index), width), column)
+            at = b.add(numbers, b.mul(row, i64(size)))
+            value = [_widened(b, kind, b.add(at, i64(c * LANES * size))) for c in range(vectors)]
+            scale = None
+            if kind == types.int8:
+                scale = b.load(b.gep(floats(b, scales), [b.add(slot, inner.index)]))
+            key = b.add(first, inner.index)
+            new = []
+            for g in range(num_heads):
+                weight = b.load(b.gep(weights[g], [key]))
+                wide = splat(b, weight if scale is None else b.fmul(weight, scale))
+                new += [
+                    fma(b, wide, value[c], inner.carried[g * vectors + c]) for c in range(vectors)
+                ]
+            sums = outer.close(inner.close(new))
+            for place, result in zip(where, sums, strict=True):
+                store(b, result, af, place)
+            columns.close([])
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return weighted
+
+
+_wide_weighted = _make_weighted_blocks(WIDE_HEADS or 1, _WIDE_VECTORS or 1)
+
+
+@intrinsic
+def _scaled_vectors(typingctx: Any, x: Any, scale: Any, out: Any, num: Any) -> Any:
+    """out[i] = x[i] * scale for 16 * num floats at addresses."""
+    sig = types.void(types.intp, types.float32, types.intp, types.intp)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, scale, out, num = args
+        factor = splat(b, scale)
+        loop = Loop(b, num, [])
+        at = b.mul(loop.index, i64(LANES))
+        store(b, b.fmul(load(b, floats(b, x), at), factor), floats(b, out), at)
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic
+def _clear_vectors(typingctx: Any, out: Any, num: Any) -> Any:
+    """out[i] = 0 for 16 * num floats at an address."""
+    sig = types.void(types.intp, types.intp)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        out, num = args
+        loop = Loop(b, num, [])
+        store(b, const(0.0), floats(b, out), b.mul(loop.index, i64(LANES)))
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
 @intrinsic
 def int32_at(typingctx: Any, address: Any, index: Any) -> Any:
     """The int32 number `index` of those at an address."""
@@ -213,77 +312,24 @@ def int32_at(typingctx: Any, address: Any, index: Any) -> Any:
     return types.intp(types.intp, types.intp), codegen
 
 
-@intrinsic
-def _put(typingctx: Any, plane: Any, index: Any, x: Any, factor: Any) -> Any:
-    """Number `index` of a Plane = x: itself; the bits of the nearest float16, at most 65504; or
-    round_to_even(x * factor), 0 where factor is."""
-    sig = types.void(plane, types.intp, types.float32, types.float32)
-    kind = plane.types[3]
-
-    def stored(b: Any, x: Any, factor: Any) -> Any:
-        if kind == types.float32:
-            return x
-        if kind == types.uint16:
-            for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
-                end = ir.Constant(F32, most)
-                x = b.select(b.fcmp_ordered(sign, x, end), end, x)
-            return b.bitcast(b.fptrunc(x, _HALF), I16)
-        zero = ir.Constant(F32, 0.0)
-        scaled = b.select(b.fcmp_ordered("==", factor, zero), zero, b.fmul(x, factor))
-        name = "llvm.rint.f32"
-        fn = b.module.globals.get(name)
-        if fn is None:
-            fn = ir.Function(b.module, ir.FunctionType(F32, [F32]), name)
-        return b.trunc(b.fptosi(b.call(fn, [scaled]), I32), _I8)
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        plane, index, x, factor = args
-        value = stored(b, x, factor)
-        at = b.add(b.extract_value(plane, 0), b.mul(index, i64(_size(kind))))
-        b.store(value, b.inttoptr(at, value.type.as_pointer()))
-        return context.get_dummy_value()
-
-    return sig, codegen
-
-
-@intrinsic
-def _rotate_vectors(typingctx: Any, x: Any, cos: Any, sin: Any, half: Any, num: Any) -> Any:
-    """(a, b) = (a cos - b sin, b cos + a sin) in place for a the first 16 * num floats at address
-    x, b as many at x + half floats."""
-    sig = types.void(*([types.intp] * 5))
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, cos, sin, half, num = args
-        xf, cf, sf = floats(b, x), floats(b, cos), floats(b, sin)
-        loop = Loop(b, num, [])
-        at = b.mul(loop.index, i64(LANES))
-        low, high = load(b, xf, at), load(b, xf, b.add(at, half))
-        c, s = load(b, cf, at), load(b, sf, at)
-        store(b, b.fsub(b.fmul(low, c), b.fmul(high, s)), xf, at)
-        store(b, b.fadd(b.fmul(high, c), b.fmul(low, s)), xf, b.add(at, half))
-        loop.close([])
-        return context.get_dummy_value()
-
-    return sig, codegen
-
-
 # --- numba functions ------------------------------------------------------------------------
 
 
 @inline
-def rotate(x, cos, sin, half):
-    """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-
-    x: 2 * half floats; cos, sin: half floats; addresses.
-    """
-    whole = half // LANES
+def put_scaled(x, scale, out, num):
+    """out[i] = x[i] * scale for `num` floats at addresses; a scale of 1 copies them."""
+    whole = num // LANES
     if whole > 0:
-        _rotate_vectors(x, cos, sin, half, whole)
-    for i in range(whole * LANES, half):
-        a, b = float_at(x, i), float_at(x, half + i)
-        c, s = float_at(cos, i), float_at(sin, i)
-        set_float(x, i, a * c - b * s)
-        set_float(x, half + i, b * c + a * s)
+        _scaled_vectors(x, scale, out, whole)
+    for i in range(whole * LANES, num):
+        set_float(out, i, float_at(x, i) * scale)
+
+
+@inline
+def clear_heads(acc, lda, num_heads, width):
+    """acc[g, :width] = 0; acc: address, head stride lda; width: a multiple of 16."""
+    for g in range(num_heads):
+        _clear_vectors(acc + g * lda * 4, width // LANES)
 
 
 @inline
@@ -324,7 +370,18 @@ def _many_scores(q, ldq, num_heads, keys, table, s, lds):
 @inline
 def block_scores(q, ldq, num_heads, keys, table, num_blocks, s, lds):
     """As one_score, for blocks one after the other: their int32 numbers are at address table."""
-    b = 0
+    while WIDE_HEADS > 0 and num_heads >= WIDE_HEADS:
+        b = 0
+        while num_blocks - b >= _WIDE_VECTORS:
+            _wide_scores(q, ldq, keys, table + b * 4, s + b * LANES * 4, lds)
+            b += _WIDE_VECTORS
+        while num_blocks > b:
+            block = int32_at(table, b)
+            one_score(q, ldq, WIDE_HEADS, keys, block, s + b * LANES * 4, lds)
+            b += 1
+        q, s = q + WIDE_HEADS * ldq * 4, s + WIDE_HEADS * lds * 4
+        num_heads -= WIDE_HEADS
+    b = num_blocks if num_heads == 0 else 0
     if SCORE_BLOCKS > 1:
         while num_blocks - b >= SCORE_BLOCKS:
             _many_scores(q, ldq, num_heads, keys, table + b * 4, s + b * LANES * 4, lds)
@@ -380,30 +437,15 @@ def add_weighted(p, ldp, num_heads, values, slot, num, acc, lda):
 
 
 @inline
-def _factor(plane, slot, x, num):
-    """What a head's numbers are multiplied by before rounding; their scale goes to its place."""
-    top = np.float32(0.0)
-    for i in range(num):
-        size = abs(float_at(x, i))
-        if size > top or size != size:  # NaN stays
-            top = size
-    scale, factor = factor_of(top)
-    set_float(plane.scales, slot, scale)
-    return factor
-
-
-@inline
-def store_key(keys, scaled, slot, x, num):
-    """`num` floats at address x into their slot of a Plane of keys; scaled: it has scales."""
-    factor = _factor(keys, slot, x, num) if scaled else np.float32(1.0)
-    first = slot // LANES * num * LANES + slot % LANES
-    for i in range(num):
-        _put(keys, first + i * LANES, float_at(x, i), factor)
-
-
-@inline
-def store_value(values, scaled, slot, x, num):
-    """`num` floats at address x into their slot of a Plane of values; scaled: it has scales."""
-    factor = _factor(values, slot, x, num) if scaled else np.float32(1.0)
-    for i in range(num):
-        _put(values, slot * values.width + i, float_at(x, i), factor)
+def add_blocks(p, ldp, num_heads, values, table, num_blocks, acc, lda):
+    """As add_weighted, for whole blocks one after the other: their int32 numbers are at address
+    table."""
+    width = values.width
+    if WIDE_HEADS > 0 and width % (_WIDE_VECTORS * LANES) == 0:
+        while num_heads >= WIDE_HEADS:
+            _wide_weighted(p, ldp, values, table, num_blocks, acc, lda)
+            p, acc = p + WIDE_HEADS * ldp * 4, acc + WIDE_HEADS * lda * 4
+            num_heads -= WIDE_HEADS
+    for b in range(num_blocks if num_heads > 0 else 0):
+        slot = int32_at(table, b) * LANES
+        add_weighted(p + b * LANES * 4, ldp, num_heads, values, slot, LANES, acc, lda)

@@ -33,6 +33,7 @@ from server.model.cpu.vector_ir import (
     I16,
     I32,
     LANES,
+    VECI,
     Loop,
     const,
     exp64,
@@ -223,11 +224,13 @@ def max_of(typingctx: Any, s: Any, num: Any) -> Any:
         v = load(b, sf, b.mul(loop.index, i64(LANES)))
         best = b.select(b.fcmp_ordered(">", v, loop.carried[0]), v, loop.carried[0])
         (lanes,) = loop.close([best])
-        top = b.extract_element(lanes, ir.Constant(I32, 0))
-        for lane in range(1, LANES):
-            x = b.extract_element(lanes, ir.Constant(I32, lane))
-            top = b.select(b.fcmp_ordered(">", x, top), x, top)
-        return top
+        width = LANES
+        while width > 1:  # halves against each other: any order gives the same number
+            width //= 2
+            order = [i % width + width for i in range(LANES)]
+            other = b.shuffle_vector(lanes, lanes, ir.Constant(VECI, order))
+            lanes = b.select(b.fcmp_ordered(">", other, lanes), other, lanes)
+        return b.extract_element(lanes, ir.Constant(I32, 0))
 
     return sig, codegen
 

@@ -123,7 +123,7 @@ class Scratch(NamedTuple):
 
     x [R, H]: the residual stream: embeddings before, used up after. hidden [R, H]: the result,
     final-normed states. queries [threads, tile, head_dim], scores [threads, tile, room], acc
-    [threads, tile, value width + 16]: tile: the query heads of attention.TILE_ROWS rows and one KV
+    [threads, tile, value width + 16]: tile: the query heads of attention.tile_rows rows and one KV
     head.
     """
 

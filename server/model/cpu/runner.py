@@ -21,7 +21,7 @@ from server.engine.ahead import resolve
 from server.engine.batch import Batch, DrawError, Drawn, Int32
 from server.model.cpu import forward as cpu_forward
 from server.model.cpu.adapters import AdapterBank, CpuAdapter, check_adapter, pack_adapter
-from server.model.cpu.attention import TILE_ROWS
+from server.model.cpu.attention import tile_rows
 from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits
@@ -93,7 +93,8 @@ def _scratch(
 ) -> Scratch:
     """Buffers of a step: max_rows rows, and per thread the scores of max_model_len keys."""
     s = shape
-    tile = s.num_heads // s.num_kv_heads * TILE_ROWS
+    group = s.num_heads // s.num_kv_heads
+    tile = group * tile_rows(group)
     room = -(-max_model_len // LANES) * LANES + 4 * LANES + max_rows // LANES * LANES
 
     def rows(width: int) -> Float32:

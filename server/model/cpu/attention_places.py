@@ -1,0 +1,134 @@
+"""What a step writes of a row into the KV cache, and the rotation before it (attention.py).
+
+What is stored of a position is a function of its key and value alone.
+"""
+# numba infers the types of compiled functions; their docstrings give shapes and dtypes.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from server.model.cpu.attention_kernels import HALF, I8, size_of
+from server.model.cpu.integers.quantise import factor_of
+from server.model.cpu.kernels import float_at, inline, set_float
+from server.model.cpu.vector_ir import (
+    F32,
+    I16,
+    I32,
+    LANES,
+    Loop,
+    floats,
+    i64,
+    intrinsic,
+    load,
+    store,
+)
+
+__all__ = ["rotate", "store_key", "store_value"]
+
+_MOST_HALF = 65504.0
+
+
+@intrinsic
+def _put(typingctx: Any, plane: Any, index: Any, x: Any, factor: Any) -> Any:
+    """Number `index` of a Plane = x: itself; the bits of the nearest float16, at most 65504; or
+    round_to_even(x * factor), 0 where factor is."""
+    sig = types.void(plane, types.intp, types.float32, types.float32)
+    kind = plane.types[3]
+
+    def stored(b: Any, x: Any, factor: Any) -> Any:
+        if kind == types.float32:
+            return x
+        if kind == types.uint16:
+            for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
+                end = ir.Constant(F32, most)
+                x = b.select(b.fcmp_ordered(sign, x, end), end, x)
+            return b.bitcast(b.fptrunc(x, HALF), I16)
+        zero = ir.Constant(F32, 0.0)
+        scaled = b.select(b.fcmp_ordered("==", factor, zero), zero, b.fmul(x, factor))
+        name = "llvm.rint.f32"
+        fn = b.module.globals.get(name)
+        if fn is None:
+            fn = ir.Function(b.module, ir.FunctionType(F32, [F32]), name)
+        return b.trunc(b.fptosi(b.call(fn, [scaled]), I32), I8)
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        plane, index, x, factor = args
+        value = stored(b, x, factor)
+        at = b.add(b.extract_value(plane, 0), b.mul(index, i64(size_of(kind))))
+        b.store(value, b.inttoptr(at, value.type.as_pointer()))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic
+def _rotate_vectors(typingctx: Any, x: Any, cos: Any, sin: Any, half: Any, num: Any) -> Any:
+    """(a, b) = (a cos - b sin, b cos + a sin) in place for a the first 16 * num floats at address
+    x, b as many at x + half floats."""
+    sig = types.void(*([types.intp] * 5))
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, cos, sin, half, num = args
+        xf, cf, sf = floats(b, x), floats(b, cos), floats(b, sin)
+        loop = Loop(b, num, [])
+        at = b.mul(loop.index, i64(LANES))
+        low, high = load(b, xf, at), load(b, xf, b.add(at, half))
+        c, s = load(b, cf, at), load(b, sf, at)
+        store(b, b.fsub(b.fmul(low, c), b.fmul(high, s)), xf, at)
+        store(b, b.fadd(b.fmul(high, c), b.fmul(low, s)), xf, b.add(at, half))
+        loop.close([])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@inline
+def rotate(x, cos, sin, half):
+    """Rotary embedding in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    x: 2 * half floats; cos, sin: half floats; addresses.
+    """
+    whole = half // LANES
+    if whole > 0:
+        _rotate_vectors(x, cos, sin, half, whole)
+    for i in range(whole * LANES, half):
+        a, b = float_at(x, i), float_at(x, half + i)
+        c, s = float_at(cos, i), float_at(sin, i)
+        set_float(x, i, a * c - b * s)
+        set_float(x, half + i, b * c + a * s)
+
+
+@inline
+def _factor(plane, slot, x, num):
+    """What a head's numbers are multiplied by before rounding; their scale goes to its place."""
+    top = np.float32(0.0)
+    for i in range(num):
+        size = abs(float_at(x, i))
+        if size > top or size != size:  # NaN stays
+            top = size
+    scale, factor = factor_of(top)
+    set_float(plane.scales, slot, scale)
+    return factor
+
+
+@inline
+def store_key(keys, scaled, slot, x, num):
+    """`num` floats at address x into their slot of a Plane of keys; scaled: it has scales."""
+    factor = _factor(keys, slot, x, num) if scaled else np.float32(1.0)
+    first = slot // LANES * num * LANES + slot % LANES
+    for i in range(num):
+        _put(keys, first + i * LANES, float_at(x, i), factor)
+
+
+@inline
+def store_value(values, scaled, slot, x, num):
+    """`num` floats at address x into their slot of a Plane of values; scaled: it has scales."""
+    factor = _factor(values, slot, x, num) if scaled else np.float32(1.0)
+    for i in range(num):
+        _put(values, slot * values.width + i, float_at(x, i), factor)
