@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from server.engine.drafting import CheckedTree
 from server.engine.plan import Built, Scheduled, Span
 
 _NO_MASKS = np.empty((0, 0), np.uint32)
+_NO_IDS: Int32 = np.empty(0, np.int32)
 
 
 def build_batch(
@@ -35,6 +38,8 @@ def build_batch(
     masks[i]: the grammar's, uint32 [1 + nodes, words]: the root's row (all choices that fork off it
     share it), then one per node; or None. num_likely: see Batch.
     """
+    if masks is None and all(map(_is_plain, items, trees)):
+        return _decode_batch(items, num_prefill_rows, num_likely)
     num_nodes = sum(len(t.token_ids) for t in trees if t is not None)
     num_rows = sum(item.num_rows for item in items) + num_nodes
     rows = _Rows(num_rows, len(items), max(item.sequence.num_blocks for item in items))
@@ -63,13 +68,91 @@ def build_batch(
             draws.add_nodes(tree, rows.num, root_draw, item.start + item.num_rows - 1)
             rows.add_nodes(s, item, tree)
     batch = _batch(rows, draws, scores, (num_prefill_rows, num_nodes), num_likely)
-    if any(item.sequence.adapter is not None for item in items):
-        batch = replace(batch, seq_adapters=np.array([_place(item) for item in items], np.int32))
-    return Built(
-        batch,
-        spans,
-        int(rows.prefix_len.sum()) + len(rows.path_slots),
+    num_keys = int(rows.prefix_len.sum()) + len(rows.path_slots)
+    return Built(_with_adapters(batch, items), spans, num_keys)
+
+
+def _is_plain(item: Scheduled, tree: CheckedTree | None) -> bool:
+    """Whether an item is one row that one token is drawn from, and nothing else is told of."""
+    sequence = item.sequence
+    return (
+        tree is None
+        and item.num_rows == 1
+        and item.draws
+        and not sequence.siblings
+        and not sequence.request.label_ids
+        and sequence.request.echo_logprobs is None
+        and sequence.rules.max_output > 0
     )
+
+
+def _decode_batch(items: SequenceOf[Scheduled], num_prefill_rows: int, num_likely: int) -> Built:
+    """The Batch of plain items: what most steps are, with less of the host's time. Arrays that are
+    the same in all such steps are made once."""
+    same = _same(len(items))
+    tables: Int32 = np.zeros((len(items), max(i.sequence.num_blocks for i in items)), np.int32)
+    token_from = same.minus
+    if any(item.token_from >= 0 for item in items):
+        token_from = np.array([item.token_from for item in items], np.int32)
+    token_ids, slots, starts, behind, params = [], [], [], [], []
+    for item, row in zip(items, tables, strict=True):
+        sequence, start, is_ahead = item.sequence, item.start, item.token_from >= 0
+        size, num_blocks = sequence.block_size, sequence.num_blocks
+        row[:num_blocks] = sequence.table[:num_blocks]
+        starts.append(start)
+        behind.append(start + 1)
+        slots.append(int(row[start // size]) * size + start % size)
+        token_ids.append(0 if is_ahead else int(sequence.ids[start]))
+        params.append(sequence.draw_params(int(is_ahead)))
+    columns = np.array((token_ids, starts, slots, behind), np.int32)
+    batch = Batch(
+        token_ids=columns[0],
+        token_from=token_from,
+        positions=columns[1],
+        seq_ids=same.places,
+        slots=columns[2],
+        prefix_len=columns[3],
+        path_start=same.zeros,
+        path_len=same.zeros,
+        path_slots=_NO_IDS,
+        block_tables=tables,
+        draw_rows=same.places,
+        draw_params=same.places,
+        draw_parent=same.minus,
+        draw_positions=columns[3],
+        draw_mask=same.minus,
+        masks=_NO_MASKS,
+        params=tuple(params),
+        score_rows=_NO_IDS,
+        score_targets=_NO_IDS,
+        score_top=_NO_IDS,
+        num_prefill_rows=num_prefill_rows,
+        num_likely=num_likely,
+    )
+    return Built(_with_adapters(batch, items), same.spans, sum(behind))
+
+
+class _Same(NamedTuple):
+    """What Batches of n plain items have in common. int32 [n]: 0, 1, ...; -1; 0. Read only."""
+
+    places: Int32
+    minus: Int32
+    zeros: Int32
+    spans: list[Span]
+
+
+@cache
+def _same(num: int) -> _Same:
+    places = np.arange(num, dtype=np.int32)
+    spans = [Span(draw, 0, 0) for draw in range(num)]
+    return _Same(places, np.full(num, -1, np.int32), np.zeros(num, np.int32), spans)
+
+
+def _with_adapters(batch: Batch, items: SequenceOf[Scheduled]) -> Batch:
+    """The Batch with the places of its sequences' adapters, if any has one."""
+    if all(item.sequence.adapter is None for item in items):
+        return batch
+    return replace(batch, seq_adapters=np.array([_place(item) for item in items], np.int32))
 
 
 class _Rows:

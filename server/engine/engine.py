@@ -127,7 +127,7 @@ class Engine:
         self._exact = ExactVerifier(self.slices, self.sessions)
         self._emission = Emission(self.slices, self.sessions, self._exact)
         self._deltas: list[Delta] = []
-        self._stats = EngineStats(num_total_blocks=self.pool.num_blocks)
+        self._step_figures: dict[str, Any] = {}
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -193,8 +193,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot; the figures of a step are those of the last one."""
         scheduler, slices = self.scheduler, self.slices
-        return replace(
-            self._stats,
+        return EngineStats(
+            num_total_blocks=self.pool.num_blocks,
             slice_rows=slices.num_rows,
             slice_bytes=slices.num_bytes,
             slice_hits=slices.index.num_hits,
@@ -209,6 +209,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            **self._step_figures,
             **self.tasks.figures,
             **self.flights.figures,
             adapters=self.adapters.figures,
@@ -443,17 +444,16 @@ class Engine:
         )
         head_s, has_prompt = results.drawn.head_s, plan.num_prefill_rows > 0
         self.slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)
-        self._stats = EngineStats(
-            num_total_blocks=self.pool.num_blocks,
-            step_s=step_s,
-            model_s=model_s,
-            propose_s=flight.drafts.seconds,
-            host_s=host_s,
-            num_rows=batch.num_rows,
-            num_prefill_rows=plan.num_prefill_rows,
-            num_draft_rows=batch.num_draft_rows,
-            draft_budget=flight.drafts.ceiling,
-        )
+        self._step_figures = {
+            "step_s": step_s,
+            "model_s": model_s,
+            "propose_s": flight.drafts.seconds,
+            "host_s": host_s,
+            "num_rows": batch.num_rows,
+            "num_prefill_rows": plan.num_prefill_rows,
+            "num_draft_rows": batch.num_draft_rows,
+            "draft_budget": flight.drafts.ceiling,
+        }
 
     # -- ends -------------------------------------------------------------------------------
 

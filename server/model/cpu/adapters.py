@@ -278,16 +278,24 @@ class AdapterBank:
             self._step.inputs[place] = 0
             self._step.parts[place] = 0
 
-    def step(self, batch: Batch) -> StepAdapters:
-        """The record of a step."""
+    @property
+    def record(self) -> StepAdapters:
+        """What a step needs of the adapters in memory, without spans; another one when that
+        changes."""
+        return self._step
+
+    def spans(self, batch: Batch) -> Int64:
+        """Which of a step's rows have which adapter: StepAdapters.spans."""
         if batch.seq_adapters is None:
-            return self._step._replace(spans=_NO_SPANS)
+            return _NO_SPANS
         spans = adapter_spans(batch.seq_adapters[batch.seq_ids], ROWS)
-        return self._step._replace(spans=np.array(spans, np.int64).reshape(-1, 3))
+        return np.array(spans, np.int64).reshape(-1, 3)
 
     def brings_embeddings(self, batch: Batch) -> bool:
         """Whether an adapter of the batch has rows of the embedding of its own."""
-        places = () if batch.seq_adapters is None else set(batch.seq_adapters.tolist())
+        if batch.seq_adapters is None:
+            return False
+        places = set(batch.seq_adapters.tolist())
         return any(p >= 0 and self._held[p].embedding is not None for p in places)
 
     def embed(self, batch: Batch, ids: Int32, x: Float32) -> None:

@@ -51,7 +51,8 @@ class Answers:
             shape = (num, num_likely)
             self.likely = Likely(np.empty(shape, np.int32), np.empty(shape, np.float32))
         self.token_ids = np.empty(num, np.int32)
-        self.logprobs = np.full(num, np.nan, np.float32)
+        self.logprobs = np.empty(num, np.float32)
+        self.logprobs.fill(np.nan)
         self.ranks = np.zeros(num, np.int32)
         self.top: list[tuple[tuple[int, float], ...]] = [()] * num
         self.failed: list[tuple[int, str]] = []
@@ -131,16 +132,12 @@ class Draws:
             self.draw_full(batch, empty, rows, full, result)
         return result
 
-    def tell_argmax(self, full: FullLogits, result: Answers) -> None:
-        """What is told beside draws that a step took itself: draw d of line d of `full`."""
-        if result.likely is not None:
-            draws = np.arange(result.token_ids.shape[0], dtype=np.int64)
-            sampler.likeliest(
-                draws, draws, full.logits, full.states, result.likely.ids, result.likely.chances
-            )
+    def tell_failed(self, states: Float32, result: Answers) -> None:
+        """Why draws that a step took itself have no answer. states[d]: the hidden state of draw
+        d."""
         for d, token in enumerate(result.token_ids.tolist()):
             if token == sampler.FAILED:
-                result.failed.append((d, _reason(full.states[d])))
+                result.failed.append((d, _reason(states[d])))
 
     def draw_full(
         self,

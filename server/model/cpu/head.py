@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from server.model.cpu.linear import product
 from server.model.cpu.records import Float32, Work
-from server.model.cpu.sampler import greedy
+from server.model.cpu.sampler import FAILED, greedy, likeliest
 from server.model.cpu.slices import PackedHead
-from server.model.cpu.step import Head, Wanted
+from server.model.cpu.step import NO_LIKELY, Head, Wanted
 from server.model.cpu.vector_ir import LANES
 
 _NO_IDS = np.zeros(0, np.int32)
@@ -44,29 +44,35 @@ class FullHead:
         self._work = work
         self._states = np.zeros((0, head.width), np.float32)
         self._logits = np.zeros((0, num_panels * head.outputs_per_panel), np.float32)
+        self._record = self._recorded()
+
+    def _recorded(self) -> Head:
+        return Head(self._weights, self._states, self._logits, self._vocab_size, self._cap)
 
     def widen(self, vocab_size: int) -> None:
         """Give the logits room for ids past the head's own: -inf, until somebody puts them in."""
         wide = -(-vocab_size // LANES) * LANES
         if wide > self._logits.shape[1]:
             self._logits = np.zeros((self._logits.shape[0], wide), np.float32)
+            self._record = self._recorded()
 
     def record(self, num: int) -> Head:
-        """The head for a step that wants logits of `num` rows."""
+        """The head for a step that wants logits of `num` rows; another one when it has grown."""
         if num > self._states.shape[0]:
             room = max(num, 2 * self._states.shape[0])
             self._states = np.zeros((room, self._states.shape[1]), np.float32)
             self._logits = np.zeros((room, self._logits.shape[1]), np.float32)
-        return Head(self._weights, self._states, self._logits, self._vocab_size, self._cap)
+            self._record = self._recorded()
+        return self._record
 
     def logits_of(self, rows: npt.NDArray[Any], states: Float32) -> FullLogits:
         """Full logits of states[rows]; rows may repeat."""
         rows = np.unique(rows)
-        self.fill(Wanted(rows, _NO_IDS, np.zeros(2, np.int64)), states)
+        self.fill(Wanted(rows, _NO_IDS, *NO_LIKELY, np.zeros(2, np.int64)), states)
         return self.found(rows)
 
-    def fill(self, wanted: Wanted, states: Float32) -> None:
-        """What a step gives (step.compute), from the states of its rows."""
+    def fill(self, wanted: Wanted, states: Float32) -> int:
+        """What a step gives (KeptStep.compute), from the states of its rows."""
         num = wanted.rows.shape[0]
         self.record(num)
         wanted.clock[0] = time.perf_counter_ns()
@@ -75,8 +81,13 @@ class FullHead:
             product(self._states, num, self._weights, self._logits, self._work, self._cap)
             self._logits[:num, self._vocab_size :] = -np.inf
         if wanted.greedy.shape[0]:
-            greedy(np.arange(num), self._logits, self._states, wanted.greedy)
+            lines = np.arange(num)
+            greedy(lines, self._logits, self._states, wanted.greedy)
+            likely = wanted.likely_ids, wanted.chances
+            if likely[0].size:
+                likeliest(lines, lines, self._logits, self._states, *likely)
         wanted.clock[1] = time.perf_counter_ns()
+        return int(np.count_nonzero(wanted.greedy == FAILED))
 
     def found(self, rows: npt.NDArray[Any] = _NO_IDS) -> FullLogits:
         """The logits that a step gave. rows: different ones, to be found in `places`."""

@@ -27,6 +27,7 @@ from numba import njit
 from numba.extending import overload
 
 from server.model.cpu.integers.forms import PANEL as INTEGER_PANEL
+from server.model.cpu.jobs import make_job
 from server.model.cpu.kernels import (
     HALVES,
     MAX_ROWS,
@@ -40,15 +41,7 @@ from server.model.cpu.kernels import (
 )
 from server.model.cpu.records import Int64, Work
 from server.model.cpu.soft_cap import soft_cap
-from server.model.cpu.team import (
-    Team,
-    barrier,
-    begin_items,
-    make_job,
-    run,
-    take,
-    take_near,
-)
+from server.model.cpu.team import Team, barrier, begin_items, run, take, take_near
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +29,12 @@ from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Cache, Float32, Layers, Positions, Rows, Scratch, Shape
 from server.model.cpu.slices import SlicedHead
-from server.model.cpu.step import NO_TABLE, READY, Tokens, Wanted, compute
+from server.model.cpu.step import NO_LIKELY, READY, KeptStep, Tokens, Wanted
 from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
 from server.model.cpu.vector_ir import LANES
 from server.model.cpu.weights import RunnerWeights
+from server.model.cpu.worker import Outcome, Worker
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
@@ -191,13 +191,14 @@ class CpuRunner:
         self._table = weights.table._replace(scale=scale)
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
         self.head_row_bytes = weights.packed_head.row_bytes
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-runner")
+        self._kept_step: KeptStep | None = None
+        self._worker = Worker("cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
         # Slices and `verify` use the head beside a step: a first start compiles that here, too, and
         # not in the first request that needs it.
         first = np.zeros(1, np.int32)
         self._worker.submit(self._head.logits_of, first, self._scratch.hidden).result()
-        self._in_flight: deque[Future[Drawn]] = deque()
+        self._in_flight: deque[Outcome[Drawn]] = deque()
         self.body_s = 0.0
         self.head_s = 0.0
         self.draw_s = 0.0
@@ -275,7 +276,7 @@ class CpuRunner:
         embedding. The buffers are the runner's own. No step may be in flight."""
         layers = self._weights.layers
         first = layers._replace(norms=layers.norms[:num_layers])
-        nothing = Wanted(_NOTHING, _NOTHING, self._clock)
+        nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
         if num_layers:
             self._worker.submit(self._compute, batch, first, nothing).result()
         else:
@@ -284,7 +285,7 @@ class CpuRunner:
 
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
-        self._worker.shutdown(wait=True)
+        self._worker.close()
         self._pages.close()
 
     def _step(self, batch: Batch) -> Drawn:
@@ -295,20 +296,25 @@ class CpuRunner:
             if resolved.src.shape[0]:
                 self.move_slots(resolved.src, resolved.dst)
             batch = resolved.batch
-        answers = Answers(batch.num_draws, batch.num_likely)
         plain = takes_argmax(batch)
-        rows, greedy = batch.draw_rows, answers.token_ids
-        if not plain:
+        if plain:
+            answers = Answers(batch.num_draws, batch.num_likely)
+            likely = answers.likely
+            wanted = Wanted(
+                batch.draw_rows, answers.token_ids,
+                *(NO_LIKELY if likely is None else (likely.ids, likely.chances)), self._clock,
+            )  # fmt: skip
+        else:
             rows = np.unique(np.concatenate((full_rows(batch), batch.score_rows)))
-            greedy = _NOTHING
-        self._compute(batch, self._weights.layers, Wanted(rows, greedy, self._clock))
+            wanted = Wanted(rows, _NOTHING, *NO_LIKELY, self._clock)
+        num_failed = self._compute(batch, self._weights.layers, wanted)
         after_body = time.perf_counter()
         head_s = 1e-9 * float(self._clock[1] - self._clock[0])
         try:
-            if plain:
-                self._draws.tell_argmax(self._head.found(), answers)
-            else:
-                answers = self._draw(batch, rows)
+            if not plain:
+                answers = self._draw(batch, wanted.rows)
+            elif num_failed:
+                self._draws.tell_failed(self._head.found().states, answers)
             drawn = answers.drawn(time.perf_counter() - started, head_s)
         except DrawError as error:
             self._last_ids = error.drawn.token_ids  # a step ahead may read it
@@ -344,18 +350,21 @@ class CpuRunner:
         # A draw without an answer has id 0 here: its row is nobody's.
         return np.where(taken, np.maximum(self._last_ids[batch.token_from], 0), batch.token_ids)
 
-    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> None:
-        """Run these layers on the embedding of the rows, and the head on what is wanted."""
-        table = self._table
-        if table.kind == READY or self._adapters.brings_embeddings(batch):
+    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> int:
+        """Run these layers on the embedding of the rows, and the head on what is wanted; how many
+        draws failed."""
+        embeds = self._table.kind != READY and not self._adapters.brings_embeddings(batch)
+        if not embeds:
             self._embed(batch)
-            table = NO_TABLE
-        tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
-        compute(
-            (tokens, table, batch_rows(batch)), layers, self._memory, self._record_shape,
-            self._adapters.step(batch), (self._head.record(wanted.rows.shape[0]), wanted),
-            self._work,
+        head = self._head.record(wanted.rows.shape[0])
+        kept = (
+            self._table, layers, self._memory, self._record_shape, self._adapters.record, head,
         )  # fmt: skip
+        if self._kept_step is None or not self._kept_step.is_of(kept):
+            self._kept_step = KeptStep(kept)
+        tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
+        spans = self._adapters.spans(batch)
+        return self._kept_step.compute(embeds, tokens, batch_rows(batch), spans, wanted, self._work)
 
     def _embed(self, batch: Batch) -> None:
         """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""

@@ -342,10 +342,10 @@ def logprob(logits, vocab_size, token_id, num_top, top_ids, top_logprobs):
 
 
 @_serial
-def _kth_largest(x, num, k):
-    """The k-th largest of x[:num], k <= num."""
-    best = np.full(k, -np.inf, np.float32)
-    places = np.empty(k, np.int32)
+def _kth_largest(x, num, best, places):
+    """The k-th largest of x[:num], k <= num. best float32, places int32 [k]: overwritten."""
+    k = best.shape[0]
+    best[:] = -np.inf
     for i in range(num):
         if x[i] > best[k - 1]:
             _insert(x[i], i, best, places, k)
@@ -370,7 +370,7 @@ def _likeliest(x, ids, chances, tops):
         num_chunks += 1
     floor = np.float32(-np.inf)
     if num_chunks >= k:
-        floor = _kth_largest(tops, num_chunks, k)
+        floor = _kth_largest(tops, num_chunks, chances, ids)
     filled = 0
     for c in range(num_chunks):
         if tops[c] < floor or tops[c] == -np.inf:
@@ -392,20 +392,26 @@ def _likeliest(x, ids, chances, tops):
 
 
 @_serial
+def likeliest_of(is_finite, x, ids, chances, tops):
+    """ids int32, chances float32 [K] = the likeliest of logits x, none of a row that is not finite.
+    tops: float32 scratch, one for each 256 of x. Makes no arrays, as a share of a team must not."""
+    if is_finite:
+        _likeliest(x, ids, chances, tops)
+    else:
+        ids[:] = FAILED
+        chances[:] = 0.0
+
+
+@_serial
 def likeliest(draws, rows, logits, hidden, ids, chances):
-    """ids[draws[i]], chances[draws[i]] = the likeliest of logits[rows[i]]; none of a row that is
-    not finite.
+    """ids[draws[i]], chances[draws[i]] = the likeliest of logits[rows[i]].
 
     draws, rows: int64. logits, hidden: as FullLogits has them. ids int32, chances float32 [D, K].
     """
     tops = np.empty(logits.shape[1] // _CHUNK + 1, np.float32)
     for i in range(rows.shape[0]):
-        d = draws[i]
-        if is_finite_row(hidden[rows[i]]):
-            _likeliest(logits[rows[i]], ids[d], chances[d], tops)
-        else:
-            ids[d] = FAILED
-            chances[d] = 0.0
+        r, d = rows[i], draws[i]
+        likeliest_of(is_finite_row(hidden[r]), logits[r], ids[d], chances[d], tops)
 
 
 @_serial

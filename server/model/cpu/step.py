@@ -9,21 +9,24 @@ weights have pushed its code and data out of the caches.
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, typeof, types
 
 from server.model.cpu.forward import forward_share
+from server.model.cpu.jobs import ROOM_BYTES, make_kept_job
 from server.model.cpu.kernels import borrows, float_at
 from server.model.cpu.linear import linear
-from server.model.cpu.records import Float32, Int32, Int64, Work
-from server.model.cpu.sampler import FAILED, argmax, is_finite_row
+from server.model.cpu.lora import StepAdapters
+from server.model.cpu.records import Float32, Int32, Int64, Rows, Work
+from server.model.cpu.sampler import FAILED, argmax, is_finite_row, likeliest_of
 from server.model.cpu.soft_cap import soft_cap
-from server.model.cpu.team import barrier, declared, make_job, run
+from server.model.cpu.team import barrier, declared, run
 from server.model.cpu.vector_ir import F32, I16, I32, I64, LANES, i64, intrinsic
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -82,13 +85,19 @@ class Head(NamedTuple):
 
 class Wanted(NamedTuple):
     """What a step gives. rows int32 [n]: those with logits. greedy int32 [n]: filled with their
-    argmax, FAILED for one that is not finite; [0]: nothing is drawn. clock int64 [2]: filled with
-    nanoseconds of time.perf_counter_ns at the head's beginning and end."""
+    argmax, FAILED for one that is not finite; [0]: nothing is drawn. likely_ids int32, chances
+    float32 [n, K]: filled as a Likely (engine/batch.py); [0, 0]: none are wanted. clock int64 [2]:
+    filled with nanoseconds of time.perf_counter_ns at the head's beginning and end."""
 
     rows: Int32
     greedy: Int32
+    likely_ids: Int32
+    chances: Float32
     clock: Int64
 
+
+NO_LIKELY = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+"""Wanted.likely_ids and chances where none are wanted."""
 
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)  # what perf_counter reads, but on macOS
 
@@ -168,19 +177,26 @@ def _head_share(hidden, head, wanted, work):
         if wanted.greedy.shape[0] > 0:
             finite = is_finite_row(head.states[i])
             wanted.greedy[i] = argmax(logits) if finite else FAILED
+            if wanted.chances.shape[0] > 0:
+                ids, chances = wanted.likely_ids[i], wanted.chances[i]
+                likeliest_of(finite, logits, ids, chances, work.pairs[work.thread])
 
 
 @borrows
-def _step_share(thread, inputs, layers, memory, shape, adapters, outputs, work):
+def _step_share(thread, kept, given):
     """What every thread of the team runs: see forward.forward_share. A row's embedding is written
     by the thread that norms it first."""
-    tokens, table, rows = inputs
-    head, wanted = outputs
+    table, layers, memory, shape, adapters, head = kept
+    embeds, tokens, rows, spans, wanted, work = given
     scratch = memory[2]
     own = Work(work.sync, work.pairs, work.threads, thread)
-    if table.kind != READY:
+    if embeds:
         _embed_share(thread, rows.num, tokens, table, scratch.x, work.threads)
-    forward_share(thread, rows, layers, memory, shape, adapters, work)
+    of_rows = StepAdapters(
+        spans, adapters.inputs, adapters.parts, adapters.alternate, adapters.up, adapters.inner,
+        adapters.wide,
+    )  # fmt: skip
+    forward_share(thread, rows, layers, memory, shape, of_rows, work)
     if wanted.rows.shape[0] > 0:
         barrier(own)
         if thread == 0:
@@ -190,20 +206,69 @@ def _step_share(thread, inputs, layers, memory, shape, adapters, outputs, work):
             wanted.clock[1] = _now()
 
 
-_step_job = make_job(_step_share)
+_keep, _give = make_kept_job(_step_share)
 
 
 @_serial
-def compute(inputs, layers, memory, shape, adapters, outputs, work):
-    """A whole step: Scratch.hidden of all rows, logits of the wanted ones, and what is drawn.
+def _keep_step(kept, given, room):
+    return _keep(kept, given, room.ctypes.data)
 
-    inputs: (Tokens, Table, Rows). memory: (Positions, Cache, Scratch). outputs: (Head, Wanted).
-    adapters: of the rows that have one (lora.py). Raises IndexError for a row that
-    takes an id that was not drawn.
-    """
-    tokens, _, rows = inputs
+
+_IDS, _FLOATS, _COUNTS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int64)
+_TABLE = np.zeros((0, 0), np.int32)
+_GIVEN = (
+    True,
+    Tokens(_IDS, _IDS, _IDS),
+    Rows(0, _IDS, _IDS, _IDS, _IDS, _IDS, _IDS, _IDS, _TABLE),
+    np.zeros((0, 3), np.int64),
+    Wanted(_IDS, _IDS, _TABLE, _FLOATS.reshape(0, 0), _COUNTS),
+    Work(_COUNTS, _FLOATS.reshape(0, 0), 1, 0),
+)
+"""What a step is given, in the types that every step's has."""
+
+
+@njit(
+    types.intp(types.intp, typeof(_COUNTS), typeof(_GIVEN)),
+    nogil=True, cache=True, error_model="numpy",
+)  # fmt: skip
+def _compute(share, room, given):
+    _, tokens, rows, _, wanted, work = given
     for r in range(rows.num):
         if tokens.taken[r] >= tokens.drawn.shape[0]:
             raise IndexError("a row takes its token from a draw that the previous batch lacks")
-    outputs[1].clock[:] = 0
-    run(_step_job((inputs, layers, memory, shape, adapters, outputs, work)), work)
+    wanted.clock[:] = 0
+    _give(given, room.ctypes.data)
+    run((share, room.ctypes.data), work)
+    num_failed = 0
+    for i in range(wanted.greedy.shape[0]):
+        num_failed += wanted.greedy[i] == FAILED
+    return num_failed
+
+
+class KeptStep:
+    """What is the same in every step, as compiled code reads it.
+
+    kept: (Table, Layers, (Positions, Cache, Scratch), Shape, StepAdapters of whatever spans, Head).
+    """
+
+    def __init__(self, kept: tuple[Any, ...]) -> None:
+        self._kept = kept
+        self._room = np.zeros(ROOM_BYTES // 8, np.int64)
+        self._share = _keep_step(kept, _GIVEN, self._room)
+
+    def is_of(self, kept: tuple[Any, ...]) -> bool:
+        """Whether it was made of these very objects."""
+        return all(map(operator.is_, self._kept, kept))
+
+    def compute(
+        self, embeds: bool, tokens: Tokens, rows: Rows, spans: Int64, wanted: Wanted, work: Work
+    ) -> int:
+        """A whole step: Scratch.hidden of all rows, logits of the wanted ones, and what is drawn of
+        them; returns how many draws failed.
+
+        embeds: whether rows have their embeddings from the table; else they are in Scratch.x.
+        spans: of the rows that have an adapter (lora.StepAdapters). Raises IndexError for a row
+        that takes an id that was not drawn, TypeError for arrays of other types than Batch's.
+        """
+        given = (embeds, tokens, rows, spans, wanted, work)
+        return int(_compute(self._share, self._room, given))

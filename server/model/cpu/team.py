@@ -1,7 +1,7 @@
 """Team: the threads that run a step on a CPU together, with barriers of their own.
 
-`make_job` turns a compiled function (a *share*) into a job, which every thread of a team runs at
-the same time, each with its own number (Work.thread). Between its parts the threads meet at
+A compiled function (a *share*) becomes a job (jobs.py), which every thread of a team runs at the
+same time, each with its own number (Work.thread). Between its parts the threads meet at
 `barrier`. A step is one job, so work is handed out once a step and not some 200 times; at a barrier
 a thread spins for some 2 ms and then sleeps until the last one has come. A thread that finds itself
 on another's core as a job begins moves to one of its own. linear.py and attention.py decide which
@@ -33,8 +33,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import njit, typeof, types
-from numba.core import cgutils
+from numba import njit, types
 
 from server.model.cpu.kernels import fetch
 from server.model.cpu.records import Int64
@@ -46,7 +45,6 @@ __all__ = [
     "barrier_reading",
     "begin_items",
     "declared",
-    "make_job",
     "own_words",
     "run",
     "take",
@@ -235,38 +233,6 @@ def _call_share(typingctx: Any, share: Any, arguments: Any, thread: Any) -> Any:
         return b.call(b.inttoptr(args[0], kind), [args[1], args[2]])
 
     return types.intp(*([types.intp] * 3)), codegen
-
-
-def make_job(share: Any) -> Any:
-    """An intrinsic: (tuple of arguments) -> (address of a share, address of its arguments).
-
-    share: a compiled function (thread, *arguments) that returns nothing. Both addresses are for
-    `run`, and valid while the function that calls the intrinsic runs.
-    """
-
-    @intrinsic
-    def job(typingctx: Any, arguments: Any) -> Any:
-        call = typeof(share).get_call_type(typingctx, (types.intp, *arguments), {})
-        sig = types.UniTuple(types.intp, 2)(arguments)
-
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            compiled = share.get_compile_result(call)
-            context.active_code_library.add_linking_library(compiled.library)
-            name = b.module.get_unique_name(f"tailor_share_{share.py_func.__name__}")
-            fn = ir.Function(b.module, ir.FunctionType(I64, [I64, I64]), name)
-            fn.linkage = "internal"
-            inner = ir.IRBuilder(fn.append_basic_block("entry"))
-            packed = inner.load(inner.inttoptr(fn.args[0], args[0].type.as_pointer()))
-            values = [fn.args[1], *cgutils.unpack_tuple(inner, packed)]
-            status, _ = context.call_internal_no_propagate(inner, compiled.fndesc, call, values)
-            inner.ret(inner.zext(status.is_error, I64))
-            data = cgutils.alloca_once_value(b, args[0])
-            addresses = [b.ptrtoint(fn, I64), b.ptrtoint(data, I64)]
-            return context.make_tuple(b, signature.return_type, addresses)
-
-        return sig, codegen
-
-    return job
 
 
 # --- meeting --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from server.engine import reference_sampler as sampling
 from server.engine.batch import DrawError, HeadSlice
+from server.model.cpu.draws import takes_argmax
 from server.model.cpu.kernels import PANEL, pack_panels
 from server.model.cpu.linear import new_work
 from server.model.cpu.runner import VERIFY_ROWS, CpuRunner
@@ -71,6 +72,32 @@ def test_the_likeliest_ids_are_told_beside_the_draws(
     assert_likely(runner, replace(batch, slices=tuple(slices)), 1e-6)
     assert_likely(runner, replace(batch, slices=tuple(uncached(s) for s in slices)), 1e-6)
     assert_likely(runner, replace(batch, draw_slice=None), 1e-6)
+
+
+def test_a_step_that_draws_itself_tells_the_same_likeliest_ids(runner: CpuRunner) -> None:
+    """Greedy steps draw, and find the likeliest ids, within their one call of compiled code."""
+    batch = batch_of(9, 4, [-1] * 9)
+    greedy = replace(draw_params(), sampling=SamplingParams(temperature=0.0))
+    plain = replace(
+        batch, draw_slice=None, slices=(), masks=np.empty((0, 0), np.uint32),
+        draw_mask=np.full(9, -1, np.int32), params=(greedy,) * len(batch.params), num_likely=4,
+    )  # fmt: skip
+    one = np.zeros(1, np.int32)
+    other = replace(plain, score_rows=plain.draw_rows[:1], score_targets=one, score_top=one)
+    assert takes_argmax(plain) and not takes_argmax(other)
+    got, want = run(runner, plain), run(runner, other)
+    assert got.likely is not None and want.likely is not None
+    assert got.token_ids.tolist() == want.token_ids.tolist() == got.likely.ids[:, 0].tolist()
+    assert got.likely.ids.tobytes() == want.likely.ids.tobytes()
+    assert got.likely.chances.tobytes() == want.likely.chances.tobytes()
+
+
+def test_a_step_refuses_arrays_of_other_types(runner: CpuRunner) -> None:
+    """Compiled code reads them as int32 wherever they come from."""
+    batch = batch_of(3, 4, [-1] * 3)
+    with pytest.raises(TypeError):
+        run(runner, replace(batch, positions=batch.positions.astype(np.int64)))
+    assert run(runner, batch).token_ids.shape == (3,)
 
 
 @pytest.mark.parametrize("seed", range(7))

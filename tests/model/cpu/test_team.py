@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numba import njit
 
+from server.model.cpu.jobs import make_job
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import Work
 from server.model.cpu.team import (
@@ -20,7 +21,6 @@ from server.model.cpu.team import (
     barrier,
     barrier_reading,
     begin_items,
-    make_job,
     run,
     take,
     take_near,

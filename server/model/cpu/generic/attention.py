@@ -19,8 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from server.model.cpu.attention import attend, place
 from server.model.cpu.generic.delta import DeltaLayer, delta_rule
 from server.model.cpu.generic.states import StateStore
+from server.model.cpu.jobs import make_job
 from server.model.cpu.records import AttentionLayer, Cache, Float32, Rows, Scratch, Shape, Work
-from server.model.cpu.team import make_job, run
+from server.model.cpu.team import run
 
 __all__ = ["NAME", "Call", "PagedStep", "Step", "StepHolder", "register"]
 

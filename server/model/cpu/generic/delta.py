@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from server.model.cpu.jobs import make_job
 from server.model.cpu.kernels import silu_gate
 from server.model.cpu.records import Float32, Work
-from server.model.cpu.team import barrier, make_job, run, take
+from server.model.cpu.team import barrier, run, take
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")

@@ -250,8 +250,8 @@ class GenericRunner(CpuRunner):
         states[:, : hidden.shape[1]] = hidden.numpy()
         return states
 
-    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> None:
+    def _compute(self, batch: Batch, layers: Layers, wanted: Wanted) -> int:
         """Run the module on the rows, and the head on what is wanted."""
         ids = self._ids(batch).astype(np.int64)
         self._scratch.hidden[: batch.num_rows] = self._states(ids, batch_rows(batch))
-        self._head.fill(wanted, self._scratch.hidden)
+        return self._head.fill(wanted, self._scratch.hidden)
