@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import re
 import sys
 import time
@@ -158,8 +159,10 @@ def profile_in_process(
     num_tokens: int,
     threads: int | None,
     weights: str = "auto",
+    steps_ahead: Sequence[int] = (0,),
 ) -> dict[str, Any]:
-    """Median milliseconds of each part of a decode step, by sequences and drafter."""
+    """Median milliseconds of each part of a decode step, by sequences, drafter and, where several
+    are asked for, steps ahead (EngineSettings)."""
     from tokenizers import Tokenizer
 
     from drafters import make_drafter
@@ -174,18 +177,24 @@ def profile_in_process(
         RunnerSpec("profiled", str(folder), sizes, weights=weights, threads=threads)
     )
     made = {name: make_drafter(name) for name in drafters if name != "off"}
-    engine = Engine(runner, made, EngineSettings(max_num_seqs=64, prefix_cache=False))
+    engines = [
+        Engine(runner, made, EngineSettings(max_num_seqs=64, prefix_cache=False, steps_ahead=ahead))
+        for ahead in steps_ahead
+    ]
     figures: dict[str, Any] = {}
     try:
         for attempt in ("warm-up", "measured"):
             for count in counts:
                 prompts = [tuple(tokenizer.encode(text).ids) for text in distinct_prompts(count)]
-                for drafter in drafters:
+                for drafter, (ahead, engine) in itertools.product(
+                    drafters, zip(steps_ahead, engines, strict=True)
+                ):
                     found = _profile_steps(engine, prompts, drafter, num_tokens)
                     if attempt == "measured" and found:
-                        figures[f"{count} x {drafter}"] = found
+                        behind = f", {ahead} ahead" if len(engines) > 1 else ""
+                        figures[f"{count} x {drafter}{behind}"] = found
     finally:
-        engine.close()
+        runner.close()
     return figures
 
 
@@ -262,6 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="of the server's profile")
     parser.add_argument("--threads", type=int, help="of the in-process runner")
     parser.add_argument("--weights", default="auto", help="of the in-process runner")
+    parser.add_argument("--steps-ahead", default="0", help="in process: 0, 1 or both, 0,1")
     add_result_options(parser)
     return parser
 
@@ -271,6 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         counts = [int(count) for count in options.sequences.split(",")]
+        ahead = [int(number) for number in options.steps_ahead.split(",")]
+        if not set(ahead) <= {0, 1}:
+            raise ValueError("--steps-ahead wants 0, 1 or 0,1")
         if min(*counts, options.tokens, options.rounds) < 1:
             raise ValueError("--sequences, --tokens and --rounds want at least 1")
         if not options.folder and not options.url:
@@ -294,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder:
         result["in_process"] = profile_in_process(
             options.folder, counts, drafters, num_tokens=options.tokens, threads=options.threads,
-            weights=options.weights,
+            weights=options.weights, steps_ahead=ahead,
         )  # fmt: skip
     console = Console(stderr=True, width=150)
     with suppress(KeyError):
