@@ -15,6 +15,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, typeof, types
 
@@ -31,15 +32,23 @@ from server.model.cpu.vector_ir import F32, I16, I32, I64, LANES, i64, intrinsic
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
 
-READY, FLOAT32, BFLOAT16, FLOAT16 = -1, 0, 1, 2
-"""Where embeddings come from: they are in Scratch.x, or a table of such numbers."""
+READY, FLOAT32, BFLOAT16, FLOAT16, BLOCKS = -1, 0, 1, 2, 3
+"""Where embeddings come from: they are in Scratch.x, or a table of such numbers; BLOCKS: of a
+GGUF's blocks of 32."""
+
+_BLOCK = 32
+_BLOCK_FORMS = {
+    "q8_0": (8, False), "q4_0": (4, False), "q4_1": (4, True), "q5_0": (5, False),
+    "q5_1": (5, True),
+}  # fmt: skip
+"""Bits of a number, and whether a block has a minimum behind its scale."""
 
 
 class Table(NamedTuple):
     """An embedding table in memory that the caller keeps alive.
 
     address: of its first row. row_bytes: from row to row. num_rows: an id past them has row 0.
-    kind: one of the above. scale: factor on the embeddings.
+    kind: one of the above. scale: factor on the embeddings. bits, has_minima: of BLOCKS.
     """
 
     address: int
@@ -47,6 +56,8 @@ class Table(NamedTuple):
     num_rows: int
     kind: int
     scale: np.float32
+    bits: int = 0
+    has_minima: bool = False
 
 
 NO_TABLE = Table(0, 0, 0, READY, np.float32(1.0))
@@ -60,6 +71,16 @@ def float_table(tensor: Any) -> Table:
         return NO_TABLE
     row_bytes = tensor.stride(0) * tensor.element_size()
     return Table(tensor.data_ptr(), row_bytes, int(tensor.shape[0]), known, np.float32(1.0))
+
+
+def block_table(form: str, rows: npt.NDArray[np.uint8]) -> Table:
+    """The table that rows of a GGUF are, uint8 [num_rows, bytes of a row]; NO_TABLE for a form that
+    no kernel reads. form: as integers/forms.py names it."""
+    found = _BLOCK_FORMS.get(form)
+    if found is None or rows.strides[1] != 1:
+        return NO_TABLE
+    address, scale = rows.ctypes.data, np.float32(1.0)
+    return Table(address, rows.strides[0], rows.shape[0], BLOCKS, scale, *found)
 
 
 class Tokens(NamedTuple):
@@ -137,6 +158,42 @@ def _narrow_at(half: bool) -> Any:
 _half_at, _bfloat_at = _narrow_at(half=True), _narrow_at(half=False)
 
 
+@intrinsic
+def _byte_at(typingctx: Any, address: Any) -> Any:
+    """The byte at an address, 0 to 255."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.zext(b.load(b.inttoptr(args[0], ir.IntType(8).as_pointer())), I64)
+
+    return types.intp(types.intp), codegen
+
+
+@borrows
+def _block_row(row, table, out):
+    """out = the numbers of a row of blocks: the values, in the order of operations, of
+    integers/weights.dequantised. A block: float16 scale; float16 minimum, if it has one; with 5
+    bits the fifth of each number in 4 bytes; its numbers, of 16 bytes the low halves first."""
+    bits = table.bits
+    behind = 4 if table.has_minima else 2
+    numbers = behind + (4 if bits == 5 else 0)
+    size = numbers + (_BLOCK if bits == 8 else _BLOCK // 2)
+    zero = np.float32(0 if table.has_minima else 1 << (bits - 1))
+    for b in range(out.shape[0] // _BLOCK):
+        at = row + b * size
+        scale = _half_at(at, 0)
+        for i in range(_BLOCK):
+            if bits == 8:
+                number = _byte_at(at + numbers + i) ^ 128
+            else:
+                number = _byte_at(at + numbers + i % 16) >> (i // 16 * 4) & 15
+                if bits == 5:
+                    number |= (_byte_at(at + behind + i // 8) >> (i % 8) & 1) << 4
+            value = (np.float32(number) - zero) * scale
+            if table.has_minima:
+                value += _half_at(at, 1)
+            out[b * _BLOCK + i] = value * table.scale
+
+
 @borrows
 def _embed_share(thread, num, tokens, table, x, threads):
     """x[r] = the embedding of this thread's rows r < num."""
@@ -150,6 +207,8 @@ def _embed_share(thread, num, tokens, table, x, threads):
         if table.kind == FLOAT32:
             for j in range(x.shape[1]):
                 x[r, j] = float_at(row, j) * table.scale
+        elif table.kind == BLOCKS:
+            _block_row(row, table, x[r])
         elif table.kind == BFLOAT16:
             for j in range(x.shape[1]):
                 x[r, j] = _bfloat_at(row, j) * table.scale

@@ -22,7 +22,7 @@ from server.model.cpu.integers.quantise import Activations, activations
 from server.model.cpu.integers.spread import spread_weights
 from server.model.cpu.integers.weights import Stored, dequantised, from_ggml, pack_rows, quantised
 from server.model.cpu.records import Float32, Int64, Layers
-from server.model.cpu.step import NO_TABLE, float_table
+from server.model.cpu.step import Table, block_table, float_table
 from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
 from server.model.shape import ModelShape
 
@@ -96,7 +96,7 @@ class IntegerWeights:
         self._embedding = tensors.embedding()
         self._table = numbers_of(self._embedding.tensor)
         self.num_embeddings = int(self._embedding.tensor.shape[0])
-        self.table = NO_TABLE if form == "file" else float_table(self._embedding.tensor)
+        self.table = self._embedding_table()
         head = self._head_part(tensors, shape.vocab_size)
         self.parts["head"] = [head]
         inputs = head.inputs if head.form.per_output else 0
@@ -111,6 +111,13 @@ class IntegerWeights:
             source.release_pages()
         if progress is not None:
             progress(shape.num_layers + 1, shape.num_layers + 1)
+
+    def _embedding_table(self) -> Table:
+        """The embedding as a step reads it."""
+        if self._form is not None:
+            return float_table(self._embedding.tensor)
+        source: Any = self._source
+        return block_table(source.form(self._embedding.name), self._table)
 
     def embed(self, token_ids: Int64) -> Float32:
         """float32 [n, hidden_size]: rows of the embedding table, which stays in its file.
