@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from loadtest.memory_speed import MemoryReader
 from loadtest.weight_forms import forms_of, runner_of
 from loadtest.weights_quality import read_texts
 from loadtest.weights_speed import measure
@@ -86,9 +87,12 @@ def test_a_step_is_timed_in_every_form(folder: Path) -> None:
         form: runner_of(str(folder), form, adapter=None, threads=1, max_rows=64)[0]
         for form in ("float32", "int8")
     }
-    found = measure(runners, 4, 16, 3)
+    reader = MemoryReader(1 << 20, 2)
+    found = measure(runners, 4, 16, 3, reader)
+    reader.close()
     for runner in runners.values():
         runner.close()
+    assert found["int8"]["of_reading"] > 0 < found["int8"]["read_gb_s"]
     assert found["float32"]["speed"]["median"] == 1.0
     assert found["int8"]["speed"]["num_pairs"] == 3
     assert found["int8"]["best_ms"] <= found["int8"]["ms"]

@@ -228,6 +228,11 @@ class CpuRunner:
         cpu_forward.copy_blocks(src, dst, self._cache)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that products multiply by: a step reads them all."""
+        return self._weights.num_bytes
+
+    @property
     def slice_bytes(self) -> int:
         """Bytes of head rows that were copied for slices."""
         return self._slices.num_bytes

@@ -70,13 +70,14 @@ class RunnerWeights(Protocol):
 
     layers: the records of the forward pass. inner_size: width of what goes into the last product
     of an MLP. num_embeddings: rows of the embedding table. table: the same as it lies in memory;
-    NO_TABLE where only `embed` reads it. packed_head: the LM head.
+    NO_TABLE where only `embed` reads it. packed_head: the LM head. num_bytes: of all panels.
     """
 
     layers: Layers
     inner_size: int
     num_embeddings: int
     table: Table
+    num_bytes: int
 
     @property
     def packed_head(self) -> PackedHead:
