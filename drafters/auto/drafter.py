@@ -22,7 +22,7 @@ from drafters.arrays import Float32, Int32
 from drafters.auto.advance import NO_PLAIN, PlainFields, advance
 from drafters.auto.automaton import Automaton, automaton_step
 from drafters.auto.cells import MAX_LIKELY_MATCH, PREDICTION, RETRIEVED, SOURCES
-from drafters.auto.likely import NUM_LIKELY, LikelyTable
+from drafters.auto.likely import NUM_LIKELY, LikelyTable, warm_up_likely
 from drafters.auto.retrieval import NUM_RETRIEVED, retrieve
 from drafters.auto.rival import Rivals, follow_all
 from drafters.auto.seen import Seen
@@ -154,6 +154,7 @@ class AutoDrafter:
         session.propose(4, 4)
         session.rollback(0)
         session.close()
+        warm_up_likely()
         if self.corpus is None:
             from drafters.corpus import build_corpus
 

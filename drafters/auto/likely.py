@@ -256,6 +256,11 @@ class LikelyTable:
         return echo_ids[:num], echo_chances[:num]
 
 
+def warm_up_likely() -> None:
+    """Compile, or load from the cache, what a table calls once it is half full."""
+    _grow(*_empty(FIRST_SLOTS), _empty(FIRST_SLOTS))
+
+
 def _empty(num_slots: int) -> tuple[Int64, Int32, Float32]:
     return (
         np.zeros(num_slots, np.int64),

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 
 from drafters.auto.drafter import AutoDrafter
+from drafters.auto.likely import FIRST_SLOTS, LikelyTable
 from drafters.corpus import Corpus, build_corpus
 
 
@@ -52,6 +53,11 @@ def check() -> None:
     examples = [([5, 6, 7], [1, 2, 3, 4, 0]), ([5, 6, 8], [1, 2, 3, 5, 0])]
     _serve(None)
     _serve(build_corpus(examples, fingerprint="", n_max=2, p_min=1))
+    full = LikelyTable()
+    for token in range(4 * FIRST_SLOTS):
+        one = np.full(1, token, np.int32)
+        full.note(one, np.zeros((2, 0), np.int32), one[None], np.full((1, 1), 0.5, np.float32), one)
+    assert full.keys.shape[0] > FIRST_SLOTS
     after = _forms()
     late = {name: num - before.get(name, 0) for name, num in after.items()}
     assert before and not any(late.values()), {name: num for name, num in late.items() if num}

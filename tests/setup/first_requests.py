@@ -1,0 +1,92 @@
+"""Requests of every kind to an engine that has just started, and what each compiled."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from server.config import ModelConfig, ServerConfig
+from server.engine.engine import Engine
+from server.types import GrammarSpec, Request, SamplingParams, SpeculationParams
+from server.wiring.engine import build_engine
+from server.wiring.server import plan_server
+
+
+def compiled() -> dict[str, int]:
+    """How many types each compiled function of ours was compiled for."""
+    from numba.core.registry import CPUDispatcher
+
+    return {
+        f"{name}.{key}": len(value.overloads)
+        for name, module in list(sys.modules.items())
+        if name.startswith(("server.", "drafters."))
+        for key, value in vars(module).items()
+        if isinstance(value, CPUDispatcher)
+    }
+
+
+def requests(engine: Engine) -> Iterator[Request]:
+    """One of each kind; each repeats a prompt that drafts are accepted from."""
+    ids = tuple([5, 6, 7, 8, 9, 10] * 8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    sampled = replace(greedy, temperature=0.9, seed=7)
+    drafts = SpeculationParams("auto", 8, learn_tokens=1000)
+    plain = Request("plain", "t", engine.info.name, ids, greedy)
+    yield plain
+    for name, sampling in {
+        "sampled": sampled,
+        "nucleus": replace(sampled, top_p=0.8, top_k=9, min_p=0.01),
+        "penalties": replace(greedy, presence_penalty=0.5, repetition_penalty=1.2),
+        "biased": replace(sampled, logit_bias=((3, 1.0),), allowed_token_ids=(3, 4, 5)),
+        "logprobs": replace(greedy, num_logprobs=3),
+        "chosen-logprobs": replace(sampled, num_logprobs=2, logprob_token_ids=(3, 4)),
+        "min-tokens": replace(sampled, min_tokens=3, ignore_eos=False),
+    }.items():
+        yield replace(plain, request_id=name, sampling=sampling)
+        yield replace(plain, request_id=f"{name}-drafts", sampling=sampling, speculation=drafts)
+    yield replace(plain, request_id="choices", sampling=sampled, num_choices=3)
+    yield replace(plain, request_id="echo", echo_logprobs=2)
+    once = replace(greedy, max_tokens=0)
+    yield replace(plain, request_id="labels", sampling=once, label_ids=(3, 4))
+    grammar = GrammarSpec("regex", "[a-z ]+")
+    bounded = replace(greedy, ignore_eos=False)
+    yield replace(plain, request_id="grammar", sampling=bounded, grammar=grammar)
+    warm = replace(sampled, ignore_eos=False)
+    yield replace(plain, request_id="grammar-sampled", sampling=warm, grammar=grammar)
+
+
+def run(engine: Engine, request: Request) -> None:
+    """To its end. Raises AssertionError when it fails."""
+    engine.submit(request)
+    deltas, until = engine.take_deltas(), time.monotonic() + 60
+    while engine.num_open:
+        deltas += engine.step()
+        if not engine.has_work:
+            time.sleep(0.001)  # its grammar is being compiled
+        assert time.monotonic() < until, request.request_id
+    failed = [d.error for d in deltas if d.finish_reason == "error"]
+    assert not failed, (request.request_id, failed)
+
+
+def main(folder: str, weights: str) -> None:
+    """Write, as JSON, what each request compiled; requests that compiled nothing are left out."""
+    config = ServerConfig(models=(ModelConfig(name="m", path=folder, weights=weights),))
+    plan = plan_server(config, {}, {"m": Path(folder)})
+    engine = build_engine(replace(plan.orders[0], learns=True))
+    found: dict[str, list[str]] = {}
+    for request in requests(engine):
+        before = compiled()
+        run(engine, request)
+        new = [key for key, num in compiled().items() if num > before.get(key, 0)]
+        if new:
+            found[request.request_id] = new
+    engine.close()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
