@@ -1,7 +1,7 @@
-"""The prompts of the load tests: two fixed ones, and the task data sets of a folder.
+"""The prompts of the load tests: three fixed ones, and the task data sets of a folder.
 
-PLAIN and COPY were written for this file. With SmolLM2's tokenizer PLAIN is 200 tokens of prose
-(the length of the TTFT figure) and COPY 165 tokens of code that invites copying.
+PLAIN and COPY were written for this file. With SmolLM2's tokenizer PLAIN is 200 tokens of prose,
+COPY 165 tokens of code that invites copying, and LONG 1,500 of prose (`distinct_prompts`).
 
 A data folder holds one folder per task with `test.jsonl` and `train.jsonl`: a JSON object a line
 with at least `id` and `prompt`, mostly with `completion`.
@@ -58,8 +58,6 @@ class Warehouse:
     def add(self, name, count):
         if"""
 
-FIXED = {"plain": PLAIN, "copy": COPY}
-
 
 def distinct_prompts(num_prompts: int) -> list[str]:
     """Prompts of about equal length that differ from the first word on: no prefix is shared."""
@@ -70,6 +68,10 @@ def distinct_prompts(num_prompts: int) -> list[str]:
         told = ". ".join([*sentences[turn:], *sentences[:turn]])
         prompts.append(f"{index + 1}. Story number {index + 1} of the harbour. {told}")
     return prompts
+
+
+LONG = " ".join(distinct_prompts(8))[:6804]
+FIXED = {"plain": PLAIN, "copy": COPY, "long": LONG}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ from loadtest.peer import (
     shuffled,
     stop_on_sigterm,
 )
-from loadtest.prompts import COPY, PLAIN, Example, distinct_prompts
+from loadtest.prompts import COPY, LONG, PLAIN, Example, distinct_prompts
 from loadtest.requantise import FORMS, requantise
 from loadtest.stats import ratio
 
@@ -77,13 +77,12 @@ class Kind:
 
 def kinds(tokens: int, names: Sequence[str] | None) -> list[Kind]:
     """All cells, or those that are named. Raises ValueError for one that is not there."""
-    long = " ".join(distinct_prompts(8))  # about 215 tokens each
     histories = [f"{i}. {' '.join(distinct_prompts(19 + i)[i:])}" for i in range(1, 9)]
     found = {
         "prose": Kind("prose", [PLAIN], tokens, "decode"),
         "copy": Kind("copy", [COPY], tokens, "decode"),
         "first-200": Kind("first-200", [PLAIN], 2, "first"),
-        "first-1500": Kind("first-1500", [long[: 7 * len(PLAIN)]], 2, "first"),
+        "first-1500": Kind("first-1500", [LONG], 2, "first"),
         "8-streams": Kind("8-streams", distinct_prompts(8), tokens, "all"),
         "32-streams": Kind("32-streams", distinct_prompts(32), tokens, "all"),
         "history-4000": Kind("history-4000", histories[:1], tokens, "decode", True),
