@@ -1,29 +1,38 @@
-"""Files that appear whole: a reader sees the old content or the new one, never a part."""
+"""Files that appear whole: a reader sees the old content or the new one, never a part.
+
+Of the standard library alone: vocab_store and all of the server write their files with it.
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+OWNER, EVERYBODY = 0o600, 0o666
+"""Who may read a file: its owner, or whoever the process's umask lets read files that it makes."""
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], mode: int = OWNER) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends well.
 
-    It is written beside `path`, whose folder must exist, for its owner only (0600), and is on the
-    disk before it takes the place. When the block raises, `path` stays as it was. Raises OSError.
+    It is written beside `path`, whose folder must exist, and is on the disk before it takes the
+    place. mode: OWNER or EVERYBODY. When the block raises, `path` stays as it was, and nothing is
+    left beside it. Raises OSError.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(handle, "wb") as out:
+        with os.fdopen(handle, "w+b") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -6,7 +6,8 @@ numba refuses at decoration time; then the function is compiled anew in each pro
 
 By itself numba reuses cached code as long as the function's own file is unchanged. But called
 functions, constants and record fields are compiled in from other files. So `keep_while_unchanged`
-makes the cache depend on all sources of the package that machine code is made of.
+makes the cache depend on all sources that a package's machine code is made of: its own, and those
+of this package that it calls.
 """
 
 from __future__ import annotations
@@ -27,24 +28,23 @@ _R = TypeVar("_R")
 _njit: Any = numba.njit  # its type knows no _nrt
 
 _IMPORT = re.compile(rb"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
+_OWN = __name__.rpartition(".")[0]
 _packages: dict[Path, str] = {}  # folder: its dotted name
 
 
 def sources(package: str, folder: Path) -> dict[str, bytes]:
     """{module: its text} of the sources that a package's machine code is made of.
 
-    These are the modules that import numba or this one, and what they import of the package.
+    These are the modules that import numba or this one, and what they import of the package and of
+    this one. What else the process has imported changes nothing.
     """
-    texts = {}
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).with_suffix("").parts
-        name = ".".join((package, *parts)).removesuffix(".__init__")
-        texts[name] = path.read_bytes()
+    own = _texts(package, folder)
+    texts = {**_texts(_OWN, Path(__file__).parent), **own}
     imports = {name: _imported(text) for name, text in texts.items()}
     waiting = [
         name
-        for name, found in imports.items()
-        if any(other == __name__ or other.split(".")[0] == "numba" for other in found)
+        for name in own
+        if any(other == __name__ or other.split(".")[0] == "numba" for other in imports[name])
     ]
     wanted = set(waiting)
     while waiting:
@@ -52,6 +52,15 @@ def sources(package: str, folder: Path) -> dict[str, bytes]:
         wanted |= found
         waiting += found
     return {name: texts[name] for name in sorted(wanted)}
+
+
+def _texts(package: str, folder: Path) -> dict[str, bytes]:
+    """{module: its text} of a package."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).with_suffix("").parts
+        found[".".join((package, *parts)).removesuffix(".__init__")] = path.read_bytes()
+    return found
 
 
 def _imported(text: bytes) -> set[str]:
@@ -114,7 +123,7 @@ def keep_while_unchanged(package: str, folder: Path) -> None:
         config.CACHE_LOCATOR_CLASSES = ",".join([*ours, rest])
 
 
-keep_while_unchanged(__package__ or "drafters", Path(__file__).parent)
+keep_while_unchanged(_OWN, Path(__file__).parent)
 
 
 def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

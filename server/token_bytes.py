@@ -26,13 +26,13 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from drafters.atomic_file import replacing
 from server.errors import UnsupportedTokenizerError
 
 if TYPE_CHECKING:
@@ -275,19 +275,11 @@ def save(table: TokenBytes, path: str | os.PathLike[str]) -> None:
         table.strip_start,
         table.fingerprint,
     )
-    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(header)
-            file.write(np.ascontiguousarray(table.offsets, "<i8").tobytes())
-            file.write(np.ascontiguousarray(table.special_ids, "<i8").tobytes())
-            file.write(table.blob.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(target) as file:
+        file.write(header)
+        file.write(np.ascontiguousarray(table.offsets, "<i8").tobytes())
+        file.write(np.ascontiguousarray(table.special_ids, "<i8").tobytes())
+        file.write(table.blob.tobytes())
 
 
 def open_table(path: str | os.PathLike[str]) -> TokenBytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drafters.atomic_file import EVERYBODY, replacing
 from vocab_store.errors import ProfileFileError
 from vocab_store.slice import RequiredIds, VocabSlice
 
@@ -24,13 +25,12 @@ _TENSOR = "vocab_map"
 
 def export_vocab_map(slice_: VocabSlice, folder: str | os.PathLike[str]) -> None:
     """Write both files into `folder` (made if absent). Dynamic rows have no place in this form."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    temporary = root / (MAP_NAME + ".tmp")
-    save_file({_TENSOR: np.ascontiguousarray(slice_.ids, np.int32)}, str(temporary))
-    os.replace(temporary, root / MAP_NAME)
+    with replacing(root / MAP_NAME, EVERYBODY) as out:
+        out.write(save({_TENSOR: np.ascontiguousarray(slice_.ids, np.int32)}))
     info = {"vocab_size": slice_.vocab_size, "reduced_vocab_size": slice_.num_ids}
     (root / INFO_NAME).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 

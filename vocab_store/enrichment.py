@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vocab_store.atomic_file import replace_file
+from drafters.atomic_file import EVERYBODY, replacing
 from vocab_store.errors import EnrichmentFileError
 
 _KIND = "tailor enrichment"
@@ -160,7 +160,8 @@ class Enrichment:
             "parts": self.parts,
         }
         text = json.dumps(body, separators=(",", ":")) + "\n"
-        replace_file(path, text.encode())
+        with replacing(path, EVERYBODY) as out:
+            out.write(text.encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, tokenizer: str | None = None) -> Enrichment:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vocab_store.atomic_file import replace_file
+from drafters.atomic_file import EVERYBODY, replacing
 from vocab_store.documents import TICK, Example, Progress, corpus_hash
 from vocab_store.errors import ProfileFileError, VocabStoreError
 from vocab_store.slice import RequiredIds, TokenTexts, VocabSlice
@@ -296,7 +296,8 @@ class VocabProfile:
         text = json.dumps(manifest, sort_keys=True).encode()
         head = _PREFIX.pack(_MAGIC, VERSION, len(text)) + text
         head += b"\0" * (-len(head) % _ALIGN)
-        replace_file(path, head + payload)
+        with replacing(path, EVERYBODY) as out:
+            out.write(head + payload)
 
     @classmethod
     def load(

@@ -9,8 +9,7 @@ which is asked again.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
+from drafters.atomic_file import EVERYBODY, replacing
 from server.errors import TailorError
 
 
@@ -83,7 +83,8 @@ class AnswerFile:
                         kept[record["line"]] = record
                         raws.append(raw if raw.endswith(b"\n") else raw + b"\n")
             if len(kept) != num_read:
-                replace_file(self.path, raws)
+                with replacing(self.path, EVERYBODY) as out:
+                    out.writelines(raws)
         except OSError as error:
             raise self._error(error) from None
         return kept
@@ -102,20 +103,11 @@ class AnswerFile:
         """Write the records anew in the order of the input."""
         with self.path.open("rb") as file:
             lines = sorted(((_record(raw) or {"line": 0})["line"], raw) for raw in file)
-        replace_file(self.path, (raw for _, raw in lines))
+        with replacing(self.path, EVERYBODY) as out:
+            out.writelines(raw for _, raw in lines)
 
     def _error(self, error: OSError) -> AnswerFileError:
         return AnswerFileError(f"{self.path}: {error.strerror or error}")
-
-
-def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file anew, atomically. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _append(file: BinaryIO, data: bytes) -> None:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from server.client.answer_file import AnswerFile, AnswerFileError, replace_file
+from drafters.atomic_file import EVERYBODY, replacing
+from server.client.answer_file import AnswerFile, AnswerFileError
 from server.client.connection import CallFailedError, Endpoint
 from server.client.http import Caller, RefusedError
 from server.datasets import ids_of, rows
@@ -331,7 +332,8 @@ def record(
                         progress(len(done) + len(failures), len(prompts))
             if done:
                 recordings = (json.dumps(done[n], ensure_ascii=False) + "\n" for n in sorted(done))
-                replace_file(output, (line.encode() for line in recordings))
+                with replacing(output, EVERYBODY) as out:
+                    out.writelines(line.encode() for line in recordings)
             partial.path.unlink()
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}") from None

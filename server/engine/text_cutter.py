@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafters.atomic_file import replacing
-from drafters.jit import compiled
+from drafters.jit import compiled, keep_while_unchanged
 from drafters.sorted_keys import find_row
 
 Int64 = npt.NDArray[np.int64]
@@ -40,6 +40,8 @@ ReadTokenizer = Callable[[str], Any]
 
 _MAGIC = b"TLRMERG1"
 _HEADER = struct.Struct("<8sQ")
+
+keep_while_unchanged(__name__.rpartition(".")[0], Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import errno
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from drafters.atomic_file import replacing
 from server.errors import CacheFolderError, IntegrityError
 
 MARKER = "tailor.json"
@@ -100,16 +100,11 @@ def remembered_sha256(path: Path) -> str:
         return str(known[key])
     value = sha256_of(path)
     known = dict(list(known.items())[-_MAX_REMEMBERED:]) | {key: value}
-    scratch = None
-    try:
+    # A read-only or full cache only costs the next start a second.
+    with suppress(OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(prefix=".sha256-", dir=store.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(known, file, indent=1)
-        os.replace(scratch, store)
-    except OSError:  # a read-only or full cache only costs the next start a second
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
+        with replacing(store) as file:
+            file.write(json.dumps(known, indent=1).encode())
     return value
 
 

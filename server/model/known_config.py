@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drafters.atomic_file import EVERYBODY, replacing
 from server.model import families, refusals, shape, supported
 from server.model.cache_folder import cache_dir
 from server.model.families import WeightNames
 from server.model.shape import ModelShape
-from vocab_store.atomic_file import replace_file
 
 __all__ = ["KnownConfig", "find", "keep", "keep_ropes", "last_token_id"]
 
@@ -140,7 +140,8 @@ def _write(key: str, suffix: str, content: bytes) -> None:
     file = _file(key, suffix)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, content)
+        with replacing(file, EVERYBODY) as out:
+            out.write(content)
     except OSError:
         pass
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from drafters.atomic_file import EVERYBODY, replacing
 from server.errors import ConfigError
 from server.training.examples import Microbatch, TrainExample, collate, microbatches, segmented
 from server.training.lora import Tuned, hidden_states
@@ -263,15 +263,14 @@ class _Checkpoint:
     def save(self, state: _State) -> None:
         """Save atomically. Raises OSError; the earlier checkpoint then stays."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self._file.with_suffix(".new")
         body = {
             "identity": self._identity,
             "state": asdict(state),
             "trained": self._trained(),
             "optimizer": self._optimizer.state_dict(),
         }
-        torch.save(body, scratch)
-        os.replace(scratch, self._file)
+        with replacing(self._file, EVERYBODY) as out:
+            torch.save(body, out)
 
     def remove(self) -> None:
         """Delete the checkpoint: the run has ended."""

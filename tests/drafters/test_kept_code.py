@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,60 @@ def test_a_change_in_a_called_file_or_a_constant_compiles_anew(tmp_path: Path) -
     change("numbers", "10", "20")
     assert run() == "60 0"
     assert run() == "60 1"
+
+
+EVERY = """
+import gc, importlib, pkgutil, sys
+import drafters, server.engine, server.model.cpu
+for package in (drafters, server.engine, server.model.cpu):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+from numba.core.dispatcher import Dispatcher
+from drafters import jit
+found = [
+    f for f in gc.get_objects()
+    if isinstance(f, Dispatcher) and f.py_func.__module__.split(".")[0] in ("drafters", "server")
+]
+assert len(found) > 100, len(found)
+print([
+    f"{f.py_func.__module__}.{f.py_func.__qualname__}" for f in found
+    if not isinstance(getattr(getattr(f._cache, "_impl", None), "locator", None), jit._Fresh)
+])
+"""
+
+
+def test_every_compiled_function_is_kept_with_the_digest_of_its_sources() -> None:
+    """One that is not would keep old machine code after an upgrade of what it calls."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", EVERY], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_another_package_calls_of_drafters_is_in_its_digest(tmp_path: Path) -> None:
+    """Whatever else the process has imported: two processes must not throw out each other's."""
+    root = Path(__file__).parents[2]
+    for name in ("drafters", "server"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import sys; sys.path.insert(0, '.'); from drafters import jit; from pathlib import Path"
+    code += "; import {before}server.engine.text_cutter as t"
+    code += "; print(jit.__file__, jit._digest(Path(t.__file__).parent))"
+
+    def digest(before: str = "") -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(before=before)],
+            cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/usr/bin"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert str(tmp_path) in done.stdout
+        return done.stdout
+
+    first = digest()
+    assert digest("server.model.cpu.linear, ") == first
+    for name in ("drafters/corpus.py", "server/engine/engine.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# nothing is compiled from here\n")
+    assert digest() == first
+    with (tmp_path / "drafters/sorted_keys.py").open("a") as file:
+        file.write("# called by text_cutter's compiled code\n")
+    assert digest() != first
