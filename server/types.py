@@ -109,7 +109,7 @@ class SpeculationParams:
     """
 
     drafter: str = "off"
-    max_draft_tokens: int = 0
+    max_draft_tokens: int = 16
     options: tuple[tuple[str, float | int | str | bool], ...] = ()
     corpus: str | None = None
     prediction_ids: tuple[int, ...] = ()

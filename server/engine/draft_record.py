@@ -57,10 +57,11 @@ class DraftRecord:
         """Whether the next allowance() is 0."""
         return self._left > 0
 
-    def allowance(self) -> int:
-        """Most nodes it may ask for in this step, 0 while cooling. Called once a step."""
+    def allowance(self, *, counts: bool = True) -> int:
+        """Most nodes it may ask for in this step, 0 while cooling. counts: whether a step of its
+        cool-down is over by this; once a step."""
         if self._left > 0:
-            self._left -= 1
+            self._left -= counts
             return 0
         return self.PROBE_NODES if self._pause else 1 << 30
 

@@ -229,7 +229,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that cannot be served gets an error Delta; nothing is raised."""
-        if request.speculation.max_draft_tokens > 0:
+        if request.speculation.drafter != "off":
             spec = replace(request.speculation, scope=request.scope, adapter=request.adapter)
             request = replace(request, speculation=spec)
         refusal = self._admission.refusal(request)

@@ -126,13 +126,14 @@ class DraftPlanner:
     def plan(
         self, asks: Sequence[Ask], shape: StepShape, room: int, *, is_judged: bool = True
     ) -> DraftPlan:
-        """The trees of a step. room: most nodes, over all asks. Called once a step. is_judged:
-        whether the sessions are judged by what they propose, and by the time that it takes.
+        """The trees of a step. room: most nodes, over all asks. is_judged, once a step: whether the
+        sessions are judged by what they propose, and by the time that it takes, and cool-downs
+        become a step shorter.
 
         It does not raise what a session raises: see DraftPlan.errors.
         """
         plan = DraftPlan([None] * len(asks), ["cooldown"] * len(asks))
-        turns = _turns(asks)
+        turns = _turns(asks, is_judged)
         if not turns:
             return plan
         room = min(room, sum(turn.max_nodes for turn in turns))
@@ -257,12 +258,12 @@ class DraftPlanner:
         )
 
 
-def _turns(asks: Sequence[Ask]) -> list[_Turn]:
+def _turns(asks: Sequence[Ask], counts: bool) -> list[_Turn]:
     """The asks that are considered. Tokens that a grammar forces are certain, so they are drafted
-    even for a choice that sits out."""
+    even for a choice that sits out. counts: see DraftRecord.allowance."""
     turns: list[_Turn] = []
     for index, ask in enumerate(asks):
-        own = 0 if ask.rests else ask.record.allowance()
+        own = 0 if ask.rests else ask.record.allowance(counts=counts)
         if ask.grammar is not None:
             turns.append(_Turn(index, ask, own, ask.max_nodes))
         elif own:

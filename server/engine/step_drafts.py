@@ -230,6 +230,9 @@ class StepDrafts:
         proposed = self._proposed(foreseen, items, seconds, drafts.ceiling) if found else None
         if proposed is None:  # `propose` plans the same step again
             self._judged = dict(zip(sequences, resting, strict=True))
+        else:
+            for ask in asks:
+                ask.record.allowance()
         return proposed
 
     def _proposed(

@@ -357,6 +357,24 @@ def test_a_step_is_judged_once_where_nothing_is_foreseen() -> None:
     assert num_judged <= runner.num_steps + 1  # one that the end of the text made needless
 
 
+def test_a_cool_down_takes_its_steps_where_nothing_is_foreseen() -> None:
+    """Steps that are planned twice, because of a choice that drafts, end nobody's cool-down in half
+    the time."""
+    engine, _ = _engine(
+        {"follows_trees": True}, {"fake": FakeDrafter(lambda t, _, d: _endless(t, 1, d))}
+    )
+    engine.flights.policy = AheadPolicy(is_always=True)
+    for name in "ab":
+        engine.submit(_request(name, 60, "fake"))
+    while engine._open["b"][0].num_output < 4:
+        engine.step()
+    cooling = engine._open["b"][0]
+    cooling.draft_record._left, began = 12, cooling.num_output
+    while cooling.draft_record.is_resting:
+        engine.step()
+    assert cooling.num_output - began >= 11
+
+
 def test_a_draw_without_an_answer_behind_an_accepted_node() -> None:
     """Its step is followed by one whose row is nobody's; the tokens before it stand."""
     text = _alone(_request("a"))["a"]
