@@ -8,7 +8,7 @@
 position, the ids that it held likeliest. `replay` feeds them to each drafter. `live` answers the
 same prompts with each drafter and a fixed number of nodes a step, unpruned: there the rows of
 rejected nodes are seen too, which no replay knows, and the answers must equal the recorded ones.
-The last line is JSON.
+The last line is JSON; `live` exits 1 where they do not.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="record, live: the model's folder")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json (default: SmolLM2's)")
     parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
-    parser.add_argument("--recorded", type=Path, help="live: what record wrote")
+    parser.add_argument("--recorded", type=Path, help="replay, live: what record wrote")
     parser.add_argument("--sets", nargs="*", default=[])
     parser.add_argument("--columns", nargs="*", help="live: drafters (default: all)")
     parser.add_argument("--examples", type=int, default=30)
@@ -285,11 +285,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", type=int, nargs="*", default=[8, 16])
     parser.add_argument("-o", "--output", type=Path, help="record: the folder")
     arguments = parser.parse_args(argv)
-    if arguments.what != "replay" and arguments.model is None:
-        parser.error("--model is missing")
+    wanted = {"record": ("model", "output"), "replay": ("recorded",), "live": ("model", "recorded")}
+    for option in wanted[arguments.what]:
+        if getattr(arguments, option) is None:
+            parser.error(f"--{option} is missing")
     run = {"record": record, "replay": replayed, "live": live}[arguments.what]
-    print(json.dumps(run(arguments)))
-    return 0
+    found = run(arguments)
+    print(json.dumps(found))
+    return 0 if all(cell.get("same text", True) for cell in found.get("cells", ())) else 1
 
 
 if __name__ == "__main__":

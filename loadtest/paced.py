@@ -39,9 +39,8 @@ class PacedRunner:
     max_in_flight = 1
 
     def __init__(self, info: ModelInfo, rate: float) -> None:
-        self.info = replace(
-            info, fingerprint=f"paced-{rate:g}"
-        )  # what is measured of it is its own
+        # What is measured of it is kept apart from the model's.
+        self.info = replace(info, fingerprint=f"paced-{rate:g}")
         self._rate = rate
         self._batch: Batch | None = None
 

@@ -205,7 +205,7 @@ def _profile_steps(
     from server.types import Request, SamplingParams, SpeculationParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    speculation = SpeculationParams(drafter, 0 if drafter == "off" else 16)
+    speculation = SpeculationParams(drafter)
     for index, ids in enumerate(prompts):
         name = f"{time.monotonic_ns()}-{index}"
         engine.submit(Request(name, "profile", "profiled", ids, sampling, speculation))
