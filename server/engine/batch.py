@@ -11,7 +11,9 @@ A prompt or last-token row writes its KV into the slot of its own position, so i
 prefix_len = position + 1 and an empty path. A tree node at depth d (1-based) under a root at
 position p has prefix_len = p + 1, position p + d and a path of d slots ending in its own.
 
-Everything here is numpy and frozen: a device may copy it and run one step ahead.
+Everything here is numpy and frozen: a device may copy it and run one step ahead. One Batch may be
+launched again once it was waited for, with its rows moved on in place (steady.py): then its
+token_ids, positions, slots, prefix_len, draw_positions and block_tables hold other numbers.
 """
 
 from __future__ import annotations

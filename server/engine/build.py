@@ -129,7 +129,7 @@ def _decode_batch(items: SequenceOf[Scheduled], num_prefill_rows: int, num_likel
         num_prefill_rows=num_prefill_rows,
         num_likely=num_likely,
     )
-    return Built(_with_adapters(batch, items), same.spans, sum(behind))
+    return Built(_with_adapters(batch, items), same.spans, sum(behind), columns)
 
 
 class _Same(NamedTuple):

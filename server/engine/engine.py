@@ -9,9 +9,10 @@ HTTP. A Runner turns Batches into ids, Drafters propose, the host calls `submit`
 With steps_ahead the next step may be launched before this one is waited for (flights.py).
 
 Its parts hand data back and never call it: admission.py (who may be served), step_drafts.py and
-planner.py (who drafts), flights.py (what was launched), emission.py (from drawn ids to tokens),
-exact.py (verification), deltas.py (what is handed out), recovery.py (after a failed step),
-control.py (what is kept of tasks).
+planner.py (who drafts), flights.py (what was launched), steady.py (steps like the one before),
+emission.py (from drawn ids to tokens), exact.py (verification), deltas.py (what is handed out),
+step_figures.py (what it took), recovery.py (after a failed step), control.py (what is kept of
+tasks).
 """
 
 from __future__ import annotations
@@ -54,12 +55,18 @@ from server.engine.sequence import Sequence, Status
 from server.engine.sessions import DraftSessions
 from server.engine.settings import EngineSettings
 from server.engine.slices import ProfileSource, SliceBook
+from server.engine.steady import SteadySteps
 from server.engine.step_drafts import Proposed, StepDrafts
+from server.engine.step_figures import StepFigures
 from server.engine.stops import StopTable
 from server.engine.task_store import TaskStore
 from server.types import Delta, EngineStats, Request
 
 _log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """What `meanwhile` is where nothing is to be done."""
 
 
 class Engine:
@@ -126,8 +133,11 @@ class Engine:
         )
         self._exact = ExactVerifier(self.slices, self.sessions)
         self._emission = Emission(self.slices, self.sessions, self._exact)
+        self._steady = SteadySteps(
+            self.scheduler, self.flights, self._drafts, self._admission, self.adapters
+        )
         self._deltas: list[Delta] = []
-        self._step_figures: dict[str, Any] = {}
+        self._figures = StepFigures(cost, self.budget, self.slices, self.flights)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -138,24 +148,17 @@ class Engine:
         RunnerBrokenError, and what `meanwhile` raises.
         """
         began = time.perf_counter()
-        flight = self.flights.oldest or self._begin()
+        flight = self.flights.oldest or self._steady.launch() or self._begin()
         if flight is None:
             return self.take_deltas()
         try:
-            self._go_ahead(flight)
-            if meanwhile is not None:
-                meanwhile()
-            self.sessions.settle(item.sequence for item in flight.plan.items)
-            results = self.flights.wait()
-            self._accept(flight, results)
-            self.flights.accepted(flight, results, self._drafts)
-            self._verify_exact()
-            self._move()
+            results = self._complete(flight, meanwhile or _nothing)
         except StepFailedError as failure:
             self.flights.discard()
+            self._steady.drop()
             self._recover(flight.plan, failure.error)
             return self.take_deltas()
-        self._observe(flight, began, results)
+        self._figures.observe(flight, began, results, is_steady=self._steady.has(flight))
         return self.take_deltas()
 
     @property
@@ -209,7 +212,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-            **self._step_figures,
+            **self._figures.figures,
             **self.tasks.figures,
             **self.flights.figures,
             adapters=self.adapters.figures,
@@ -345,6 +348,25 @@ class Engine:
         self.flights.launch(flight)
         return flight
 
+    def _complete(self, flight: Flight, meanwhile: Callable[[], None]) -> Results:
+        """What is done while a step computes, and with what it drew."""
+        if self._steady.has(flight):
+            meanwhile()
+            results = self.flights.wait()
+            for sequence, draw in self._steady.accept(results, self._deltas):
+                self._conclude(self._emission.emit(sequence, None, draw, results))
+            return results
+        self._go_ahead(flight)
+        meanwhile()
+        self.sessions.settle(item.sequence for item in flight.plan.items)
+        results = self.flights.wait()
+        self._accept(flight, results)
+        self.flights.accepted(flight, results, self._drafts)
+        self._verify_exact()
+        self._move()
+        self._steady.keep(flight, results)
+        return results
+
     def _accept(self, flight: Flight, results: Results) -> None:
         plan, built = flight.plan, flight.built
         for item, tree, span in zip(plan.items, flight.drafts.trees, built.spans, strict=True):
@@ -428,39 +450,14 @@ class Engine:
         if moves is not None and not self.flights:
             guarded(self.runner.move_slots, *moves)
 
-    def _observe(self, flight: Flight, began: float, results: Results) -> None:
-        """Note the figures of a step that succeeded, for stats(), the cost table, the budget and
-        what `exact` costs."""
-        plan, batch, model_s = flight.plan, flight.batch, results.model_s
-        if self._cost is not None:
-            likely_s = self._cost.likely_s * batch.num_draws if batch.num_likely else 0.0
-            self._cost.observe(batch.num_rows, flight.built.num_keys, model_s - likely_s)
-        step_s = time.perf_counter() - began
-        host_s = max(0.0, step_s - model_s)
-        if not flight.is_ahead and not self.flights:  # drafts are priced by steps that wait
-            self.budget.observe_host(host_s)
-        self.budget.host.observe_step(
-            plan, flight.drafts.has_asked, self.flights.beside_s if flight.is_ahead else host_s
-        )
-        head_s, has_prompt = results.drawn.head_s, plan.num_prefill_rows > 0
-        self.slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)
-        self._step_figures = {
-            "step_s": step_s,
-            "model_s": model_s,
-            "propose_s": flight.drafts.seconds,
-            "host_s": host_s,
-            "num_rows": batch.num_rows,
-            "num_prefill_rows": plan.num_prefill_rows,
-            "num_draft_rows": batch.num_draft_rows,
-            "draft_budget": flight.drafts.ceiling,
-        }
-
     # -- ends -------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, ending: Ending) -> None:
         """Hand out the last Delta of a choice; give back its blocks, seat and session."""
         self._deltas.append(next_delta(sequence, self.slices, ending))
         self.scheduler.remove(sequence)
+        if not self.flights:
+            self._steady.drop()
         self.sessions.close(sequence)
         self.slices.leave(sequence, is_idle=not self.flights)
         request_id = sequence.request.request_id

@@ -91,6 +91,11 @@ class Flights:
         return len(self._flying)
 
     @property
+    def waits(self) -> bool:
+        """Whether every step is waited for before the next one is planned."""
+        return self._most == 1
+
+    @property
     def figures(self) -> dict[str, Any]:
         """What EngineStats has of them."""
         return {"num_steps_ahead": self.num_ahead, "num_void_rows": self.num_void_rows}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from server.engine.batch import Batch
+from server.engine.batch import Batch, Int32
 from server.engine.sequence import Sequence
 
 
@@ -47,10 +47,12 @@ class Span:
     num_labels: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Built:
-    """A Batch, a Span per item, and the KV entries its rows attend to."""
+    """A Batch, a Span per item, and the KV entries its rows attend to. columns: of a step of plain
+    decode rows alone, int32 [4, rows]: their ids, positions, slots and prefix_len."""
 
     batch: Batch
     spans: list[Span]
     num_keys: int
+    columns: Int32 | None = None

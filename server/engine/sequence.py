@@ -185,6 +185,16 @@ class Sequence:
         return self.num_tokens - self.prompt_len
 
     @property
+    def num_left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.rules.max_output - self.num_output
+
+    @property
+    def has_fixed_params(self) -> bool:
+        """Whether draw_params() gives the same for each of its tokens."""
+        return self._params is not None
+
+    @property
     def num_pending(self) -> int:
         """Rows still to be computed before the next draw, the drawn row included."""
         return self.num_tokens - self.num_computed
@@ -233,6 +243,15 @@ class Sequence:
         if self.request.sampling.has_penalties:
             for token in token_ids:
                 self._count(token)
+
+    def append_one(self, token: int) -> None:
+        """Emit, verify and release one token, where nothing else is told of it and all before it
+        are released."""
+        at = self.num_tokens
+        self.ids[at] = token
+        self.num_tokens = at + 1
+        self.num_verified = self.num_released = at + 1 - self.prompt_len
+        self.num_steps += 1
 
     def checkpoint(self) -> SequenceMark:
         """A mark of the emitted tokens; rollback() accepts it until tokens past it are verified."""

@@ -66,7 +66,7 @@ class StepDrafts:
 
     def propose(self, plan: Plan, *, is_plain: bool) -> Proposed:
         """Trees for a step; what is chosen has its blocks. is_plain: nobody may draft."""
-        if self._rests_on(plan):
+        if self.rests_on(plan):
             return Proposed([None] * len(plan.items))
         judged, self._judged = self._judged, {}
         trees: list[CheckedTree | None] = [None] * len(plan.items)
@@ -123,7 +123,8 @@ class StepDrafts:
         if not self.are_off(items):
             return self._foresee(trees, items) if may_foresee else None
         if is_plain:
-            return Proposed([None] * len(items)) if self._scheduler.reserve_next(items) else None
+            has_room = self._scheduler.reserve_rows([item.sequence for item in items], 1)
+            return Proposed([None] * len(items)) if has_room else None
         reasons = [reason or "cooldown" for reason in self._reasons(items)]
         return self._proposed(Foreseen(trees, [[] for _ in items], reasons), items)
 
@@ -158,8 +159,14 @@ class StepDrafts:
         if num_left > 0:
             self._rest = _Rest([item.sequence for item in plan.items], records, num_left)
 
-    def _rests_on(self, plan: Plan) -> bool:
-        """Whether a step is one of those that _begin_rest foresaw; it is counted."""
+    @property
+    def is_resting(self) -> bool:
+        """Whether all choices of the last step rest, and those of the next one may."""
+        return self._rest is not None
+
+    def rests_on(self, plan: Plan) -> bool:
+        """Whether a step is one of those that _begin_rest foresaw; it is counted. False ends the
+        rest."""
         rest = self._rest
         if rest is None:
             return False

@@ -31,6 +31,7 @@ from tests.engine.scenarios import (
     run_requests,
     verifying_every,
     with_slices,
+    without_drafts,
 )
 from tests.fakes.fake_drafters import FakeDrafter
 from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
@@ -62,32 +63,11 @@ def _run(work: Workload) -> tuple[dict[tuple[str, int], Result], Engine]:
     return results, engine
 
 
-def _plain(work: Workload) -> Workload:
-    """The workload without what keeps a step from being launched ahead: drafts, penalties."""
-    work.drafter = "off"
-    work.requests = [
-        (
-            at,
-            replace(
-                request,
-                speculation=SpeculationParams("off", 0),
-                sampling=replace(
-                    request.sampling,
-                    presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0,
-                ),
-            ),
-            abort,
-        )
-        for at, request, abort in work.requests
-    ]  # fmt: skip
-    return work
-
-
 @settings(max_examples=examples(1200), deadline=None, print_blob=True)
 @given(SEEDS)
 def test_steps_ahead_give_the_one_token_loop(seed: int) -> None:
     """Plain workloads: stops, ends, aborts, forks, chunks and preemption around steps ahead."""
-    work = _plain(random_workload(Random(seed)))
+    work = without_drafts(random_workload(Random(seed)))
     note(f"{work}")
     _run(work)
 
@@ -100,7 +80,9 @@ def test_steps_ahead_beside_drafts_slices_and_exact(seed: int, kind: int) -> Non
     if kind == 1:
         work = verifying_every(work, rng, 1 + seed % 6)
     elif kind > 2:
-        work = with_slices(_plain(work), rng, ("slice", "slice", "full", "exact")[: kind - 1])
+        work = with_slices(
+            without_drafts(work), rng, ("slice", "slice", "full", "exact")[: kind - 1]
+        )
     note(f"{work}")
     _run(work)
 
@@ -155,7 +137,7 @@ def test_many_steps_are_launched_ahead() -> None:
     """The tests above mean something: steps do go ahead."""
     num_ahead = num_tokens = 0
     for seed in range(40):
-        results, engine = _run(_plain(random_workload(Random(seed))))
+        results, engine = _run(without_drafts(random_workload(Random(seed))))
         num_ahead += engine.flights.num_ahead
         num_tokens += sum(len(result.ids) for result in results.values())
     assert num_ahead > 200 and num_tokens > num_ahead

@@ -1,0 +1,64 @@
+"""StepFigures: what the last step took, and who learns from it: the cost table, the draft budget,
+and what `exact` costs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from server.engine.budget import CostTable, DraftBudget
+from server.engine.flights import Flight, Flights
+from server.engine.results import Results
+from server.engine.slices import SliceBook
+
+SAMPLED = 4
+"""Of steady steps (steady.py), one in so many is learned from: hundreds a second are alike."""
+
+_NAMES = (
+    "step_s", "model_s", "propose_s", "host_s", "num_rows", "num_prefill_rows", "num_draft_rows",
+    "draft_budget",
+)  # fmt: skip
+"""Of EngineStats."""
+
+
+class StepFigures:
+    """Notes every step that succeeded. cost: the budget's table, if there is one."""
+
+    def __init__(
+        self, cost: CostTable | None, budget: DraftBudget, slices: SliceBook, flights: Flights
+    ) -> None:
+        self._cost = cost
+        self._budget = budget
+        self._slices = slices
+        self._flights = flights
+        self._last: tuple[float, ...] = ()
+        self._num_steady = 0
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Those of the last step, as EngineStats has them."""
+        return dict(zip(_NAMES, self._last, strict=False))
+
+    def observe(self, flight: Flight, began: float, results: Results, *, is_steady: bool) -> None:
+        """A step that began at `began` (time.perf_counter) is over."""
+        model_s = results.model_s
+        step_s = time.perf_counter() - began
+        host_s = max(0.0, step_s - model_s)
+        plan, batch, drafts = flight.plan, flight.batch, flight.drafts
+        self._last = (
+            step_s, model_s, drafts.seconds, host_s, batch.num_rows, plan.num_prefill_rows,
+            batch.num_draft_rows, drafts.ceiling,
+        )  # fmt: skip
+        self._num_steady += is_steady
+        if is_steady and self._num_steady % SAMPLED:
+            self._budget.host.observe_mix(has_prompt=False)
+            return
+        if self._cost is not None:
+            likely_s = self._cost.likely_s * batch.num_draws if batch.num_likely else 0.0
+            self._cost.observe(batch.num_rows, flight.built.num_keys, model_s - likely_s)
+        if not flight.is_ahead and not self._flights:  # drafts are priced by steps that wait
+            self._budget.observe_host(host_s)
+        beside_s = self._flights.beside_s if flight.is_ahead else host_s
+        self._budget.host.observe_step(plan, drafts.has_asked, beside_s)
+        head_s, has_prompt = results.drawn.head_s, plan.num_prefill_rows > 0
+        self._slices.observe(batch, results.drawn.model_s - head_s, head_s, has_prompt)

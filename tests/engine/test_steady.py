@@ -1,0 +1,168 @@
+"""Plain decode steps that follow each other: kept and moved on, and the same texts."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from server.engine.batch import Batch
+from server.engine.engine import Engine
+from server.engine.settings import EngineSettings
+from server.engine.stops import StopTable
+from server.types import Request, SamplingParams
+from tests.engine.scenarios import (
+    compare,
+    drive,
+    make_drafter,
+    make_engine,
+    random_workload,
+    run_requests,
+    without_drafts,
+)
+from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
+from tests.profiles import examples
+
+MODEL = FakeModel(16, seed=5)
+
+
+def _counted(engine: Engine) -> list[int]:
+    """[0], where steps that are launched without a plan are counted from now on."""
+    steady: Any = engine._steady
+    launch, num = steady.launch, [0]
+
+    def counting() -> Any:
+        flight = launch()
+        num[0] += flight is not None
+        return flight
+
+    steady.launch = counting
+    return num
+
+
+def _engine(**runner: Any) -> tuple[Engine, FakeRunner]:
+    fake = FakeRunner(MODEL, fake_info(num_blocks=256, max_model_len=256), **runner)
+    table = StopTable.from_list([b"%x" % i for i in range(16)], ())
+    return Engine(fake, {}, EngineSettings(max_num_seqs=8), stop_table=table), fake
+
+
+def _request(name: str, num: int = 100, **sampling: Any) -> Request:
+    values = {"temperature": 0.0, "max_tokens": num, "ignore_eos": True} | sampling
+    return Request(name, "task", "fake", (3, 4, ord(name) % 16), SamplingParams(**values))
+
+
+def _alone(request: Request) -> list[int]:
+    """Its text, every step of it planned."""
+    engine, _ = _engine()
+    engine._steady.keep = lambda flight, results: None  # type: ignore[method-assign]
+    num = _counted(engine)
+    results = run_requests(engine, [(0, request)])
+    assert num == [0]
+    return results[request.request_id, 0].ids
+
+
+@settings(max_examples=examples(1200), deadline=None, print_blob=True)
+@given(st.integers(0, 2**48))
+def test_steps_that_follow_each_other_give_the_one_token_loop(seed: int) -> None:
+    """Stops, ends, aborts, forks, chunks, logprobs and preemption between such steps."""
+    work = without_drafts(random_workload(Random(seed)))
+    note(f"{work}")
+    expected = work.expected()
+    engine, _ = make_engine(work, make_drafter(work, expected))
+    compare(work, expected, drive(work, engine))
+    assert engine.num_failed_steps == engine.num_open == 0
+    assert engine.pool.num_free == work.num_blocks, "a block was lost"
+    engine.pool.check([])
+
+
+def test_most_plain_steps_are_not_planned() -> None:
+    """Nor is who comes, leaves or ends kept waiting for one: their texts are those of each alone,
+    and their blocks are published as they are filled."""
+    requests = {
+        "a": _request("a"),
+        "b": _request("b", 90, temperature=1.0, seed=3),
+        "c": _request("c", 80, num_logprobs=2),
+        "d": _request("d", 70, stop=(b"3a",)),
+        "e": _request("e", 60),
+    }
+    engine, runner = _engine()
+    num = _counted(engine)
+    arrivals = [(9 * at, request) for at, request in enumerate(requests.values())]
+    results = run_requests(engine, arrivals, aborts=[(60, "e")])
+    for name, request in requests.items():
+        want, got = _alone(request), results[name, 0].ids
+        assert got == (want if name != "e" else want[: len(got)]) and len(got) > 9
+    assert num[0] > runner.num_steps - 25 > 60
+    size = engine.info.block_size
+    again = Request(
+        "x", "task", "fake", (*requests["a"].prompt_ids, *results["a", 0].ids),
+        SamplingParams(max_tokens=1),
+    )  # fmt: skip
+    engine.submit(again)
+    engine.step()
+    assert engine.scheduler.prefix_hits >= 102 // size * size
+
+
+@pytest.mark.parametrize("nth", [12, 40])
+def test_a_failed_step_is_computed_again(nth: int) -> None:
+    seen = [0]
+
+    def fail(batch: Batch) -> None:
+        seen[0] += 1
+        if seen[0] == nth:
+            raise RuntimeError("a passing fault")
+
+    engine, _ = _engine(fail=fail)
+    num = _counted(engine)
+    a, b = _request("a"), _request("b")
+    results = run_requests(engine, [(0, a), (0, b)])
+    assert engine.num_failed_steps == 1 and num[0] > 60
+    assert [results["a", 0].ids, results["b", 0].ids] == [_alone(a), _alone(b)]
+
+
+def test_what_is_raised_meanwhile_loses_no_token() -> None:
+    """Nor does a request that is aborted while a step is in flight take another one's along."""
+    engine, _ = _engine()
+    a, b = _request("a"), _request("b")
+    engine.submit(a)
+    engine.submit(b)
+    for _ in range(10):
+        engine.step()
+
+    def fail() -> None:
+        raise OSError("nobody listens")
+
+    ids = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="nobody"):
+            engine.step(fail)
+        assert len(engine.flights) == 1
+        ids += [token for delta in engine.step() for token in delta.token_ids if token >= 0]
+    with pytest.raises(OSError, match="nobody"):
+        engine.step(fail)
+    engine.abort("a")
+    results = run_requests(engine, [])
+    assert len(ids) == 6
+    assert results["b", 0].ids == _alone(b)[13:]
+
+
+def test_a_kept_batch_is_the_engine_s_own() -> None:
+    """The Batch of a planned step is never changed; one that is launched again is moved on."""
+    engine, runner = _engine()
+    seen: list[tuple[Batch, np.ndarray]] = []
+    launch = runner.launch
+
+    def noting(batch: Batch) -> None:
+        seen.append((batch, batch.positions.copy()))
+        launch(batch)
+
+    runner.launch = noting  # type: ignore[method-assign]
+    run_requests(engine, [(0, _request("a", 20))])
+    planned, *kept = seen[1:]
+    assert len({id(batch) for batch, _ in kept}) == 1 and planned[0] is not kept[0][0]
+    assert planned[0].positions == planned[1]
+    assert [int(at[0]) for _, at in seen[1:]] == list(range(3, 22))
