@@ -2,25 +2,23 @@
 
     python -m loadtest.forecast --data ../shared/data --sets gsm8k squad
 
-For each data set a task is tuned on train prompts (the model's own outputs, as `tailor tasks tune`
-records them), and an engine like the server's, in this process, answers test prompts with the
-tuned task's drafts and without, in turn, by --clients at once. Every pass begins with nothing
-cached and nothing learned, and nothing of the answers is learned but how far drafts are to be
-trusted: what a task will learn no forecast knows (--learn measures it). Steps are priced by one
-cost table that is not refreshed, so that the counts do not depend on what else the machine does.
+For each data set a task is tuned on train prompts as `tailor tasks tune` does it, and test prompts
+are served with the tuned task's drafts and without, by --clients at once, by the same code that
+tune measures with (server.engine.served_gain): the first requests after a start, prompts in no
+order, answers learned. So both are of the same thing, and differ by their prompts and the moment.
 Told for each number of clients:
 
-    counted     tokens a step and draft nodes a step, which a busy machine changes little
-    timed       seconds without drafts over seconds with them, of the least of --rounds passes each
+    tune_speedup, tune_range   what a user is told, and the range that it is told with
+    speedup, range             measured here; each request's least seconds of --rounds rounds
+    in_range                   whether the measured speedup lies in tune's range
+    again_*                    a replay of the very answers that were measured, nothing learned,
+                               priced with this machine's costs
 
---priced FILE (a server's cost table) times no model: each step takes what the table says and the
-host its CPU seconds (loadtest.priced_runner), so that what the engine does stands beside its
-forecast on a busy machine too, and with no costs but those of the table.
+Steps are priced by one cost table at the beginning of each side. --priced FILE (a server's cost
+table) times no model: each step takes what the table says and the host its CPU seconds
+(loadtest.priced_runner), so that a busy machine changes little.
 
-The forecast stands beside it twice: tune's own, of held-back train prompts, which is what a user
-is told (`tune_`), and the same forecast of the very answers that were measured, in which no luck of
-the prompts is left (`again_`). The last line is JSON with the ratios forecast / measured; exits 1
-when a text differs.
+The last line is JSON with the ratios forecast / measured; exits 1 when a text differs.
 """
 
 from __future__ import annotations
@@ -32,8 +30,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 from drafters.auto.likely import NUM_LIKELY
@@ -47,48 +46,19 @@ from server.commands.recorder import Answer, Prompt, ask_engine
 from server.commands.tune import tune
 from server.commands.tune_machine import cost_now, head_seconds, served_by_engine
 from server.commands.tune_material import TuneSettings, recording_of
+from server.config import SpeculationConfig
 from server.engine.budget import CostTable
 from server.engine.engine import Engine
 from server.engine.forecast import Forecast, ServedBy, forecast
+from server.engine.served_gain import Gain, GainMeter
 from server.engine.task_store import TaskStore
-from server.types import Request, SamplingParams, SpeculationParams
+from server.types import SamplingParams, SpeculationParams
 from server.wiring.drafter import make_task_drafter
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.api.served_model import ServedModel
     from server.engine.batch import Runner
-
-LEARN_TOKENS = 200_000  # as a task's by default
-
-
-class FixedCost(CostTable):
-    """A table that no step refreshes."""
-
-    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
-        """Nothing is noted."""
-
-
-@dataclass(slots=True)
-class Pass:
-    """One way of answering all prompts. num_steps: of all choices, the one that ends a prompt not
-    counted. seconds: from the first request to the last answer. host_s: of them outside the model.
-    """
-
-    outputs: list[list[int]]
-    num_steps: int = 0
-    num_nodes: int = 0
-    seconds: float = 0.0
-    host_s: float = 0.0
-    sources: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def tokens_per_step(self) -> float:
-        return sum(len(output) - 1 for output in self.outputs) / max(1, self.num_steps)
-
-    @property
-    def nodes_per_step(self) -> float:
-        return self.num_nodes / max(1, self.num_steps)
 
 
 class Bench:
@@ -105,8 +75,7 @@ class Bench:
 
     def cost(self) -> CostTable:
         """Measured anew, as `tailor tasks tune` does."""
-        plain = self._cost_of(self.engine).as_dict()
-        return FixedCost(plain["rows"], plain["seconds"], plain["key_s"], plain["likely_s"])
+        return self._cost_of(self.engine)
 
     def drafter(
         self, name: str, task: str, speculation: SpeculationParams, memory: TaskStore | None = None
@@ -117,49 +86,12 @@ class Bench:
             memory=memory,
         )  # fmt: skip
 
-    def answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        speculation: SpeculationParams,
-        max_tokens: int,
-        num_clients: int,
-        cost: CostTable,
-    ) -> Pass:
-        """Greedy answers to all prompts, num_clients at once, by an engine of its own."""
-        memory = TaskStore(None, fingerprint=self.fingerprint)
-
-        def make(task: str, asked: SpeculationParams) -> Drafter:
-            return self.drafter(asked.drafter, task, asked, memory)
-
-        engine = Engine(
-            self.engine.runner, {speculation.drafter: make}, self.engine.settings,
-            cost=cost, memory=memory,
+    def meter(self, task: str, max_tokens: int, cost: CostTable) -> GainMeter:
+        """Of greedy answers."""
+        return GainMeter(
+            self.engine, self.drafter, cost, task,
+            SamplingParams(temperature=0.0, max_tokens=max_tokens), self.fingerprint,
         )  # fmt: skip
-        found = Pass([[] for _ in prompts])
-        waiting = list(enumerate(prompts))[::-1]
-        num_open = 0
-        began = time.perf_counter()
-        while waiting or num_open:
-            while waiting and num_open < num_clients:
-                at, prompt = waiting.pop()
-                engine.submit(_request(at, prompt, speculation, max_tokens))
-                num_open += 1
-            for delta in engine.step():
-                found.outputs[int(delta.request_id)] += delta.token_ids
-                if delta.finish_reason == "error":
-                    raise RuntimeError(delta.error)
-                num_open -= delta.finish_reason is not None
-                found.num_steps += delta.counts.num_steps
-                found.num_nodes += delta.counts.num_drafted
-                for source, _, kept in delta.counts.by_source:
-                    found.sources[source] = found.sources.get(source, 0) + kept
-            found.host_s += engine.stats().host_s
-        found.seconds = time.perf_counter() - began
-        found.num_steps -= len(prompts)
-        memory.close()
-        # This engine wrote over the runner's blocks: what the long-lived one has cached is gone.
-        self.engine.pool.drop_cache()
-        return found
 
     def record(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Recording]:
         """The same answers with what the model held likely."""
@@ -190,32 +122,16 @@ class Bench:
         )  # fmt: skip
 
 
-def _request(
-    at: int, prompt: Sequence[int], speculation: SpeculationParams, max_tokens: int
-) -> Request:
-    return Request(
-        request_id=str(at), task="forecast", model="model", prompt_ids=tuple(prompt),
-        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens), speculation=speculation,
-        arrival_s=time.monotonic(),
-    )  # fmt: skip
-
-
-def measure(
-    bench: Bench,
-    prompts: Sequence[Sequence[int]],
-    speculation: SpeculationParams,
-    max_tokens: int,
-    num_clients: int,
-    num_rounds: int,
-    cost: CostTable,
-) -> tuple[list[Pass], list[Pass]]:
-    """(passes without drafts, passes with them), in turn."""
-    off = SpeculationParams()
-    plain, drafted = [], []
-    for _ in range(num_rounds):
-        plain.append(bench.answer(prompts, off, max_tokens, num_clients, cost))
-        drafted.append(bench.answer(prompts, speculation, max_tokens, num_clients, cost))
-    return plain, drafted
+def least(gains: Sequence[Gain]) -> Gain:
+    """Of rounds over the same prompts: each request's least seconds."""
+    found = [
+        replace(
+            sides[0],
+            seconds=[min(s) for s in zip(*(side.seconds for side in sides), strict=True)],
+        )
+        for sides in ([g.plain for g in gains], [g.drafted for g in gains])
+    ]
+    return Gain(found[0], found[1], gains[0].num_clients)
 
 
 def tuned(
@@ -225,6 +141,7 @@ def tuned(
     settings = TuneSettings(
         name=name, data=train, output=folder / f"{name}.yaml", outputs="model",
         num_prompts=options.train, max_tokens=options.max_tokens, budgets=tuple(options.budgets),
+        serve_s=options.serve_seconds,
     )  # fmt: skip
     report = tune(
         settings, bench.engine, bench.served.tokenizer, bench.served.table, bench.drafter,
@@ -235,7 +152,7 @@ def tuned(
         report["drafter"] if report["max_draft_tokens"] else "auto",
         report["max_draft_tokens"] or max(options.budgets),
         corpus=corpus,
-        learn_tokens=LEARN_TOKENS if options.learn else 0,
+        learn_tokens=SpeculationConfig().learn_max_tokens,
     )
     return report, speculation
 
@@ -252,53 +169,26 @@ def compare(
     report, speculation = tuned(bench, name, train, folder, options)
     tune_s = time.perf_counter() - began
     encode = bench.served.tokenizer.encode
-    prompts = [
-        encode(line["prompt"]).ids
-        for line in _lines(options.data / name / "test.jsonl", bench, options, options.prompts)
-    ]
+    lines = _lines(options.data / name / "test.jsonl", bench, options, options.prompts)
+    prompts = [encode(line["prompt"]).ids for line in lines]
     recordings = bench.record(prompts, options.max_tokens)
     rows = []
     for clients in options.clients:
         began = time.perf_counter()
         served_by = served_by_engine(bench.engine, bench.cost(), recordings)
-        plain, drafted = measure(
-            bench, prompts, speculation, options.max_tokens, clients, options.rounds,
-            served_by.cost,
-        )  # fmt: skip
-        one = drafted[0]
+        meter = bench.meter(name, options.max_tokens, served_by.cost)
+        gains = [
+            meter.measure(prompts, speculation, num_clients=clients) for _ in range(options.rounds)
+        ]
         outputs = [list(r.output_ids) for r in recordings]
-        same = all(found.outputs == outputs for found in (*plain, *drafted))
-        measured = min(p.seconds for p in plain) / min(p.seconds for p in drafted)
+        same = all(side.outputs == outputs for gain in gains for side in (gain.plain, gain.drafted))
         again = bench.forecast(recordings, speculation, served_by, clients, options.max_tokens)
-        told = report["expected_speedup"] if clients == 1 else report.get(
-            f"expected_speedup_{clients}_streams"
-        )  # fmt: skip
-        row = {
-            "data": name,
-            "clients": clients,
-            "drafter": speculation.drafter,
-            "nodes": speculation.max_draft_tokens,
-            "corpus": report["corpus"] is not None,
-            "tokens": sum(len(output) for output in plain[0].outputs),
-            "same_text": same,
-            "tokens_per_step": round(one.tokens_per_step, 3),
-            "nodes_per_step": round(one.nodes_per_step, 3),
-            "speedup": round(measured, 3),
-            "tune_tokens_per_step": report["tokens_per_step"],
-            "tune_speedup": told,
-            "again_tokens_per_step": round(again.tokens_per_step, 3),
-            "again_nodes_per_step": round(again.num_rows / max(1, again.num_steps), 3),
-            "again_speedup": round(again.speedup, 3),
-            "plain_s": round(min(p.seconds for p in plain), 3),
-            "drafted_s": round(min(p.seconds for p in drafted), 3),
-            "again_plain_s": round(again.plain_s, 3),
-            "again_drafted_s": round(again.seconds, 3),
-            "prefill_s": round(again.prefill_s, 3),
+        row = {"data": name, "clients": clients, "same_text": same}
+        row |= row_of(least(gains), again, report)
+        row |= {
             "host": None if served_by.host is None else asdict(served_by.host),
             "undrawn_row_s": served_by.undrawn_row_s,
             "cold": round(served_by.cold, 2),
-            "host_s": [round(min(p.host_s for p in of), 3) for of in (plain, drafted)],
-            "sources": one.sources,
             "wall_s": [round(tune_s, 1), round(time.perf_counter() - began, 1)],
         }
         rows.append(row)
@@ -306,16 +196,50 @@ def compare(
     return rows
 
 
+def row_of(gain: Gain, again: Forecast, report: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, beside tune's report of the task and a replay of these answers."""
+    clients = gain.num_clients
+    of = "" if clients == 1 else f"_{clients}_streams"
+    told, told_range = report.get(f"expected_speedup{of}"), report.get(f"expected_range{of}")
+    measured, sides = gain.speedup, (gain.plain, gain.drafted)
+    return {
+        "drafter": report["drafter"],
+        "nodes": report["max_draft_tokens"],
+        "corpus": report["corpus"] is not None,
+        "prompts": len(gain.plain.outputs),
+        "tokens": sum(len(output) for output in gain.plain.outputs),
+        "tokens_per_step": round(gain.drafted.tokens_per_step, 3),
+        "nodes_per_step": round(gain.drafted.nodes_per_step, 3),
+        "speedup": round(measured, 3),
+        "range": [round(measured + 2.0 * by * gain.error, 3) for by in (-1.0, 1.0)],
+        "tune_tokens_per_step": report["tokens_per_step"],
+        "tune_speedup": told,
+        "tune_range": told_range,
+        "tune_prompts": report.get(f"expected_of{of}"),
+        "in_range": told_range and told_range[0] <= measured <= told_range[1],
+        "again_tokens_per_step": round(again.tokens_per_step, 3),
+        "again_nodes_per_step": round(again.num_rows / max(1, again.num_steps), 3),
+        "again_speedup": round(again.speedup, 3),
+        "seconds": [round(sum(side.seconds), 3) for side in sides],
+        "again_s": [round(again.plain_s, 3), round(again.seconds, 3)],
+        "prefill_s": round(again.prefill_s, 3),
+        "host_s": [round(side.host_s, 3) for side in sides],
+        "sources": gain.drafted.sources,
+    }
+
+
 def _lines(file: Path, bench: Bench, options: argparse.Namespace, num: int) -> list[dict[str, Any]]:
-    """The first lines whose prompts are not too long."""
+    """Lines whose prompts are not too long, from all of the file, in no order: neighbours may share
+    a passage, and requests do not come in the order of a data set."""
     found = []
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            entry = json.loads(line)
-            if len(bench.served.tokenizer.encode(entry["prompt"]).ids) <= options.max_prompt:
-                found.append(entry)
-            if len(found) == num:
-                break
+    lines = file.read_text(encoding="utf-8").splitlines()
+    Random(0).shuffle(lines)
+    for line in lines:
+        entry = json.loads(line)
+        if len(bench.served.tokenizer.encode(entry["prompt"]).ids) <= options.max_prompt:
+            found.append(entry)
+        if len(found) == num:
+            break
     return found
 
 
@@ -346,16 +270,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, default=root.parent / "shared" / "data")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--sets", nargs="*", help="data sets (default: all)")
-    parser.add_argument("--train", type=int, default=48, help="train prompts that tune records")
-    parser.add_argument("--lines", type=int, default=300, help="train lines that tune reads")
-    parser.add_argument("--prompts", type=int, default=16, help="test prompts")
+    parser.add_argument("--train", type=int, default=200, help="train prompts that tune records")
+    parser.add_argument("--serve-seconds", type=float, default=60.0, help="tune serves so long")
+    parser.add_argument("--lines", type=int, default=2000, help="train lines that tune reads")
+    parser.add_argument("--prompts", type=int, default=100, help="test prompts")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--max-prompt", type=int, default=400, help="longer prompts are left out")
     parser.add_argument("--budgets", type=int, nargs="*", default=[8])
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--priced", type=Path, metavar="FILE", help="steps take what it says")
-    parser.add_argument("--learn", action="store_true", help="outputs are learned, as served")
     return parser
 
 

@@ -28,6 +28,7 @@ TUNE = {
     "server.commands.tune_choice",
     "server.commands.tune_file",
     "server.commands.tune_forms",
+    "server.commands.tune_gain",
     "server.commands.tune_machine",
     "server.commands.tune_material",
     "server.commands.tune_quality",
@@ -138,6 +139,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "server.commands.tune": TUNE,
     "server.commands.tune_choice": TUNE,
     "server.commands.tune_file": TUNE,
+    "server.commands.tune_gain": TUNE,
     "server.commands.tune_material": TUNE,
     "server.commands": None,
 }

@@ -68,6 +68,13 @@ class RecordOptions:
         float,
         Parameter(metavar="S", help="record for so long at most; what is there then is used (180)"),
     ] = 180.0
+    serve_seconds: Annotated[
+        float,
+        Parameter(
+            metavar="S",
+            help="serve with drafts and without for so long at most; 0: forecast alone (60)",
+        ),
+    ] = 60.0
 
 
 @Parameter(name="*")
@@ -135,6 +142,8 @@ def tune(
     output = file.path()
     if recording.limit < 1 or recording.record_seconds <= 0:
         raise ConfigError("--limit and --record-seconds: must be above 0")
+    if not recording.serve_seconds >= 0:
+        raise ConfigError("--serve-seconds: must not be below 0")
     drawn = sampling_of(sampling)
     if not data.is_file():
         raise ConfigError(f"{data}: no such file")
@@ -158,6 +167,7 @@ def tune(
             prompt_field=fields.prompt_field,
             num_prompts=recording.limit,
             record_s=recording.record_seconds,
+            serve_s=recording.serve_seconds,
             temperature=drawn.temperature,
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
@@ -197,8 +207,13 @@ def _tuned(settings: TuneSettings, served: ServedModel, engine: Engine, bar: Bar
         engine,
         served.tokenizer,
         served.table,
-        lambda name, task, speculation: make_task_drafter(
-            name, served.table.fingerprint.hex(), engine.info.eos_token_ids, task, speculation
+        lambda name, task, speculation, memory: make_task_drafter(
+            name,
+            served.table.fingerprint.hex(),
+            engine.info.eos_token_ids,
+            task,
+            speculation,
+            memory=memory,
         ),
         cost_now(engine),
         head_seconds(engine.runner),

@@ -4,6 +4,7 @@
     the model's outputs beside the data's -> how good they are, and what would make them better
     held-back outputs -> every drafter, corpus and node budget, replayed (server.engine.forecast)
     tokens per step x this machine's cost of a step -> expected speedup -> the choice
+    held-back prompts, served with the chosen drafts and without -> what is told (tune_gain)
     -> NAME.yaml, NAME.corpus and, in the file's comments, what was expected and why; where a
        slice of the LM head saves more than its verifications cost, NAME.vocab and mode `exact`
 
@@ -29,15 +30,23 @@ from server.commands.tune_choice import (
     vocabulary,
 )
 from server.commands.tune_file import (
-    MANY_STREAMS,
     is_ours,
     remove,
     save,
     task_text,
     write_checked,
 )
+from server.commands.tune_gain import MANY_STREAMS, Expected, expected_gains
 from server.commands.tune_machine import served_by_engine
-from server.commands.tune_material import BUSY, DATA, Material, Progress, TuneSettings, gather
+from server.commands.tune_material import (
+    BUSY,
+    DATA,
+    Material,
+    Progress,
+    TuneSettings,
+    gather,
+    sampling_of,
+)
 from server.commands.tune_quality import quality
 from server.types import SpeculationParams
 
@@ -46,12 +55,9 @@ if TYPE_CHECKING:
     from drafters.corpus import Corpus
     from server.engine.budget import CostTable
     from server.engine.engine import Engine
-    from server.engine.forecast import ServedBy
+    from server.engine.served_gain import MakeDrafter
     from server.token_bytes import TokenBytes
     from vocab_store.profile import VocabProfile
-
-MakeDrafter = Callable[[str, str, SpeculationParams], "Drafter"]
-"""(drafter's name, task, speculation) -> Drafter, as the server makes it."""
 
 Corpora = dict[str, "tuple[Path, Corpus]"]
 """The corpora that are tried, by what they hold: their files and themselves."""
@@ -74,6 +80,8 @@ def tune(
     ConfigError for data that cannot be used (with file and line) and for files that cannot be
     written.
     """
+    from server.engine.served_gain import GainMeter
+
     began = time.monotonic()
     fingerprint = tokens.fingerprint.hex()
     material = gather(settings, engine, tokenizer, progress)
@@ -82,7 +90,7 @@ def tune(
 
         def drafter_of(name: str, label: str | None) -> Drafter:
             path = None if label is None else str(corpora[label][0])
-            made = make_drafter(name, settings.name, SpeculationParams(name, 16, (), path))
+            made = make_drafter(name, settings.name, SpeculationParams(name, 16, (), path), None)
             if hasattr(made, "warm_up"):
                 made.warm_up()
             return made
@@ -91,13 +99,18 @@ def tune(
         served_by = served_by_engine(engine, cost, material.held)
         choices = replay_all(settings, material, drafter_of, list(corpora), served_by, progress)
         best = best_of(choices)
-        progress(f"replaying {MANY_STREAMS} streams", 0, None)
-        many = _with_many_streams(best, material, drafter_of, served_by)
+        meter = GainMeter(
+            engine, make_drafter, cost, settings.name, sampling_of(settings, material), fingerprint
+        )
+        corpus = str(corpora[best.corpus][0]) if best is not None and best.corpus else None
+        gains = expected_gains(
+            settings, material, best, drafter_of, served_by, meter, corpus, progress
+        )
         why = corpus_fit(choices) | _why(best, material, drafter_of, corpora)
     progress("vocabulary", 0, None)
     slices, profile = vocabulary(material, best, engine, tokens, cost, head, settings)
     label = best.corpus if best is not None else None
-    report = _report(settings, material, best, label, many)
+    report = _report(settings, material, best, label, gains)
     report |= {"why": why, "vocabulary": slices, "weights": {}}
     if settings.compare_forms is not None:
         shown = material.whole.get(DATA) or [(r.prompt_ids, r.output_ids) for r in material.held]
@@ -123,25 +136,6 @@ def _build_corpora(
         corpora[part] = (file, built)
     progress("building corpora", len(material.parts), len(material.parts))
     return corpora
-
-
-def _with_many_streams(
-    best: Choice | None,
-    material: Material,
-    drafter_of: Callable[[str, str | None], Drafter],
-    served_by: ServedBy,
-) -> float:
-    """The expected speedup with several requests at once."""
-    from server.engine.forecast import forecast
-
-    return forecast(
-        None if best is None else drafter_of(best.drafter, best.corpus),
-        material.held,
-        served_by,
-        max_draft_tokens=0 if best is None else best.budget,
-        num_streams=MANY_STREAMS,
-        max_tokens=material.max_tokens,
-    ).speedup
 
 
 def _why(
@@ -182,9 +176,14 @@ def _why(
 
 
 def _report(
-    settings: TuneSettings, material: Material, best: Choice | None, label: str | None, many: float
+    settings: TuneSettings,
+    material: Material,
+    best: Choice | None,
+    label: str | None,
+    gains: dict[int, Expected],
 ) -> dict[str, Any]:
     corpus_file = settings.output.with_suffix(".corpus")
+    alone, many = gains[1], gains[MANY_STREAMS]
     return {
         "task": settings.name,
         "file": str(settings.output),
@@ -201,12 +200,16 @@ def _report(
         ),
         "drafter": "off" if best is None else best.drafter,
         "max_draft_tokens": 0 if best is None else best.budget,
-        "tokens_per_step": 1.0 if best is None else round(best.forecast.tokens_per_step, 3),
-        "expected_speedup": 1.0 if best is None else round(best.forecast.speedup, 3),
+        "tokens_per_step": round(alone.tokens_per_step, 3),
+        "expected_speedup": round(alone.speedup, 3),
+        "expected_range": [round(alone.low, 3), round(alone.high, 3)],
+        "expected_of": alone.num_served,
         "expected_decode_speedup": (
             1.0 if best is None else round(best.forecast.decode_speedup, 3)
         ),
-        f"expected_speedup_{MANY_STREAMS}_streams": round(many, 3),
+        f"expected_speedup_{MANY_STREAMS}_streams": round(many.speedup, 3),
+        f"expected_range_{MANY_STREAMS}_streams": [round(many.low, 3), round(many.high, 3)],
+        f"expected_of_{MANY_STREAMS}_streams": many.num_served,
         "busy": round(settings.busy, 2) if settings.busy > BUSY else None,
     }
 

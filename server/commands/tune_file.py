@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.commands.tune_choice import WORTH, Choice
 from server.commands.tune_forms import form_lines
+from server.commands.tune_gain import FURTHER, MANY_STREAMS
 from server.commands.tune_material import Material, TuneSettings
 from server.commands.tune_quality import quality_lines
 from server.errors import ConfigError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from server.engine.budget import CostTable
     from server.engine.engine import Engine
 
-MANY_STREAMS = 8
 _MADE_BY = "Made by `tailor tasks tune`"
 
 
@@ -46,13 +46,7 @@ def task_text(
             f"Nothing is worth drafting here: no drafter is expected to gain {WORTH - 1:.0%}."
         )
     else:
-        chosen = best.forecast
-        lines.append(
-            f"Expected: {chosen.tokens_per_step:.2f} tokens a decode step, "
-            f"{chosen.decode_speedup:.2f}x in decoding, {chosen.speedup:.2f}x a whole request "
-            f"(one at a time); {report[f'expected_speedup_{MANY_STREAMS}_streams']:.2f}x with "
-            f"{MANY_STREAMS} at once."
-        )
+        lines += _expected_lines(report)
     lines += _why_lines(report["why"])
     lines += _vocabulary_lines(report["vocabulary"])
     lines += form_lines(report["weights"], engine.info.dtype)
@@ -60,6 +54,36 @@ def task_text(
     lines += _table(settings, choices, best)
     comments = [f"# {_printable(line)}".rstrip() for line in lines]
     return "\n".join([*comments, *_body(settings, material, best, report)]) + "\n"
+
+
+def _expected_lines(report: dict[str, Any]) -> list[str]:
+    """The speedups with their ranges, of what, and how they are known."""
+
+    def told(name: str) -> str:
+        low, high = report[f"expected_range{name}"]
+        return f"{report[f'expected_speedup{name}']:.2f}x ({low:.2f} to {high:.2f})"
+
+    many = f"_{MANY_STREAMS}_streams"
+    alone, crowd = report["expected_of"], report[f"expected_of{many}"]
+    lines = [
+        f"Expected: {told('')} a whole request, one at a time; {told(many)} with {MANY_STREAMS} at "
+        "once.",
+    ]
+    if alone or crowd:
+        nums = " and ".join(str(num) for num in (alone, crowd) if num)
+        lines.append(
+            f"     Measured: {nums} held-back prompts served with these drafts and without, the "
+            "first after a start; answers are learned."
+        )
+    if not (alone and crowd):
+        lines.append(
+            "     Forecast: held-back outputs replayed, the first after a start, nothing learned."
+        )
+    lines.append(
+        f"     {report['tokens_per_step']:.2f} tokens a decode step. {FURTHER} requests like these "
+        "lie in the range in 19 of 20 cases."
+    )
+    return lines
 
 
 def _printable(line: str) -> str:

@@ -27,6 +27,7 @@ _MAX_HELD = 200
 _MAX_HELD_TOKENS = 12_000
 _MIN_EXAMPLES = 10
 _RECORDED_HELD = 4  # one in so many of the recorded prompts is held back
+_MAX_SERVED = 200  # prompts
 _HELD_BLOCKS = 8
 OWN, DATA, BOTH = "own outputs", "completions", "both"
 
@@ -42,7 +43,8 @@ class TuneSettings:
     name: the task's. model: the model's name in server.yaml, or None for the server's first.
     data: rows with `prompt_field` and, for outputs "gold", `field`, with messages, or recordings.
     output: the task file; the corpus goes beside it. outputs: what drafts are judged by.
-    num_prompts, record_s: most prompts and seconds of recording. max_tokens: None takes a bound
+    num_prompts, record_s: most prompts and seconds of recording. serve_s: seconds for measuring
+    what the choice gains; 0: it is told as it was forecast. max_tokens: None takes a bound
     from the completions, or 256 without any. budgets: most nodes a step, to be tried.
     head_share: the LM head's share of the bytes that a step of one row reads, or None where it is
     not known. busy: share of the machine that others used while its steps were measured. render: a
@@ -60,6 +62,7 @@ class TuneSettings:
     prompt_field: str = "prompt"
     num_prompts: int = 200
     record_s: float = 180.0
+    serve_s: float = 60.0
     temperature: float = 0.0
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -76,10 +79,12 @@ class Material:
     """Outputs to replay, and what corpora may be built from. Written by `gather`.
 
     compared: the model's outputs beside the data's. has_plain_prompts: not all are rendered chats.
-    held: replayed. parts: examples by corpus label, without the held-back ones; whole: with them.
+    held: replayed. to_serve: held-back prompts, recorded or not, in no order. parts: examples by
+    corpus label, without those of either; whole: with them.
     """
 
     held: list[Recording] = field(default_factory=list)
+    to_serve: list[tuple[int, ...]] = field(default_factory=list)
     parts: dict[str, list[Example]] = field(default_factory=dict)
     whole: dict[str, list[Example]] = field(default_factory=dict)
     num_lines: int = 0
@@ -120,8 +125,14 @@ def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Pro
     num = len(gold)
     held = [a for a in answers if is_held(a.prompt.line, num, _RECORDED_HELD)]
     _hold(material, map(recording_of, held or answers[::_RECORDED_HELD]))
-    seen = {tuple(r.prompt_ids) for r in material.held}
     held_lines = {i for i in range(num) if is_held(i, num, _RECORDED_HELD)}
+    material.to_serve = _to_serve(
+        [prompts[i] for i in sorted(held_lines, key=_shuffle)],
+        engine,
+        tokenizer,
+        material.max_tokens,
+    )
+    seen = {tuple(r.prompt_ids) for r in material.held} | set(material.to_serve)
     parts = {
         OWN: _without([e for e, i in zip(own, own_lines, strict=True) if i not in held_lines], seen)
     }
@@ -135,6 +146,19 @@ def gather(settings: TuneSettings, engine: Engine, tokenizer: Any, progress: Pro
     material.parts = {label: part for label, part in parts.items() if part}
     material.whole = whole
     return material
+
+
+def _to_serve(
+    prompts: Sequence[Prompt], engine: Engine, tokenizer: Any, max_tokens: int
+) -> list[tuple[int, ...]]:
+    """The ids of the first prompts that leave room for an answer."""
+    found = []
+    for prompt in prompts[:_MAX_SERVED]:
+        ids = prompt.ids or tuple(tokenizer.encode(prompt.text, add_special_tokens=True).ids)
+        fits = len(ids) + max_tokens <= engine.info.max_model_len
+        if ids and fits and max(ids) < engine.info.vocab_size:
+            found.append(ids)
+    return found
 
 
 def _read(
@@ -252,6 +276,16 @@ def _without(examples: Sequence[Example], prompts: set[tuple[int, ...]]) -> list
     return [example for example in examples if tuple(example[0]) not in prompts]
 
 
+def sampling_of(settings: TuneSettings, material: Material) -> SamplingParams:
+    """As the task will have it."""
+    return SamplingParams(
+        temperature=settings.temperature,
+        max_tokens=material.max_tokens,
+        stop=tuple(s.encode() for s in settings.stop),
+        seed=settings.seed,
+    )
+
+
 def _record(
     settings: TuneSettings,
     material: Material,
@@ -277,12 +311,7 @@ def _record(
                 return
             yield prompt
 
-    sampling = SamplingParams(
-        temperature=settings.temperature,
-        max_tokens=material.max_tokens,
-        stop=tuple(s.encode() for s in settings.stop),
-        seed=settings.seed,
-    )
+    sampling = sampling_of(settings, material)
     answers: dict[int, Answer] = {}
     failures: list[Failure] = []
     progress("recording", 0, num)

@@ -11,11 +11,13 @@ compared with the plain decode of the same recordings in the same seats:
 
     speedup = seconds without drafts / seconds with them
 
-The tokens are the recorded ones, so the forecast does not depend on sampling.
+The tokens are the recorded ones, so the forecast does not depend on sampling. It chooses among ways
+to draft; what the chosen one gains is measured where it can be (served_gain.py).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -65,7 +67,8 @@ class Forecast:
     decode steps of all sequences, the one that ends a prompt not counted (as in drafters.replay).
     num_rows: draft rows. seconds, plain_s: the whole load with drafts and without. prefill_s: the
     part of plain_s that would be left if every output ended at its first token. ask_s: CPU seconds
-    that asking sessions took in a step that drafted, in this replay; the median.
+    that asking sessions took in a step that drafted, in this replay; the median. error: standard
+    error of the speedup, by the recordings' own spread.
     """
 
     num_streams: int
@@ -76,6 +79,7 @@ class Forecast:
     plain_s: float
     prefill_s: float
     ask_s: float = 0.0
+    error: float = 0.0
 
     @property
     def tokens_per_step(self) -> float:
@@ -94,10 +98,21 @@ class Forecast:
         return max(self.plain_s - self.prefill_s, 1e-12) / with_drafts
 
 
-class _Seat:
-    """One recording under way: prompt rows computed, output tokens emitted."""
+def ratio_error(above: Sequence[float], below: Sequence[float]) -> float:
+    """Standard error of sum(above) / sum(below), of pairs that were drawn together (the delta
+    method); 0 where there is one pair."""
+    num = len(above)
+    if num < 2:
+        return 0.0
+    ratio = sum(above) / sum(below)
+    left = sum((a - ratio * b) ** 2 for a, b in zip(above, below, strict=True))
+    return math.sqrt(left * num / (num - 1)) / sum(below)
 
-    __slots__ = ("num_computed", "position", "record", "recording", "session")
+
+class _Seat:
+    """One recording under way: prompt rows computed, output tokens emitted, its shares of steps."""
+
+    __slots__ = ("num_computed", "position", "record", "recording", "seconds", "session")
 
     def __init__(
         self, recording: Recording, session: DraftSession | None, worth: DraftWorth | None = None
@@ -107,6 +122,7 @@ class _Seat:
         self.record = DraftRecord(worth)
         self.num_computed = 0
         self.position = 0
+        self.seconds = 0.0
 
     @property
     def length(self) -> int:
@@ -148,6 +164,7 @@ def forecast(
         load.seconds if plain is None else plain.seconds,
         _prefill_s(usable, served_by),
         statistics.median(load.asks_s) if load.asks_s else 0.0,
+        0.0 if plain is None else ratio_error(plain.shares_s, load.shares_s),
     )
 
 
@@ -208,6 +225,7 @@ class _Load:
         self.num_steps = 0
         self.num_rows = 0
         self.asks_s: list[float] = []
+        self.shares_s: list[float] = []  # of the seconds, by recording
         self._recordings = recordings
         self._drafter = drafter if max_draft_tokens > 0 else None
         self._served_by = served_by
@@ -225,6 +243,7 @@ class _Load:
         """Seat recordings, step, and free seats until every recording is done."""
         waiting = iter(self._recordings)
         seats: list[_Seat] = []
+        seated: list[_Seat] = []
         while True:
             while len(seats) < self._num_streams:
                 recording = next(waiting, None)
@@ -236,9 +255,14 @@ class _Load:
                 seat = _Seat(recording, session, self._worth)
                 seat.num_computed = self._cache.find(recording.prompt_ids)
                 seats.append(seat)
+                seated.append(seat)
             if not seats:
+                self.shares_s = [seat.seconds for seat in seated]
                 return
+            before_s = self.seconds
             self._step(seats)
+            for seat in seats:
+                seat.seconds += (self.seconds - before_s) / len(seats)
             for seat in [s for s in seats if s.position >= len(s.recording.output_ids)]:
                 seats.remove(seat)
                 if seat.session is not None:

@@ -18,6 +18,7 @@ from server import token_bytes
 from server.commands.cli import main
 from server.commands.tune import tune
 from server.commands.tune_choice import Choice, best_of, corpus_fit
+from server.commands.tune_gain import within
 from server.commands.tune_machine import Others, cost_now
 from server.commands.tune_material import TuneSettings, is_held
 from server.config import load_task, load_tasks
@@ -69,10 +70,10 @@ def test_costs_are_measured_anew() -> None:
     engine.check()
 
 
-def _cost(per_row: float) -> CostTable:
+def _cost(per_row: float, first_s: float = 100.0) -> CostTable:
     """Steps of 100 seconds and more: what Python costs beside them does not show."""
     rows = row_grid(512)
-    return CostTable(rows, [100.0 + per_row * (r - 1) for r in rows])
+    return CostTable(rows, [first_s + per_row * (r - 1) for r in rows])
 
 
 def _engine() -> Engine:
@@ -83,7 +84,9 @@ def _engine() -> Engine:
     return Engine(runner, {"auto": random_drafter(1, vocab)}, settings)
 
 
-def _tune(data: Path, *, per_row: float = 1.0, head_s: float = 0.1, **more: Any) -> dict[str, Any]:
+def _tune(
+    data: Path, *, per_row: float = 1.0, head_s: float = 0.1, first_s: float = 100.0, **more: Any
+) -> dict[str, Any]:
     """tune() over a fake model, with the drafters that the server would make."""
     fields = {"name": "town", "outputs": "gold", "budgets": (4, 16)} | more
     settings = TuneSettings(data=data, output=data.parent / "tasks" / "town.yaml", **fields)
@@ -92,10 +95,10 @@ def _tune(data: Path, *, per_row: float = 1.0, head_s: float = 0.1, **more: Any)
         _engine(),
         TOKENIZER,
         TABLE,
-        lambda name, task, speculation: make_task_drafter(
-            name, FINGERPRINT, (0,), task, speculation
+        lambda name, task, speculation, memory: make_task_drafter(
+            name, FINGERPRINT, (0,), task, speculation, memory=memory
         ),
-        _cost(per_row),
+        _cost(per_row, first_s),
         (head_s, 0.01 * head_s),
         lambda stage, done, total: None,
     )
@@ -126,7 +129,8 @@ def test_a_task_that_repeats_itself_gets_its_corpus(tmp_path: Path) -> None:
     assert report["vocabulary"]["miss_rate"] == 0.0
     # The reasons are in the file, as comments.
     text = (tmp_path / "tasks" / "town.yaml").read_text()
-    assert f"# Expected: {report['tokens_per_step']:.2f} tokens a decode step" in text
+    assert f"# Expected: {report['expected_speedup']:.2f}x (" in text
+    assert f"{report['tokens_per_step']:.2f} tokens a decode step" in text and "Forecast:" in text
     assert "bigram entropy" in text and "K80" in text
     for name in ("auto", "mix", "suffix", "prompt", "trie", "grammys"):
         assert f"# {name} " in text
@@ -182,6 +186,38 @@ def test_the_models_own_outputs_are_recorded_and_judge(tmp_path: Path) -> None:
     bare = _write(tmp_path / "bare.jsonl", [{"prompt": f"Town {i}"} for i in range(40)])
     report = _tune(bare, outputs="model", max_tokens=24)
     assert report["recorded"] == 40 and report["why"]["corpus"] == "own outputs"
+
+
+def test_what_the_drafts_gain_is_measured_where_there_is_time(tmp_path: Path) -> None:
+    """The held-back prompts are served, recorded or not; their range is told."""
+    data = _write(tmp_path / "train.jsonl", _lines(100))
+    num = sum(is_held(line, 100, 4) for line in range(100))
+    fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
+    report = _tune(data, first_s=0.02, per_row=0.0002, **fields)
+    assert report["expected_of"] == report["expected_of_8_streams"] == num >= 20
+    for at in ("", "_8_streams"):
+        low, high = report[f"expected_range{at}"]
+        assert 0.0 <= low < report[f"expected_speedup{at}"] < high
+    text = (tmp_path / "tasks" / "town.yaml").read_text()
+    low, high = report["expected_range"]
+    told = (
+        f"# Expected: {report['expected_speedup']:.2f}x ({low:.2f} to {high:.2f}) a whole request"
+    )
+    assert told in text and f"Measured: {num} and {num} held-back prompts" in text
+    assert "Forecast:" not in text
+    for more in ({"serve_s": 0.0}, {"outputs": "gold"}):
+        report = _tune(data, first_s=0.02, per_row=0.0002, **fields | more)
+        assert report["expected_of"] == report["expected_of_8_streams"] == 0
+        low, high = report["expected_range"]
+        assert low < report["expected_speedup"] < high
+        text = (tmp_path / "tasks" / "town.yaml").read_text()
+        assert "Forecast: held-back outputs" in text and "Measured:" not in text
+
+
+def test_a_range_is_wider_for_fewer_requests() -> None:
+    few, many = within(1.5, 0.1, 16, 0.02), within(1.5, 0.03, 200, 0.02)
+    assert few[0] < many[0] < 1.4 and 1.6 < many[1] < few[1]
+    assert within(1.5, 0.0, 100, 0.0) == (1.5, 1.5)
 
 
 def test_a_large_head_is_cut_to_the_tasks_vocabulary(tmp_path: Path) -> None:
@@ -418,6 +454,10 @@ def _ids(file: Path) -> list[tuple[list[int], list[int], str]]:
         (("tasks", "tune", "--name", "t", "--data", "no.jsonl"), "no.jsonl: no such file"),
         (("tasks", "tune", "--name", "t", "--data", "x", "-o", "t.txt"), "ends in .yaml"),
         (("tasks", "tune", "--name", "t", "--data", "x", "--temperature", "3"), "--temperature"),
+        (
+            ("tasks", "tune", "--name", "t", "--data", "x", "--serve-seconds", "-1"),
+            "--serve-seconds",
+        ),
         (("tasks", "tune", "--name", "t", "--data", "x", "--num-prompts", "0"), "--limit"),
         (("corpus", "generate", "--data", "no.jsonl", "-o", "x"), "no.jsonl: No such file"),
         (("corpus", "generate", "--data", "x", "-o", "x", "--concurrency", "0"), "--concurrency"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from loadtest.forecast import Bench, FixedCost, build_parser, compare, ratios
+from loadtest.forecast import Bench, build_parser, compare, ratios
 from loadtest.priced_runner import PricedRunner, priced_time
 from server import token_bytes
 from server.engine.budget import CostTable, row_grid
@@ -21,6 +21,13 @@ from tests.fakes.fake_runner import FakeModel, FakeRunner, fake_info
 
 TOKENIZER = byte_level_tokenizer()
 TABLE = token_bytes.build(TOKENIZER, TOKENIZER.get_vocab_size())
+
+
+class FixedCost(CostTable):
+    """A table that no step refreshes: a fake model's steps take no time."""
+
+    def observe(self, num_rows: int, keys: float, seconds: float) -> None:
+        """Nothing is noted."""
 
 
 def _bench() -> Bench:
