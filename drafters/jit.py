@@ -7,14 +7,18 @@ numba refuses at decoration time; then the function is compiled anew in each pro
 By itself numba reuses cached code as long as the function's own file is unchanged. But called
 functions, constants and record fields are compiled in from other files. So `keep_while_unchanged`
 makes the cache depend on all sources that a package's machine code is made of: its own, and those
-of this package that it calls.
+of this package that it calls. Code of other sources lies in another folder; the code of a few
+versions before is kept, for processes that still run, and older code is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -30,6 +34,9 @@ _njit: Any = numba.njit  # its type knows no _nrt
 _IMPORT = re.compile(rb"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
 _OWN = __name__.rpartition(".")[0]
 _packages: dict[Path, str] = {}  # folder: its dotted name
+
+_KEPT = "kept-"  # folders of code, by the digest of its sources
+_NUM_BEFORE = 3  # of other sources that are kept beside
 
 
 def sources(package: str, folder: Path) -> dict[str, bytes]:
@@ -93,10 +100,35 @@ class _Fresh:
             return None
         return super().from_function(py_func, py_file)  # type: ignore[misc]
 
+    def _own_digest(self) -> str:
+        return _digest(next(f for f in Path(self._py_file).parents if f in _packages))
+
+    def get_cache_path(self) -> str:
+        """The folder of the code that is made of today's sources."""
+        around: str = super().get_cache_path()  # type: ignore[misc]
+        return os.path.join(around, _KEPT + self._own_digest()[:24])
+
+    def ensure_cache_path(self) -> None:
+        """Make the folder. Raises OSError where nothing can be written."""
+        folder = Path(self.get_cache_path())
+        is_new = not folder.is_dir()
+        super().ensure_cache_path()  # type: ignore[misc]
+        if is_new:
+            _forget_old(folder)
+
     def get_source_stamp(self) -> tuple[Any, str]:
         """The digest that cached code must have been compiled with."""
-        folder = next(f for f in Path(self._py_file).parents if f in _packages)
-        return super().get_source_stamp(), _digest(folder)  # type: ignore[misc]
+        return super().get_source_stamp(), self._own_digest()  # type: ignore[misc]
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove what earlier versions left beside a folder of code, but for the last few."""
+    others = [other for other in folder.parent.glob(f"{_KEPT}*") if other != folder]
+    with contextlib.suppress(OSError):  # another process removes them, too
+        for other in sorted(others, key=lambda other: -other.stat().st_mtime)[_NUM_BEFORE:]:
+            shutil.rmtree(other, ignore_errors=True)
+        for file in folder.parent.glob("*.nb[ic]"):  # of versions that had no such folders
+            file.unlink()
 
 
 class InCacheFolder(_Fresh, caching.UserProvidedCacheLocator):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +16,6 @@ Float64 = npt.NDArray[np.float64]
 Counts = Mapping[str, Float64]
 TableId = tuple[str, str]
 """(drafter's name, id of the corpus that it draws on)"""
-
-
-class CountedTable(Protocol):
-    """A table whose counts can be told and taken."""
-
-    memory: float
-
-    def counts(self) -> Counts: ...
-
-    def set_counts(self, counts: Counts) -> None: ...
 
 
 def added(parts: Iterable[Counts]) -> Counts:

@@ -186,6 +186,7 @@ def _trim() -> None:
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
+        trim.argtypes = (ctypes.c_size_t,)
         trim(0)
 
 

@@ -68,6 +68,31 @@ def test_a_change_in_a_called_file_or_a_constant_compiles_anew(tmp_path: Path) -
     assert run() == "60 1"
 
 
+def test_code_of_old_versions_is_removed(tmp_path: Path) -> None:
+    """A few versions stay, for processes that still run; files outside such folders go."""
+    folder = tmp_path / "rooms"
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / f"{name}.py").write_text(text.lstrip())
+    kept = folder / "__pycache__"
+    kept.mkdir()
+    (kept / "outer.outer-1.py311.nbi").write_bytes(b"of an old version")
+    (kept / "words.pyc").write_bytes(b"not ours")
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {root!r}]{RUN}"
+    code = code.replace(", sum(outer.stats.cache_hits.values())", "")
+    for step in range(6):
+        (folder / "numbers.py").write_text(f"STEP = {step}\n")
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.stdout.strip() == str(2 * step), done.stderr
+    folders = [path for path in kept.iterdir() if path.is_dir()]
+    assert len(folders) == 4
+    assert all(list(path.glob("*.nbc")) for path in folders)
+    assert [path.name for path in kept.iterdir() if path.is_file()] == ["words.pyc"]
+
+
 EVERY = """
 import gc, importlib, pkgutil, sys
 import drafters, server.engine, server.model.cpu
