@@ -83,7 +83,7 @@ def _pace() -> None:
         runner.close()
         return PacedRunner(runner.info, float(os.environ.get(RATE, "100")))
 
-    build.build_runner = paced  # type: ignore[assignment]
+    build.build_runner = paced
 
 
 if __name__ == "__mp_main__":  # in an engine's process, which imports what the API's runs

@@ -7,7 +7,6 @@ bits at every batch); CUDA runs TorchRunner.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from server.model.gpu.runner import TorchRunner
     from server.model.loader import ModelFolder
     from server.model.shape import ModelShape
-
-Progress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +64,8 @@ class RunnerSpec:
     adapter_places: int = 0
 
 
-def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
-    """Load the model and make its Runner. `progress` is told (done, total) while loading.
+def build_runner(spec: RunnerSpec) -> Runner:
+    """Load the model and make its Runner.
 
     Raises UnsupportedModelError for a model that is not supported, with the reason, ModelError
     for files that cannot be read, and ValueError for numbers that do not fit.
@@ -78,7 +75,7 @@ def build_runner(spec: RunnerSpec, progress: Progress | None = None) -> Runner:
             raise UnsupportedModelError(
                 f"prefill_attention: {spec.prefill_attention} is for cuda; a cpu takes `own`"
             )
-        return _build_cpu_runner(spec, progress)
+        return _build_cpu_runner(spec)
     if spec.weights not in ("auto", *get_args(NarrowForm)):
         near = "int8-blocks" if spec.weights == "file" else "int8"
         raise UnsupportedModelError(
@@ -161,7 +158,7 @@ def _cpu_blocks(spec: RunnerSpec, block_bytes: int, max_positions: int) -> int:
     return min(num_blocks, sizes.max_num_seqs * (longest + 1))
 
 
-def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
+def _build_cpu_runner(spec: RunnerSpec) -> Runner:
     from server.model.cpu.integers.amx import kernel_name
     from server.model.cpu.integers.packed import FORM_OF
     from server.model.cpu.runner import BLOCK_SIZE, VERIFY_ROWS, CpuRunner
@@ -184,10 +181,10 @@ def _build_cpu_runner(spec: RunnerSpec, progress: Progress | None) -> Runner:
     if form == "file" or form in FORM_OF:
         most_rows = max(max_rows, VERIFY_ROWS)
         weights, how = integer_weights(
-            folder, shape, form=form, max_rows=most_rows, threads=spec.threads, progress=progress
+            folder, shape, form=form, max_rows=most_rows, threads=spec.threads
         )
     else:
-        weights = PackedWeights(shape, folder.weights, dtype=form, progress=progress)
+        weights = PackedWeights(shape, folder.weights, dtype=form)
     kernel = "float32" if isinstance(weights, PackedWeights) else kernel_name()
     kv_dtype = _kv_dtype(spec, form)
     _log.info(

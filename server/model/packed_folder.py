@@ -14,7 +14,9 @@ import json
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,8 @@ _log = logging.getLogger(__name__)
 WORTH_BYTES = 32 << 20
 """Smaller panels are made faster than they are found in the cache, and are not kept."""
 
+_TELL_S = 3.0  # between lines of the log
+
 
 def integer_weights(
     folder: ModelFolder,
@@ -49,34 +53,43 @@ def integer_weights(
     form: str,
     max_rows: int,
     threads: int | None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[IntegerWeights, str]:
     """(the weights, a phrase that says how they are kept). form: IntegerWeights.form.
 
     Raises IntegrityError for a kept folder that is damaged.
     """
     if form == "file":
-        made = IntegerWeights(
-            shape, folder.weights, form=form, max_rows=max_rows, progress=progress
-        )
-        return made, ""
+        return IntegerWeights(shape, folder.weights, form=form, max_rows=max_rows), ""
     place = _place(folder, form, shape.vocab_size)
     if (place / MARKER).is_file():
         found = KeptWeights(check_kept(place))
-        made = IntegerWeights(
-            shape, folder.weights, form=form, max_rows=max_rows, kept=found, progress=progress
-        )
+        made = IntegerWeights(shape, folder.weights, form=form, max_rows=max_rows, kept=found)
         return made, _told(found.measured, form, shape)
+    _log.info("rounding the weights to %s; the next start finds them in the cache", form)
     measured = _measured(folder, shape, threads) if form == "int8" else Measured()
     made = IntegerWeights(
-        shape, folder.weights, form=form, max_rows=max_rows, measured=measured, progress=progress
-    )
+        shape, folder.weights, form=form, max_rows=max_rows, measured=measured,
+        progress=_telling("layers rounded"),
+    )  # fmt: skip
     if made.num_bytes >= WORTH_BYTES:
         try:
             _keep(place, made, measured, {"model": str(folder.path), "form": form})
         except CacheFolderError as error:
             _log.warning("the quantised weights are not kept for the next start: %s", error)
     return made, _told(measured, form, shape)
+
+
+def _telling(what: str) -> Callable[[int, int], None]:
+    """Tells the log (done, all) every few seconds."""
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TELL_S:
+            told = time.monotonic()
+            _log.info("%s: %d of %d", what, done, total)
+
+    return tell
 
 
 def _told(measured: Measured, form: str, shape: ModelShape) -> str:
@@ -130,29 +143,34 @@ def _measured(folder: ModelFolder, shape: ModelShape, threads: int | None) -> Me
     """What inputs are spread with and which layers are in blocks, of a run with all in blocks."""
     from tokenizers import Tokenizer
 
-    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner
+    from server.model.cpu.runner import BLOCK_SIZE, CpuRunner, default_threads
 
     tokenizer = Tokenizer.from_file(str(folder.tokenizer_file))
     ids = [i for i in tokenizer.encode(outliers.TEXT).ids if i < shape.vocab_size]
     ids = ids[: min(outliers.NUM_TOKENS, shape.max_position_embeddings)]
-    blocks = IntegerWeights(shape, folder.weights, form="int8-blocks", max_rows=len(ids))
+    # Nothing is drawn, so one panel of the head will do.
+    small = replace(shape, vocab_size=min(shape.vocab_size, forms.PANEL))
+    blocks = IntegerWeights(small, folder.weights, form="int8-blocks", max_rows=len(ids))
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     info = ModelInfo(
-        name="outliers", vocab_size=shape.vocab_size, max_model_len=len(ids), eos_token_ids=(),
+        name="outliers", vocab_size=small.vocab_size, max_model_len=len(ids), eos_token_ids=(),
         num_blocks=num_blocks, block_size=BLOCK_SIZE, device="cpu", dtype="int8-blocks",
         fingerprint="", max_num_seqs=1, max_num_batched_tokens=len(ids), kv_dtype="float32",
     )  # fmt: skip
     runner = CpuRunner(
-        shape, blocks, folder.ropes(len(ids)), info, num_blocks=num_blocks, max_rows=len(ids),
+        small, blocks, folder.ropes(len(ids)), info, num_blocks=num_blocks, max_rows=len(ids),
         max_model_len=len(ids), num_threads=threads,
     )  # fmt: skip
     batch = prompt_batch(Text((*ids, 0), len(ids)))  # the last is only scored
 
     def run(num_layers: int) -> Scratch:
-        return runner.run_layers(batch, num_layers)
+        return runner.run_layer(batch, num_layers - 1) if num_layers else runner.embed(batch)
 
     try:
         norms = np.asarray(blocks.layers.norms)
-        return outliers.measured(shape, folder.weights, norms, run, len(ids))
+        return outliers.measured(
+            shape, folder.weights, norms, run, len(ids), threads=threads or default_threads(),
+            progress=_telling("layers measured"),
+        )  # fmt: skip
     finally:
         runner.close()

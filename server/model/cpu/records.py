@@ -101,6 +101,20 @@ class Positions(NamedTuple):
     query_scales: Float32
 
 
+_OF_ALL = ("taps", "final_norm", "cos", "sin", "query_scales")
+
+
+def one_layer(record: Any, layer: int) -> Any:
+    """Layers, Positions or a weight kind's record, of one layer alone."""
+    own = {}
+    for name, value in record._asdict().items():
+        if isinstance(value, np.ndarray) and name not in _OF_ALL:
+            own[name] = value[layer : layer + 1]
+        elif isinstance(record, Layers) and name not in _OF_ALL:
+            own[name] = one_layer(value, layer)
+    return record._replace(**own)
+
+
 class Cache(NamedTuple):
     """What is kept of each position, in blocks of 16 slots.
 

@@ -27,7 +27,16 @@ from server.model.cpu.head import FullHead, FullLogits
 from server.model.cpu.kernels import PANEL
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
-from server.model.cpu.records import Cache, Float32, Layers, Positions, Rows, Scratch, Shape
+from server.model.cpu.records import (
+    Cache,
+    Float32,
+    Layers,
+    Positions,
+    Rows,
+    Scratch,
+    Shape,
+    one_layer,
+)
 from server.model.cpu.slices import SlicedHead
 from server.model.cpu.step import NO_LIKELY, READY, KeptStep, Tokens, Wanted
 from server.model.cpu.team import Team
@@ -276,17 +285,28 @@ class CpuRunner:
             raise RuntimeError("a step is in flight")
         return self._worker.submit(self._verify, batch, kept).result()
 
-    def run_layers(self, batch: Batch, num_layers: int) -> Scratch:
-        """Compute the first layers alone, for measurements of what goes into products; 0: only the
-        embedding. The buffers are the runner's own. No step may be in flight."""
-        layers = self._weights.layers
-        first = layers._replace(norms=layers.norms[:num_layers])
-        nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
-        if num_layers:
-            self._worker.submit(self._compute, batch, first, nothing).result()
-        else:
-            self._worker.submit(self._embed, batch).result()
+    def embed(self, batch: Batch) -> Scratch:
+        """Fill x of the runner's own buffers with the rows' embeddings. No step may be in flight.
+        `embed` and `run_layer` are for measurements of what goes into products."""
+        self._worker.submit(self._embed, batch).result()
         return self._scratch
+
+    def run_layer(self, batch: Batch, layer: int) -> Scratch:
+        """Compute one layer on x, which the layers before it have left. hidden is x with the final
+        norm: after the last layer, what the head is given. No step may be in flight."""
+        self._worker.submit(self._run_layer, batch, layer).result()
+        return self._scratch
+
+    def _run_layer(self, batch: Batch, layer: int) -> None:
+        memory = (one_layer(self._positions, layer), self._cache, self._scratch)
+        layers, adapters = one_layer(self._weights.layers, layer), self._adapters
+        kept = (
+            self._table, layers, memory, self._record_shape, adapters.record, self._head.record(0),
+        )  # fmt: skip
+        nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
+        tokens = Tokens(batch.token_ids, batch.token_from, _NOTHING)
+        spans = adapters.spans(batch)
+        KeptStep(kept).compute(False, tokens, batch_rows(batch), spans, nothing, self._work)
 
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""

@@ -6,7 +6,6 @@ float32, or bfloat16 for the *stored* weights: activations, sums and logits are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -102,7 +101,6 @@ class PackedWeights:
         weights: Weights,
         *,
         dtype: str = "float32",
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"the CPU runner stores weights as float32 or bfloat16, not {dtype}")
@@ -126,8 +124,6 @@ class PackedWeights:
         self.layers = Layers(**matrices, **self._tensors.vectors()._asdict())
         for layer in range(s.num_layers):
             self._pack_layer(layer)
-            if progress is not None:
-                progress(layer + 1, s.num_layers + 1)
         self.head = self._arena.take(head_panels, s.hidden_size)
         self._pack_head(self._tensors.head().tensor)
         self.embedding = self._tensors.embedding().tensor
@@ -136,8 +132,6 @@ class PackedWeights:
         self.table = float_table(self.embedding)
         self.head_bytes = self.head.nbytes
         self.num_bytes = self._arena.num_bytes + self.layers.norms.nbytes
-        if progress is not None:
-            progress(s.num_layers + 1, s.num_layers + 1)
 
     @property
     def packed_head(self) -> FloatHead:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from server.model.cpu.integers.kept import Measured
 from server.model.cpu.integers.spread import spread, spread_weights
 from server.model.cpu.integers.weights import dequantised, quantised
 from server.model.cpu.records import Float32, Float64, Scratch
-from server.model.cpu.tensors import ModelTensors, Rows, Weights
+from server.model.cpu.tensors import ModelTensors, Rows, Weights, numbers_of, widened
 from server.model.shape import ModelShape
 
 LIMIT = 0.025
@@ -43,9 +45,10 @@ TEXT = (
 NUM_TOKENS = 128
 """The text's first ids."""
 
-_SAMPLE = 4096  # outputs of a matrix that are looked at, at most
+_SAMPLE = 4096  # outputs of a matrix that factors are made of, at most
+_COMPARED = 512  # outputs of a matrix that answers are compared of, at most
 _RARE = 16  # times smaller than the median
-_CHUNK = 4096  # outputs at a time: as float64, in three forms, they are large
+_CHUNK = 256  # outputs at a time: in three forms, they stay in a core's cache
 
 
 def measured(
@@ -54,43 +57,60 @@ def measured(
     norms: Float32,
     run: Callable[[int], Scratch],
     num_rows: int,
-    limit: float = LIMIT,
+    *,
+    threads: int = 1,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Measured:
     """Of every product what its inputs are spread with, or that it is to be in blocks.
 
-    norms: Layers.norms. run: run so many of the first layers on num_rows rows, and give the buffers
-    as they are then; with 0, only x is filled, with the embedding.
+    norms: Layers.norms. run: called in order: with 0 it fills x of num_rows rows with the
+    embedding, with n it runs the n-th layer on x; it gives the buffers as they are then. threads:
+    that measure. progress: (layers done, all).
     """
     tensors = ModelTensors(shape, weights)
     in_blocks: dict[str, list[int]] = {}
     factors: dict[str, Float32] = {}
 
-    def choose(kind: str, layer: int, x: Float32, parts: Sequence[Rows]) -> None:
-        some = [_sample(part) for part in parts]
-        own = factors_of(x, some)
-        one, blocks = errors(x, some, own)
-        if one >= limit and one > blocks:
-            in_blocks.setdefault(kind, []).append(layer)
-        else:
-            factors[kind if kind == "head" else f"{layer}.{kind}"] = own
+    def choose(layer: int, inputs: dict[str, Float32], matrices: dict[str, list[Rows]]) -> None:
+        kinds = list(matrices)
+        found = pool.map(_measure, [inputs[kind] for kind in kinds], matrices.values())
+        for kind, (own, one, blocks) in zip(kinds, found, strict=True):
+            if one >= LIMIT and one > blocks:
+                in_blocks.setdefault(kind, []).append(layer)
+            else:
+                factors[kind if kind == "head" else f"{layer}.{kind}"] = own
 
-    following = np.array(run(0).x[:num_rows])
-    for layer in range(shape.num_layers):
-        entering = following
-        scratch = run(layer + 1)
-        inputs = dict(_inputs(shape, scratch, _normed(shape, entering, norms[layer, 0]), num_rows))
-        for kind, parts in tensors.matrices(layer).items():
-            choose(kind, layer, inputs[kind], parts)
-        following = np.array(scratch.x[:num_rows])
-    table = tensors.head()
-    head = Rows(table.name, table.tensor[: shape.vocab_size])
-    choose("head", 0, scratch.hidden[:num_rows], [head])
+    with _one_thread_a_product(), ThreadPoolExecutor(threads) as pool:
+        following = np.array(run(0).x[:num_rows])
+        for layer in range(shape.num_layers):
+            first = _normed(shape, following, norms[layer, 0])
+            scratch = run(layer + 1)
+            inputs = dict(_inputs(shape, scratch, first, num_rows))
+            choose(layer, inputs, tensors.matrices(layer))
+            following = np.array(scratch.x[:num_rows])
+            if progress is not None:
+                progress(layer + 1, shape.num_layers)
+        table = tensors.head()
+        head = Rows(table.name, table.tensor[: shape.vocab_size])
+        choose(0, {"head": scratch.hidden[:num_rows]}, {"head": [head]})
     return Measured(in_blocks, factors)
 
 
-def _sample(part: Rows) -> Rows:
+def _measure(x: Float32, parts: Sequence[Rows]) -> tuple[Float32, float, float]:
+    """Factors of one product, and its errors with them."""
+    own = factors_of(x, [_sample(part, _SAMPLE) for part in parts])
+    return own, *errors(x, [_sample(part, _COMPARED) for part in parts], own)
+
+
+def _sample(part: Rows, num: int) -> Rows:
     """Some outputs of a matrix, evenly: as good for a mean, and a head has very many."""
-    return part._replace(tensor=part.tensor[:: -(-part.tensor.shape[0] // _SAMPLE)])
+    return part._replace(tensor=part.tensor[:: -(-part.tensor.shape[0] // num)])
+
+
+def _chunks(part: Rows) -> Iterator[Float32]:
+    """All rows, float32 [at most _CHUNK, K] at a time."""
+    for first in range(0, part.tensor.shape[0], _CHUNK):
+        yield widened(numbers_of(part.tensor[first : first + _CHUNK]))
 
 
 def factors_of(x: Float32, parts: Sequence[Rows]) -> Float32:
@@ -105,9 +125,10 @@ def factors_of(x: Float32, parts: Sequence[Rows]) -> Float32:
     rows = _on_grid(x, np.frexp(np.abs(x).max(axis=1, keepdims=True))[1], 20)
     norms = np.sqrt(_sums(rows, axis=1))[:, None]
     sizes = np.sqrt(_sums(np.rint(rows / np.maximum(norms, 1.0) * 2.0**20), axis=0))
-    weight = np.concatenate([part.tensor.float().numpy() for part in parts])
-    whole = _on_grid(weight, np.frexp(np.abs(weight).max())[1], 20)
-    of_weights = np.sqrt(_sums(whole, axis=0))
+    tops = [max(chunk.max(), -chunk.min()) for part in parts for chunk in _chunks(part)]
+    top = np.frexp(max(tops))[1]
+    grids = (_on_grid(chunk, top, 20) for part in parts for chunk in _chunks(part))
+    of_weights = np.sqrt(sum(_sums(whole, axis=0) for whole in grids))
     # An input that was hardly seen, or weights that hardly count, say nothing certain.
     quotient = [np.maximum(v, max(float(np.median(v)) / _RARE, 1.0)) for v in (of_weights, sizes)]
     factors = np.ones(-(-x.shape[1] // BLOCK) * BLOCK, np.float32)
@@ -116,9 +137,8 @@ def factors_of(x: Float32, parts: Sequence[Rows]) -> Float32:
 
 
 def _sums(whole: Float64, axis: int) -> Float64:
-    """Sums of squares of whole numbers up to 2**20, exact."""
-    numbers = whole.astype(np.int64)
-    sums: Float64 = (numbers * numbers).sum(axis=axis).astype(np.float64)
+    """Sums of squares of at most 8,192 whole numbers up to 2**20, exact."""
+    sums: Float64 = np.einsum("ij,ij->j" if axis == 0 else "ij,ij->i", whole, whole)
     return sums
 
 
@@ -159,9 +179,7 @@ def errors(x: Float32, parts: Sequence[Rows], factors: Float32) -> tuple[float, 
     grids = [(_on_grid(values, top, 20), top) for values, top in rows]
     found: list[tuple[Float64, ...]] = []
     for part in parts:
-        for first in range(0, part.tensor.shape[0], _CHUNK):
-            weight = part.tensor[first : first + _CHUNK].float().numpy()
-            found.append(tuple(_outputs(grids, weight, factors)))
+        found += [tuple(_outputs(grids, chunk, factors)) for chunk in _chunks(part)]
     want, *given = (np.concatenate(columns, axis=1) for columns in zip(*found, strict=True))
     scale = 20 - np.frexp(np.abs(want).max(axis=1, keepdims=True))[1]
     size = np.sqrt(_squares(want, scale))
@@ -176,8 +194,8 @@ def errors(x: Float32, parts: Sequence[Rows], factors: Float32) -> tuple[float, 
 
 def _on_grid(values: Float32, top: npt.NDArray[Any], bits: int) -> Float64:
     """Whole numbers: multiples of 2 ** (top - bits), for each row its own."""
-    whole: Float64 = np.rint(np.ldexp(values.astype(np.float64), bits - top))
-    return whole
+    whole: Float64 = values * np.ldexp(1.0, bits - top)
+    return np.rint(whole, out=whole)
 
 
 def _outputs(
@@ -190,7 +208,29 @@ def _outputs(
     blocks = dequantised(quantised(BY_NAME["q8_0"], weight))[:, :width]
     for (x, top), matrix in zip(inputs, (weight, one, blocks), strict=True):
         own = np.frexp(np.abs(matrix).max(axis=1, keepdims=True))[1]
-        yield np.ldexp(x @ _on_grid(matrix, own, 17).T, (top - 20) + (own.T - 17))
+        yield np.ldexp(_exact(x, _on_grid(matrix, own, 17)), (top - 20) + (own.T - 17))
+
+
+def _exact(x: Float64, matrix: Float64) -> Float64:
+    """x @ matrix.T of whole numbers whose sums float64 holds: in any order, by any library."""
+    import torch
+
+    product: Float64 = (torch.from_numpy(x) @ torch.from_numpy(matrix).T).numpy()
+    return product
+
+
+@contextmanager
+def _one_thread_a_product() -> Iterator[None]:
+    """Threads that share one product wait for each other by spinning: on a busy machine a product
+    of a few milliseconds took hundreds (numpy's library, whose threads nobody can limit here)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _squares(values: Float64, scale: npt.NDArray[Any]) -> Float64:

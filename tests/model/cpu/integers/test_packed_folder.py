@@ -24,7 +24,7 @@ from server.model.cpu.integers.outliers import errors, factors_of
 from server.model.cpu.integers.spread import spread, spread_weights
 from server.model.cpu.integers.weights import dequantised, quantised
 from server.model.cpu.tensors import Rows
-from server.model.scoring import Text, score
+from server.model.scoring import Text, prompt_batch, score
 from server.types import EngineSizes
 from tests.model.tiny_models import save_tiny
 
@@ -252,6 +252,18 @@ def test_what_is_measured_is_what_goes_into_the_products(
     for name, x in seen.items():
         error = np.linalg.norm(x - wanted[name]) / np.linalg.norm(wanted[name])
         assert error < 0.4, name  # rounded to 8 bits on the way; of another tensor it is above 1
+
+
+def test_layers_one_by_one_give_what_a_step_gives(folder: Path) -> None:
+    runner: Any = _runner(folder, "int8-blocks")
+    batch = prompt_batch(TEXTS[0])
+    runner.launch(batch)
+    runner.wait()
+    whole = np.array(runner.embed(batch).hidden)
+    for layer in range(len(runner._weights.layers.norms)):
+        buffers = runner.run_layer(batch, layer)
+    runner.close()
+    assert whole[: batch.num_rows].any() and np.array_equal(buffers.hidden, whole)
 
 
 def test_layers_are_told_as_runs() -> None:
