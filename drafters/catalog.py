@@ -18,7 +18,7 @@ import importlib
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -255,6 +255,12 @@ def that_use(need: Need) -> tuple[str, ...]:
     return tuple(name for name, spec in catalog().items() if need in spec.needs)
 
 
+@functools.cache
+def _parameters(factory: Callable[..., Drafter]) -> tuple[str, ...]:
+    """Their names. Each scope has drafters of its own, and its first request waits for them."""
+    return tuple(inspect.signature(factory).parameters)
+
+
 def make_drafter(name: str, **given: Any) -> Drafter:
     """The drafter called `name` with its options (by parameter or by key) and what it needs.
 
@@ -263,7 +269,7 @@ def make_drafter(name: str, **given: Any) -> Drafter:
     """
     spec = spec_of(name)
     factory = spec.load()
-    known = list(inspect.signature(factory).parameters)
+    known = _parameters(factory)
     by_key = {one.key: one.name for one in spec.fields}
     values: dict[str, Any] = {}
     for key, value in given.items():

@@ -155,6 +155,7 @@ class AutoDrafter:
         session.rollback(0)
         session.close()
         warm_up_likely()
+        self.trust.update()
         if self.corpus is None:
             from drafters.corpus import build_corpus
 

@@ -53,6 +53,7 @@ _GROUPS = np.stack(
 """Whose log odds are shifted together: of a source, of its situation, of its match length too."""
 
 _MIN_SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
+UPDATE_EVERY = 256.0  # asks
 VERSION = 2  # 1 held what a corpus says, too
 
 DEFAULT_TRUST = Path(__file__).with_name("default_trust.json")
@@ -66,6 +67,14 @@ def _default_trust() -> TrustsFields:
     weights = np.asarray(body["weights_per_mille"], np.float64).reshape(NUM_CELLS) / 1000.0
     factors = np.asarray(body["factors_per_cent"], np.float64).reshape(NUM_FACTORS) / 100.0
     return weights, factors
+
+
+@functools.cache
+def _default_start() -> tuple[Float64, Float64]:
+    """(weights within bounds, their log odds) of the package; never written to. Each scope has a
+    trust of its own, which is made while its first request waits."""
+    weights = _bounded(_default_trust()[0])
+    return weights, _odds(weights)
 
 
 def write_default_trust(
@@ -163,23 +172,25 @@ class Trust:
         factor_strength: float = 2.0,
         memory: float = 20_000.0,
     ) -> None:
-        if weights is None:
-            weights = _default_trust()[0]
         if factors is None:
             factors = _default_trust()[1]
-        if weights.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
+        if weights is None:
+            start, odds = _default_start()
+        else:
+            start = _bounded(weights)
+            odds = _odds(start)
+        if start.shape != (NUM_CELLS,) or factors.shape != (NUM_FACTORS,):
             raise ValueError(f"trust needs {NUM_CELLS} weights and {NUM_FACTORS} factors")
-        clipped = np.clip(weights, 1e-4, 0.9995)
-        self._prior_odds: Float64 = _odds(clipped)
+        self._prior_odds: Float64 = odds  # replaced, never written to
         self._prior_factors: Float64 = factors.copy()
-        self.weights: Float64 = clipped.copy()
+        self.weights: Float64 = start.copy()
         self.factors: Float64 = factors.copy()
         self.evidence: Float64 = np.zeros((2, NUM_CELLS), np.float64)
         self.outcomes: Float64 = np.zeros((3, NUM_FACTORS), np.float64)
         self.prior_strength = prior_strength
         self.factor_strength = factor_strength
         self.memory = memory
-        self._next_update = 0.0
+        self._next_update = UPDATE_EVERY  # there is nothing to fold in yet
         self.has_news = True
         self.fit = CorpusFit()
         self._without: Trust | None = None
@@ -213,8 +224,8 @@ class Trust:
         self._prior_factors = self.factors.copy()
         self.forget()
 
-    def update_if_due(self, every: float = 256.0) -> None:
-        """update(), unless evidence of less than `every` asks came since the last one. Looks only
+    def update_if_due(self) -> None:
+        """update(), unless evidence of less than UPDATE_EVERY asks came since. Looks only
         where a token was learned from since the last call: the sessions of a step all call it."""
         if not self.has_news:
             return
@@ -222,7 +233,7 @@ class Trust:
         asked = float(self.evidence[0].sum())
         if asked >= self._next_update:
             self.update()
-            self._next_update = float(self.evidence[0].sum()) + every
+            self._next_update = float(self.evidence[0].sum()) + UPDATE_EVERY
 
     def update(self) -> None:
         """Fold the evidence into weights (drafters.auto.weight_fit) and factors."""
@@ -240,7 +251,7 @@ class Trust:
         """Drop all evidence; the defaults are what is left."""
         self.evidence[:] = 0.0
         self.outcomes[:] = 0.0
-        self._next_update = 0.0
+        self._next_update = UPDATE_EVERY
         self.has_news = True
         self.fit = CorpusFit()
         self._without = None
@@ -340,6 +351,10 @@ def _widened(counts: Float64, num_cells: int) -> Float64:
     if counts.ndim != 2 or missing < 0 or missing % (num_cells // NUM_SOURCES):
         return counts
     return np.pad(counts, ((0, 0), (0, missing)))
+
+
+def _bounded(weights: Float64) -> Float64:
+    return np.clip(weights, 1e-4, 0.9995)
 
 
 def _odds(weights: Float64) -> Float64:

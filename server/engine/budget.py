@@ -242,6 +242,8 @@ class DraftBudget:
         if rest_left(cells):  # nothing to weigh, as in most steps of many choices
             rested(cells, 1)
             rests = [True] * len(cells)
+        elif len(cells) == 1 and cells[0] is not None and cells[0].goes_on:
+            rests = [False]  # nor here, as in most steps of one choice
         else:
             rate = self._plain_rate(num_draws, mean_len) / self._token_worth(num_draws, mean_len)
 

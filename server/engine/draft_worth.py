@@ -174,6 +174,11 @@ class WorthCell:
         return not self._is_settled and self._due_in <= first - self.FEW_ASKS
 
     @property
+    def goes_on(self) -> bool:
+        """Whether its one choice is asked in a step without anything to be judged."""
+        return not (self.is_resting or self.is_due or self.is_early)
+
+    @property
     def num_asked(self) -> int:
         """Most of its choices that are asked in a step: all, or as few as a trial needs."""
         return 1 << 30 if self._is_settled else self.FEW_ASKS

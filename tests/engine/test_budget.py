@@ -194,7 +194,7 @@ def test_trust_falls_with_misses_and_old_misses_fade() -> None:
 
 def test_cooldown_doubles_probes_and_ends_with_a_hit() -> None:
     record = DraftRecord()
-    for _ in range(DraftRecord.PATIENCE):
+    for _ in range(int(DraftRecord.PATIENCE)):
         assert record.allowance() > 100
         record.observe(1.0, 0)
     pauses = []
@@ -211,6 +211,15 @@ def test_cooldown_doubles_probes_and_ends_with_a_hit() -> None:
     record.observe(1.0, 1)
     assert record.allowance() > 100
     assert record.allowance() > 100, "it sits out no more"
+
+
+def test_drafts_that_claim_little_may_miss_more_often_before_a_sequence_cools_down() -> None:
+    record = DraftRecord()
+    for _ in range(int(5 * DraftRecord.PATIENCE) - 1):
+        assert record.allowance() > 100
+        record.observe(0.6, 0, num_nodes=3)  # each node is right one time in five, so they say
+    record.observe(0.9 * 10, 0, num_nodes=10)
+    assert record.allowance() == 0
 
 
 def test_a_sequence_whose_proposals_are_not_worth_asking_for_is_asked_rarely() -> None:

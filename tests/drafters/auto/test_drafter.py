@@ -203,6 +203,21 @@ def test_bad_parameters_are_refused() -> None:
         Trust(np.ones(3))
 
 
+def test_a_trust_without_evidence_is_not_fitted_while_the_first_request_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fitted: list[Trust] = []
+    monkeypatch.setattr(Trust, "update", lambda trust: fitted.append(trust))
+    drafter = AutoDrafter()
+    session = drafter.open([1, 2, 3, 1, 2])
+    session.settle()
+    assert not fitted
+    for _ in range(200):
+        session.extend([3, 1, 2])
+    session.settle()
+    assert fitted == [drafter.trust]
+
+
 def test_after_a_changed_token_the_prediction_is_drafted_on_at_once() -> None:
     prediction = list(range(50, 90))
     session = AutoDrafter().open([1, 2, 3], prediction_ids=prediction)
