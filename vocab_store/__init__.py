@@ -1,7 +1,7 @@
 """The vocabulary side of Tailor: slices, profiles, enrichment, their costs.
 
-Stdlib and numpy; `tokenizers`, `safetensors` and `fontTools` are imported inside the functions
-that need them. Never torch, and nothing of the server.
+Stdlib, numpy and drafters.atomic_file; `tokenizers`, `safetensors` and `fontTools` are imported
+inside the functions that need them. Never torch, and nothing of the server.
 
     slice           VocabSlice and SliceCacheIndex: which ids a head computes, and in which rows
     profile         Algorithm 1 of VocabTailor: the static task set T, its report and its file

@@ -256,7 +256,7 @@ class DraftBudget:
             record.note_in(None if is_resting else cell)
         return rests
 
-    def observe_asking(self, seconds: float, num_asked: int) -> None:
+    def observe_proposing(self, seconds: float, num_asked: int) -> None:
         """Refresh what a proposal costs: num_asked of them took `seconds` of CPU time."""
         self._ask_s += _REFRESH * (seconds / num_asked - self._ask_s)
 

@@ -151,7 +151,7 @@ class DraftPlanner:
         began = time.thread_time()  # of the thread: a busy machine does not make drafts dear
         proposed = self._ask_all(turns, plan)
         if is_judged:
-            self.budget.observe_asking(time.thread_time() - began, len(turns))
+            self.budget.observe_proposing(time.thread_time() - began, len(turns))
         for turn in turns:
             if turn.index not in proposed:
                 plan.reasons[turn.index] = "no_match" if turn.own_nodes else "cooldown"

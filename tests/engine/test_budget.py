@@ -248,7 +248,7 @@ def test_the_price_of_asking_grows_with_the_sequences_that_wait_for_it() -> None
     budget = DraftBudget(_line(0.015, 0.001))
     assert budget.price(1, 0.0) == 0.0
     for _ in range(500):
-        budget.observe_asking(32 * 60e-6, 32)
+        budget.observe_proposing(32 * 60e-6, 32)
     assert budget.price(1, 0.0) == pytest.approx(60e-6 / 0.015, rel=0.01)
     assert budget.price(32, 0.0) == pytest.approx(60e-6 * 32 / 0.046, rel=0.01)
     assert DraftBudget().price(32, 0.0) == 0.0  # costs are not known: nobody rests

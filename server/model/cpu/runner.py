@@ -43,7 +43,7 @@ from server.model.cpu.team import Team
 from server.model.cpu.threads import KernelThreads
 from server.model.cpu.vector_ir import LANES
 from server.model.cpu.weights import RunnerWeights
-from server.model.cpu.worker import Outcome, Worker
+from server.model.cpu.worker import Pending, Worker
 from server.model.shape import ModelShape, query_scales
 from server.types import ModelInfo
 
@@ -207,7 +207,7 @@ class CpuRunner:
         # not in the first request that needs it.
         first = np.zeros(1, np.int32)
         self._worker.submit(self._head.logits_of, first, self._scratch.hidden).result()
-        self._in_flight: deque[Outcome[Drawn]] = deque()
+        self._in_flight: deque[Pending[Drawn]] = deque()
         self.body_s = 0.0
         self.head_s = 0.0
         self.draw_s = 0.0

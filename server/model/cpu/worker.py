@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 _T = TypeVar("_T")
 
 
-class Outcome(Generic[_T]):
-    """What becomes of one call."""
+class Pending(Generic[_T]):
+    """A call whose end is waited for."""
 
     __slots__ = ("_box",)
 
@@ -36,22 +36,22 @@ class Outcome(Generic[_T]):
 
 
 class Worker:
-    """A thread with a queue of calls."""
+    """A thread with a queue of calls, of one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Outcome[Any], Callable[..., Any], Any] | None]
+        self._calls: SimpleQueue[tuple[Pending[Any], Callable[..., Any], Any] | None]
         self._calls = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[..., _T], *arguments: Any) -> Outcome[_T]:
+    def submit(self, call: Callable[..., _T], *arguments: Any) -> Pending[_T]:
         """Call it behind what was submitted before. Raises RuntimeError once it is closed."""
         if self._closed:
             raise RuntimeError("the worker is closed")
-        outcome: Outcome[_T] = Outcome()
-        self._calls.put((outcome, call, arguments))
-        return outcome
+        pending: Pending[_T] = Pending()
+        self._calls.put((pending, call, arguments))
+        return pending
 
     def close(self) -> None:
         """Do what was submitted and end the thread. Idempotent."""
@@ -62,11 +62,11 @@ class Worker:
 
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:
-            outcome, call, arguments = item
+            pending, call, arguments = item
             try:
                 value = call(*arguments)
             except BaseException as error:
-                outcome.tell(None, error)
+                pending.tell(None, error)
             else:
-                outcome.tell(value, None)
-            del item, outcome, call, arguments  # nothing is kept alive until the next one
+                pending.tell(value, None)
+            del item, pending, call, arguments  # nothing is kept alive until the next one
