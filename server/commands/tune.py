@@ -81,6 +81,7 @@ def tune(
     written.
     """
     from server.engine.served_gain import GainMeter
+    from server.engine.stops import StopTable
 
     began = time.monotonic()
     fingerprint = tokens.fingerprint.hex()
@@ -100,8 +101,9 @@ def tune(
         choices = replay_all(settings, material, drafter_of, list(corpora), served_by, progress)
         best = best_of(choices)
         meter = GainMeter(
-            engine, make_drafter, cost, settings.name, sampling_of(settings, material), fingerprint
-        )
+            engine, make_drafter, cost, settings.name, sampling_of(settings, material), fingerprint,
+            StopTable(tokens.offsets, tokens.blob, (int(i) for i in tokens.special_ids)),
+        )  # fmt: skip
         corpus = str(corpora[best.corpus][0]) if best is not None and best.corpus else None
         gains = expected_gains(
             settings, material, best, drafter_of, served_by, meter, corpus, progress

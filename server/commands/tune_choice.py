@@ -200,17 +200,19 @@ def bigram_coverage(corpus: Corpus, held: Sequence[Recording]) -> float:
 
 def corpus_fit(choices: Sequence[Choice]) -> dict[str, Any]:
     """corpus_gain: tokens a step of `auto` with the best corpus over those without, at the budget
-    where that is most; corpus_fits. Nothing where no corpus was tried."""
+    where that is most; corpus_fits; corpus_gains: of each corpus by itself. Nothing where no corpus
+    was tried."""
     tried = [c for c in choices if c.drafter == "auto"]
     plain = {c.budget: c.forecast.tokens_per_step for c in tried if c.corpus is None}
-    gains = [
-        c.forecast.tokens_per_step / plain[c.budget]
-        for c in tried
-        if c.corpus is not None and plain.get(c.budget)
-    ]
+    gains: dict[str, float] = {}
+    for c in tried:
+        if c.corpus is not None and plain.get(c.budget):
+            gain = round(c.forecast.tokens_per_step / plain[c.budget], 3)
+            gains[c.corpus] = max(gain, gains.get(c.corpus, 0.0))
     if not gains:
         return {}
-    return {"corpus_gain": round(max(gains), 3), "corpus_fits": max(gains) >= CORPUS_FITS}
+    best = max(gains.values())
+    return {"corpus_gain": best, "corpus_fits": best >= CORPUS_FITS, "corpus_gains": gains}
 
 
 def prompt_coverage(held: Sequence[Recording]) -> float:

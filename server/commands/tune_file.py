@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from server.commands.tune_choice import WORTH, Choice
 from server.commands.tune_forms import form_lines
 from server.commands.tune_gain import FURTHER, MANY_STREAMS
-from server.commands.tune_material import Material, TuneSettings
+from server.commands.tune_material import DATA, OWN, Material, TuneSettings
 from server.commands.tune_quality import quality_lines
 from server.errors import ConfigError
+from server.types import CORPUS_FITS
 
 if TYPE_CHECKING:
     from server.engine.budget import CostTable
@@ -164,10 +165,17 @@ def _why_lines(why: dict[str, Any]) -> list[str]:
         lines.append(
             f"Why: {why['prompt_bigram_coverage']:.0%} of the outputs' bigrams are in the prompts."
         )
+    gains = {name: f"{gain:.2f}" for name, gain in why.get("corpus_gains", {}).items()}
     if why.get("corpus_fits") is False:
         lines.append(
             "     This corpus does not fit: the held-back outputs do not follow it. `auto` makes "
             f"{why['corpus_gain']:.2f} times the tokens a step that it makes without."
+        )
+    elif why.get("corpus_gains", {}).get(DATA, CORPUS_FITS) < CORPUS_FITS:
+        lines.append(
+            "     The data's completions do not fit as a corpus: the model's outputs do not follow "
+            f"them. `auto` makes {gains[DATA]} times the tokens a step that it makes without; with "
+            f"its own outputs {gains.get(OWN, '-')} times."
         )
     if "accepted_by_source" in why:
         shares = ", ".join(

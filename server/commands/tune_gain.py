@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.engine.forecast import Forecast, ServedBy
     from server.engine.served_gain import GainMeter
+
+_log = logging.getLogger(__name__)
 
 MANY_STREAMS = 8
 FURTHER = 100
@@ -85,7 +88,11 @@ def expected_gains(
         prompts = _that_fit(material, told, most_s)
         found[clients] = forecast_gain(told, len(material.held))
         if len(prompts) >= _FEWEST:
-            gain = meter.measure(prompts, speculation, num_clients=clients, most_s=most_s)
+            try:
+                gain = meter.measure(prompts, speculation, num_clients=clients, most_s=most_s)
+            except RuntimeError as error:
+                _log.warning("a held-back prompt failed, so its gain is forecast: %s", error)
+                continue
             num = len(gain.plain.outputs)
             low, high = within(gain.speedup, gain.error, num, _MACHINE)
             found[clients] = Expected(gain.speedup, low, high, num, gain.drafted.tokens_per_step)

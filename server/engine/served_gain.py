@@ -27,6 +27,7 @@ from server.types import Delta, Request, SamplingParams, SpeculationParams
 if TYPE_CHECKING:
     from drafters.base import Drafter
     from server.engine.budget import CostTable
+    from server.engine.stops import StopTable
 
 MakeDrafter = Callable[[str, str, SpeculationParams, "TaskStore | None"], "Drafter"]
 """(drafter's name, task, speculation, what was learned) -> Drafter, as the server makes it."""
@@ -99,7 +100,8 @@ class Gain:
 class GainMeter:
     """What both sides share. engine: its runner, settings and model are used, and what it has
     cached is dropped; it must be idle. cost: what the sides' budgets begin with; copies of it are
-    refreshed. task: whose requests they are. fingerprint: of the tokenizer."""
+    refreshed. task: whose requests they are. fingerprint: of the tokenizer. stop_table: for stop
+    strings, as the engine's."""
 
     engine: Engine
     make_drafter: MakeDrafter
@@ -107,6 +109,7 @@ class GainMeter:
     task: str
     sampling: SamplingParams
     fingerprint: str
+    stop_table: StopTable | None = None
 
     def measure(
         self,
@@ -151,6 +154,7 @@ class _Side:
             meter.engine.runner,
             {speculation.drafter: make},
             meter.engine.settings,
+            stop_table=meter.stop_table,
             cost=copy.deepcopy(meter.cost),
             memory=memory,
         )

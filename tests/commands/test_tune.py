@@ -26,6 +26,7 @@ from server.engine.budget import CostTable, row_grid
 from server.engine.engine import Engine
 from server.engine.forecast import Forecast
 from server.engine.settings import EngineSettings
+from server.engine.stops import StopTable
 from server.errors import ConfigError
 from server.types import Request, SamplingParams
 from server.wiring.drafter import make_task_drafter
@@ -81,7 +82,8 @@ def _engine() -> Engine:
     info = fake_info(vocab_size=vocab, num_blocks=256, max_model_len=128, eos_token_ids=(0,))
     runner = FakeRunner(FakeModel(vocab, seed=2, context=1, boost=60.0), info)
     settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=64)
-    return Engine(runner, {"auto": random_drafter(1, vocab)}, settings)
+    stops = StopTable(TABLE.offsets, TABLE.blob)
+    return Engine(runner, {"auto": random_drafter(1, vocab)}, settings, stop_table=stops)
 
 
 def _tune(
@@ -193,6 +195,7 @@ def test_what_the_drafts_gain_is_measured_where_there_is_time(tmp_path: Path) ->
     data = _write(tmp_path / "train.jsonl", _lines(100))
     num = sum(is_held(line, 100, 4) for line in range(100))
     fields: dict[str, Any] = {"outputs": "model", "num_prompts": 40, "max_tokens": 24}
+    fields["stop"] = ("no such text",)
     report = _tune(data, first_s=0.02, per_row=0.0002, **fields)
     assert report["expected_of"] == report["expected_of_8_streams"] == num >= 20
     for at in ("", "_8_streams"):
@@ -491,10 +494,21 @@ def test_a_corpus_that_does_not_fit_is_said() -> None:
 
     assert corpus_fit([tried(None, 50)]) == {}
     assert corpus_fit([tried(None, 50), tried("both", 40)])["corpus_fits"] is True
-    assert corpus_fit([tried(None, 40), tried("both", 50)]) == {
-        "corpus_gain": 0.8,
-        "corpus_fits": False,
-    }
+    unfit = corpus_fit([tried(None, 40), tried("both", 50)])
+    assert unfit == {"corpus_gain": 0.8, "corpus_fits": False, "corpus_gains": {"both": 0.8}}
+    assert "This corpus does not fit" in _why_told(unfit) and "0.80 times" in _why_told(unfit)
+    # The model's own outputs fit, but what the data says is not what the model says.
+    mixed = corpus_fit([tried(None, 40), tried("completions", 40), tried("own outputs", 25)])
+    assert mixed["corpus_fits"] and mixed["corpus_gains"]["completions"] == 1.0
+    assert "The data's completions do not fit" in _why_told(mixed)
+    assert "own outputs 1.60 times" in _why_told(mixed)
+    assert "fit" not in _why_told(corpus_fit([tried(None, 40), tried("completions", 30)]))
+
+
+def _why_told(fit: dict[str, Any]) -> str:
+    from server.commands.tune_file import _why_lines
+
+    return "\n".join(_why_lines({"prompt_bigram_coverage": 0.5, **fit}))
 
 
 def test_what_a_model_wrote_is_a_comment_that_yaml_can_hold() -> None:
