@@ -61,7 +61,7 @@ def make_job(share: Any) -> Any:
     return job
 
 
-def _uncounted(b: Any, kind: Any, value: Any) -> Any:
+def uncounted(b: Any, kind: Any, value: Any) -> Any:
     """A value of a numba type whose arrays have no counter of references: whatever compiled code
     they are given to, it counts none. The one of an array that came from Python ends with the call
     that it came with."""
@@ -72,7 +72,7 @@ def _uncounted(b: Any, kind: Any, value: Any) -> Any:
     elif isinstance(kind, types.BaseTuple):
         items: Any = kind
         for i, item in enumerate(items.types):
-            value = b.insert_value(value, _uncounted(b, item, b.extract_value(value, i)), i)
+            value = b.insert_value(value, uncounted(b, item, b.extract_value(value, i)), i)
     return value
 
 
@@ -103,7 +103,7 @@ def make_kept_job(share: Any) -> tuple[Any, Any]:
             if _KEPT + context.get_abi_sizeof(kinds[0]) > ROOM_BYTES:
                 raise ValueError("the kept arguments are larger than their room")
             at = b.add(args[2], i64(_KEPT))
-            b.store(_uncounted(b, kept, args[0]), b.inttoptr(at, kinds[0].as_pointer()))
+            b.store(uncounted(b, kept, args[0]), b.inttoptr(at, kinds[0].as_pointer()))
 
             def unpack(inner: Any, address: Any) -> list[Any]:
                 same = _value_at(inner, inner.add(address, i64(_KEPT)), kinds[0])

@@ -24,6 +24,7 @@ from server.model.cpu.attention import tile_rows
 from server.model.cpu.attention_kernels import KV_TYPES
 from server.model.cpu.draws import Answers, Draws, full_rows, takes_argmax
 from server.model.cpu.head import FullHead, FullLogits
+from server.model.cpu.held_step import HeldStep, StepInput
 from server.model.cpu.kernels import PANEL
 from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
@@ -37,6 +38,7 @@ from server.model.cpu.records import (
     Shape,
     one_layer,
 )
+from server.model.cpu.sampler import FAILED
 from server.model.cpu.slices import SlicedHead
 from server.model.cpu.step import NO_LIKELY, READY, KeptStep, Tokens, Wanted
 from server.model.cpu.team import Team
@@ -201,6 +203,7 @@ class CpuRunner:
         self._kept = np.zeros((0, shape.hidden_size), np.float32)
         self.head_row_bytes = weights.packed_head.row_bytes
         self._kept_step: KeptStep | None = None
+        self._held: HeldStep | None = None  # the last step, if its Batch may come again
         self._worker = Worker("cpu-runner")
         self._kernel_threads = self._worker.submit(KernelThreads, team.thread_ids).result()
         # Slices and `verify` use the head beside a step: a first start compiles that here, too, and
@@ -219,7 +222,7 @@ class CpuRunner:
         if batch.num_rows > self._scratch.x.shape[0]:
             raise ValueError(f"{batch.num_rows} rows, at most {self._scratch.x.shape[0]} fit")
         if batch.num_rows:
-            self._pages.use(int(batch.slots.max()) // BLOCK_SIZE)
+            self._pages.use(max(batch.slots.tolist()) // BLOCK_SIZE)
         self._in_flight.append(self._worker.submit(self._step, batch))
 
     def wait(self) -> Drawn:
@@ -314,6 +317,9 @@ class CpuRunner:
         self._pages.close()
 
     def _step(self, batch: Batch) -> Drawn:
+        held, self._held = self._held, None
+        if held is not None and held.batch is batch:
+            return self._step_again(held)
         started = time.perf_counter()
         self._kernel_threads.wake()
         if batch.ahead is not None:
@@ -350,6 +356,30 @@ class CpuRunner:
         self.body_s = after_body - started - head_s
         self.head_s = head_s
         self.draw_s = time.perf_counter() - after_body
+        if plain and not batch.num_likely and self._table.kind != READY:
+            self._held = HeldStep(batch, wanted, answers)
+        return drawn
+
+    def _step_again(self, held: HeldStep) -> Drawn:
+        """A plain step of the Batch of the last one, whose rows were moved on."""
+        started = time.perf_counter()
+        self._kernel_threads.wake()
+        answers = held.answers
+        try:
+            kept = self._kept_of(self._weights.layers, answers.token_ids.shape[0])
+            if not held.is_ready(kept):
+                held.prepare(kept, self._given(held.batch, held.wanted, embeds=True))
+            held.compute()
+            after_body = time.perf_counter()
+            if FAILED in answers.token_ids.tolist():
+                self._draws.tell_failed(self._head.found().states, answers)
+            self.head_s = 1e-9 * float(self._clock[1] - self._clock[0])
+            self.body_s = after_body - started - self.head_s
+            drawn = answers.drawn(after_body - started, self.head_s)
+        finally:
+            self._kernel_threads.rest()
+        self._held = held
+        self.draw_s = time.perf_counter() - after_body
         return drawn
 
     def _draw(self, batch: Batch, rows: Int32) -> Answers:
@@ -381,15 +411,24 @@ class CpuRunner:
         embeds = self._table.kind != READY and not self._adapters.brings_embeddings(batch)
         if not embeds:
             self._embed(batch)
-        head = self._head.record(wanted.rows.shape[0])
+        kept = self._kept_of(layers, wanted.rows.shape[0])
+        return kept.compute(*self._given(batch, wanted, embeds=embeds))
+
+    def _kept_of(self, layers: Layers, num_wanted: int) -> KeptStep:
+        """What steps of these layers keep, with logits for so many rows; another one where any of
+        it has changed."""
         kept = (
-            self._table, layers, self._memory, self._record_shape, self._adapters.record, head,
+            self._table, layers, self._memory, self._record_shape, self._adapters.record,
+            self._head.record(num_wanted),
         )  # fmt: skip
         if self._kept_step is None or not self._kept_step.is_of(kept):
             self._kept_step = KeptStep(kept)
+        return self._kept_step
+
+    def _given(self, batch: Batch, wanted: Wanted, *, embeds: bool) -> StepInput:
         tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
         spans = self._adapters.spans(batch)
-        return self._kept_step.compute(embeds, tokens, batch_rows(batch), spans, wanted, self._work)
+        return embeds, tokens, batch_rows(batch), spans, wanted, self._work
 
     def _embed(self, batch: Batch) -> None:
         """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""

@@ -47,6 +47,7 @@ __all__ = [
     "declared",
     "own_words",
     "run",
+    "run_at",
     "take",
     "take_near",
     "take_run",
@@ -380,9 +381,14 @@ def _spread(sync, thread):
 def run(job, work):
     """Run a job (make_job) with all threads of the team, and return when all are through."""
     share, arguments = job
-    sync = work.sync.ctypes.data
+    run_at(share, arguments, work.sync.ctypes.data, work.threads)
+
+
+@_serial
+def run_at(share, arguments, sync, threads):
+    """`run` of a job's two addresses by a team of `threads`. sync: the address of Work.sync."""
     _store(sync + _ITEM, 0)
-    if work.threads == 1:
+    if threads == 1:
         failed = _call_share(share, arguments, 0)
     else:
         _store(sync + _FAILED, 0)
@@ -391,7 +397,7 @@ def run(job, work):
         _store(sync + _ARGUMENTS, arguments)
         _change(sync + _JOB, sync + _JOB_SLEEPERS)
         failed = _call_share(share, arguments, 0)
-        _meet(sync, work.threads, 0, 0)
+        _meet(sync, threads, 0, 0)
         failed += _load(sync + _FAILED)
     if failed > 0:
         raise RuntimeError("a product or a norm of this step failed")

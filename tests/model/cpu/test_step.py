@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from server.engine.batch import Batch, DrawError
+from server.model.cpu.held_step import HeldStep
 from server.model.cpu.integers.weights import dequantised, from_ggml
 from server.model.cpu.step import NO_TABLE, Tokens, _embed_share, block_table, float_table
+from server.types import SamplingParams
+from tests.model import families
+from tests.model.batches import BatchBuilder, Pages, draw_params
+from tests.model.cpu_models import cpu_runner
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -47,3 +55,67 @@ def test_other_tables_are_read_elsewhere() -> None:
     assert block_table("q6_k", np.zeros((4, 210), np.uint8)) == NO_TABLE
     assert float_table(torch.zeros(4, 8, dtype=torch.float64)) == NO_TABLE
     assert float_table(torch.zeros(8, 4).T) == NO_TABLE
+
+
+def _decodes(tables: list[Pages.Table], ids: list[int], start: int) -> Batch:
+    builder = BatchBuilder()
+    params = draw_params(SamplingParams(temperature=0.0))
+    for table, token in zip(tables, ids, strict=True):
+        row = builder.add_rows(table, [token], start)[-1]
+        builder.draw(row, builder.add_params(params))
+    return builder.build()
+
+
+def _move_on(batch: Batch, tables: list[Pages.Table], ids: list[int], start: int) -> None:
+    """As the engine does (engine/steady.py)."""
+    batch.token_ids[:] = ids
+    batch.slots[:] = [table.slot(start) for table in tables]
+    for column in (batch.positions, batch.prefix_len, batch.draw_positions):
+        column += 1
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_a_batch_that_comes_again_gives_the_bits_of_a_new_one(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of its steps others come, with more rows; and where one of its draws fails, the
+    others stand, and so do the next ones."""
+    num_again, compute = 0, HeldStep.compute
+
+    def counted(held: HeldStep) -> None:
+        nonlocal num_again
+        num_again += 1
+        compute(held)
+
+    monkeypatch.setattr(HeldStep, "compute", counted)
+    found: list[list[tuple[list[int], bytes]]] = []
+    for comes_again in (False, True):
+        runner: Any = cpu_runner(families.build("llama"), num_blocks=64, dtype=weights)
+        pages = Pages(64, seed=1)
+        tables, others = ([pages.sequence(60) for _ in range(num)] for num in (3, 5))
+        ids, steps = [3, 4, 5], []
+        batch = _decodes(tables, ids, 0)
+        for start in range(40):
+            if start in (9, 10, 30):
+                runner.launch(_decodes(others, [7] * 5, start % 10))
+                runner.wait()
+            if start and comes_again:
+                _move_on(batch, tables, ids, start)
+            elif start:
+                batch = _decodes(tables, ids, start)
+            runner.launch(batch)
+            ids = runner.wait().token_ids.tolist()
+            steps.append((ids, runner._scratch.hidden[:3].tobytes()))
+        runner._cache.values[:, :, tables[1].blocks[0]] = np.nan
+        _move_on(batch, tables, ids, 40)
+        runner.launch(batch)
+        with pytest.raises(DrawError) as failure:
+            runner.wait()
+        assert [draw for draw, _ in failure.value.failed] == [1]
+        ids = failure.value.drawn.token_ids.tolist()
+        runner.launch(_decodes(tables[::2], ids[::2], 41))
+        steps += [(ids, b""), (runner.wait().token_ids.tolist(), b"")]
+        found.append(steps)
+        runner.close()
+    assert found[0] == found[1]
+    assert num_again == 1 + 40 - 1 - 3 + 1
