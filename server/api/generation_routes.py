@@ -38,7 +38,7 @@ class GenerationRoutes:
     async def completion(self, request: HttpRequest) -> Response:
         """POST /v1/completions."""
         context = self._context
-        body = validate(CompletionBody, await context.body(request))
+        body = validate(CompletionBody, await context.named_body(request))
         _, model = context.find(request, body.model)
         request_id = f"cmpl-{secrets.token_hex(12)}"
         order = await context.intake.completion(
@@ -49,7 +49,7 @@ class GenerationRoutes:
     async def chat(self, request: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
         context = self._context
-        body = validate(ChatBody, await context.body(request))
+        body = validate(ChatBody, await context.named_body(request))
         _, model = context.find(request, body.model)
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         order = await self._chats.order(
@@ -60,7 +60,7 @@ class GenerationRoutes:
     async def respond(self, request: HttpRequest) -> Response:
         """POST /v1/responses."""
         context = self._context
-        body = validate(ResponsesBody, await context.body(request))
+        body = validate(ResponsesBody, await context.named_body(request))
         _, model = context.find(request, body.model)
         order = await responses_order(
             body,

@@ -96,7 +96,7 @@ class ModelRoutes:
     async def render(self, request: HttpRequest) -> RenderedPrompt:
         """POST /v1/chat/completions/render."""
         context = self._context
-        body = validate(ChatBody, await context.body(request))
+        body = validate(ChatBody, await context.named_body(request))
         _, model = context.find(request, body.model)
         room = context.room(model)
         prompt = await self._chats.prompt(body, room, visit_of(request).tenant)

@@ -14,6 +14,8 @@ ELSEWHERE = {
     "/slots": "/load and /metrics",
     "/apply-template": "/v1/chat/completions/render",
     "/lora-adapters": "/v1/models",
+    "/infill": _COMPLETIONS,
+    "/v1/health": "/health",
     # vLLM, SGLang, Text Generation Inference
     "/generate": _COMPLETIONS,
     "/generate_stream": _COMPLETIONS,
@@ -21,12 +23,22 @@ ELSEWHERE = {
     "/get_server_info": "/version",
     "/get_model_info": "/v1/models",
     "/info": "/version and /v1/models",
+    "/invocations": _COMPLETIONS,
+    "/health_generate": "/ready",
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
     "/classify": "/v1/decisions",
     "/v1/classify": "/v1/decisions",
     # Ollama
     "/api/generate": _COMPLETIONS,
     "/api/chat": _CHAT,
     "/api/tags": "/v1/models",
+    "/api/show": "/v1/models",
+    "/api/version": "/version",
+    # probes of Kubernetes
+    "/healthz": "/health",
+    "/livez": "/health",
+    "/readyz": "/ready",
     # Anthropic
     "/v1/messages": _CHAT,
 }

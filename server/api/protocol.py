@@ -14,10 +14,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, FailFast, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
 from server.api.body_part import BodyPart, says_nothing
+from server.api.peer_fields import advice, in_schema, without_neutral
 from server.api.structured import ResponseFormatBody, StructuredOutputsBody
 from server.config.drafter_sections import request_sections
 from server.errors import (
@@ -38,7 +39,7 @@ NEUTRAL: Mapping[str, tuple[bool | float, str]] = {
 }
 """Fields of vLLM's that are accepted only with the value that applies anyway, and why."""
 
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 256
@@ -147,7 +148,9 @@ class GenerationBody(BodyPart):
     """What /v1/completions and /v1/chat/completions share. None is "not given": the task's or the
     server's default."""
 
-    model: ModelName
+    model_config = ConfigDict(json_schema_extra=in_schema)
+
+    model: ModelName = Field(description="default the server's first")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=1024)
@@ -365,12 +368,15 @@ def validate(model: type[_B], body: dict[str, Any], at: str = "") -> _B:
 
     at: where the object lies in the body ("questions[3]"), for the error's param.
     """
+    if issubclass(model, GenerationBody):
+        body = without_neutral(body, model.model_fields)
     unknown = [key for key in body if key not in model.model_fields and body[key] is not None]
     if unknown:
         names = ", ".join(echoed(key, 40) for key in unknown[:3])
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        told = advice(unknown[0], model.model_fields)
         raise UnknownFieldError(
-            f"Unknown field{'s' if len(unknown) > 1 else ''}: {names}{more}.",
+            f"Unknown field{'s' if len(unknown) > 1 else ''}: {names}{more}.{told}",
             param=(f"{at}." if at else "") + echoed(unknown[0], 64).strip("'"),
         )
     try:
@@ -378,6 +384,16 @@ def validate(model: type[_B], body: dict[str, Any], at: str = "") -> _B:
     except ValidationError as error:
         # The first one is enough, and a list of 10^5 wrong items must not become a page of errors.
         raise _invalid(error.errors(include_url=False, include_input=False)[0], body, at) from None
+
+
+_PLAIN = {
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "too_short": "must have a length of at least {min_length}",
+    "too_long": "may have at most {max_length} items",
+}
+"""Texts of pydantic's that name its own classes, in words."""
 
 
 def _invalid(problem: ErrorDetails, body: Mapping[str, Any], at: str) -> Exception:
@@ -394,7 +410,10 @@ def _invalid(problem: ErrorDetails, body: Mapping[str, Any], at: str) -> Excepti
             value = value[part]
         except (KeyError, IndexError, TypeError):
             value = None
-    kind, message = problem["type"], problem["msg"]
+    kind = problem["type"]
+    message = problem["msg"]
+    if kind in _PLAIN:
+        message = _PLAIN[kind].format(**problem.get("ctx", {}))
     if kind == "extra_forbidden":
         return UnknownFieldError(f"Unknown field: {param}.", param=param)
     if kind == "missing":

@@ -50,6 +50,18 @@ class RouteContext:
         """The request's body as a JSON object."""
         return await read_object(request, self.limits.max_body_bytes, self.limits.body_timeout_s)
 
+    async def named_body(self, request: HttpRequest) -> dict[str, Any]:
+        """The body of a generation; without a `model` it gets the server's first, where the caller
+        may use that."""
+        body = await self.body(request)
+        if body.get("model") is not None:
+            return body
+        task, model = self.intake.find(None)
+        key = visit_of(request).key
+        if key is not None and not key.may_use(task.name, model.key):
+            return body
+        return {**body, "model": model.key}
+
     def room(self, model: ServedModel) -> int:
         """Tokens that the model's engines can hold; the model's own figure until one is ready."""
         info = self.client.info(model.name)

@@ -87,7 +87,9 @@ class ResponseFormatBody(BodyPart):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
     schema_value: dict[str, Any] | None = Field(
-        None, alias="schema", description="of json_object, as llama.cpp and Together take it"
+        None,
+        alias="schema",
+        description="of json_object or json_schema, as llama.cpp and Together take it",
     )
 
 
@@ -109,9 +111,12 @@ def grammar_of(
                 "response_format.json_schema is allowed only with the type json_schema.",
                 param="response_format.json_schema",
             )
-        if response_format.type != "json_object" and response_format.schema_value is not None:
+        if response_format.schema_value is not None and (
+            response_format.type == "text" or response_format.json_schema is not None
+        ):
             raise InvalidRequestError(
-                "response_format.schema is allowed only with the type json_object.",
+                "response_format.schema is allowed only with the types json_object and "
+                "json_schema, and not beside json_schema.",
                 param="response_format.schema",
             )
     if structured_outputs is not None:
@@ -125,12 +130,11 @@ def grammar_of(
         return wanted
     if response_format is None or not formatted:
         return None
+    if response_format.schema_value is not None:
+        beside, where = response_format.schema_value, "response_format.schema"
+        return _json_schema(_closed(beside, where) if close else beside, WHITESPACE, where), where
     if response_format.type == "json_object":
-        schema, where = response_format.schema_value, "response_format.schema"
-        if schema is None:
-            return _json_schema(_ANY_OBJECT, WHITESPACE, "response_format"), "response_format"
-        schema = _closed(schema, where) if close else schema
-        return _json_schema(schema, WHITESPACE, where), where
+        return _json_schema(_ANY_OBJECT, WHITESPACE, "response_format"), "response_format"
     if response_format.json_schema is None:
         raise InvalidRequestError(
             "response_format.json_schema is required with the type json_schema.",

@@ -59,7 +59,7 @@ class SamplingOptions:
         float | None, Parameter(help="0 is greedy (the task's on a server, else 0)")
     ] = None
     stop: Annotated[
-        tuple[str, ...], Parameter(metavar="TEXT", help="ends an output; up to four")
+        tuple[str, ...], Parameter(metavar="TEXT", help="ends an output; up to 16")
     ] = ()
     seed: Annotated[int | None, Parameter(help="of the draws, with a temperature (0)")] = None
 
@@ -113,8 +113,8 @@ def sampling_of(options: SamplingOptions) -> SamplingParams:
         raise ConfigError("--max-tokens: must be at least 1")
     if options.temperature is not None and not 0.0 <= options.temperature <= 2.0:
         raise ConfigError("--temperature: must lie in 0..2")
-    if len(options.stop) > 4 or not all(options.stop):
-        raise ConfigError("--stop: at most four texts, none of them empty")
+    if len(options.stop) > 16 or not all(options.stop):
+        raise ConfigError("--stop: at most 16 texts, none of them empty")
     if options.seed is not None and not 0 <= options.seed < 1 << 62:
         raise ConfigError("--seed: must be 0 or more")
     return SamplingParams(

@@ -34,7 +34,7 @@ class SamplingDefaults(Section):
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     stop: tuple[StopString, ...] = Field(
-        (), max_length=4, description="stop strings of requests that bring none"
+        (), max_length=16, description="stop strings of requests that bring none"
     )
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=256)
     ignore_eos: bool | None = Field(None)

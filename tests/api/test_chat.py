@@ -814,7 +814,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 5}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"n": 0}, "n"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
     ({"logit_bias": {"9999": 1}}, "logit_bias"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"continue_final_message": True}, "continue_final_message"),

@@ -88,7 +88,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("top_k", -2), ("top_k", 2**40), ("top_k", 1.5), ("min_p", 1.5), ("min_p", -0.5),
     ("min_tokens", -1), ("min_tokens", 10**12), ("min_tokens", 200),
     ("seed", 2**63), ("seed", 1.5), ("seed", True), ("seed", "x"),
-    ("stop", ["a", "b", "c", "d", "e"]), ("stop", ""), ("stop", [""]), ("stop", "x" * 1001),
+    ("stop", [str(i) for i in range(17)]), ("stop", ""), ("stop", [""]), ("stop", "x" * 1001),
     ("stop_token_ids", list(range(300))), ("stop_token_ids", [400]),
     ("allowed_token_ids", []), ("allowed_token_ids", [399, 400]),
     ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"x": 1}),
@@ -100,7 +100,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("prompt", ["a", 1]), ("prompt", [1, "a"]), ("prompt", [True]), ("prompt", [[1, True]]),
     ("prompt", [-1]), ("prompt", [400]), ("prompt", [10**18]), ("prompt", [1.5]),
     ("prompt", [[1], "a"]), ("prompt", ""), ("prompt", [[1], []]), ("prompt", [None]),
-    ("model", ""), ("model", 5), ("model", None),
+    ("model", ""), ("model", 5),
     ("speculation", {"drafter": "psychic"}), ("stream_options", {"include_usage": True}),
 ]  # fmt: skip
 
@@ -383,6 +383,8 @@ def test_routes_that_are_not_there(
         ("//v1/completions", "Ask /v1/completions."),
         ("/completion", "Ask /v1/completions."),
         ("/api/chat", "Ask /v1/chat/completions."),
+        ("/healthz", "Ask /health."),
+        ("/v1/tokenize", "Ask /tokenize."),
         ("/v1/embeddings", "generates text and has no vectors or scores of whole texts."),
         ("/rerank", "generates text and has no vectors or scores of whole texts."),
         ("/nothing", "There is no route '/nothing'."),

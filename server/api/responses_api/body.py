@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from server.api.body_part import BodyPart
 from server.api.chat_protocol import FUNCTION_NAME, MAX_TOOLS
@@ -59,7 +59,9 @@ class ResponseStreamOptions(BodyPart):
 class ResponsesBody(BodyPart):
     """POST /v1/responses."""
 
-    model: ModelName
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema["required"].remove("model"))
+
+    model: ModelName = Field(description="default the server's first")
     input: Annotated[Any, WithJsonSchema(_INPUT)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT31)
