@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from server.engine.draft_record import DraftRecord
 from server.engine.draft_worth import HostTimes, rest_left, rested, who_rests
+from server.engine.table_watch import TableWatch
 
 Float64 = npt.NDArray[np.float64]
 Prober = Callable[[int, int], float]
@@ -63,7 +64,7 @@ class CostTable:
     rows grow: a measurement above one of more rows was disturbed, and the lower one stands.
 
     likely_s: seconds that the likeliest ids of one drawn row take, which drafters ask for
-    (Batch.num_likely); `cost` is without them.
+    (Batch.num_likely); `cost` is without them. watch: compares the file it is from with steps.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class CostTable:
         self._raw = np.asarray(seconds, np.float64)
         self._key_s = key_s
         self.likely_s = likely_s
+        self.watch: TableWatch | None = None
         self._row_list: list[float] = self._rows.tolist()
         self._settle()
 

@@ -19,6 +19,7 @@ import numpy as np
 from drafters.atomic_file import replacing
 from server.engine.batch import Batch, DrawParams, Runner
 from server.engine.budget import CostTable, Prober
+from server.engine.table_watch import TableWatch
 from server.types import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -154,18 +155,20 @@ def load_or_measure(
     """The runner's CostTable: from `path` when it holds one, else measured and written there.
 
     path: a file whose name says device, model, dtype and threads; None measures every time. A
-    damaged file is measured again; steps of a few rows that are quicker now than in the file take
-    their place there. Sizes beyond max_rows are extrapolated in proportion. num_likely: likeliest
-    ids of a row that drafters ask for.
+    damaged file is measured again, and so is one that served steps made doubtful (table_watch.py);
+    steps of a few rows that are quicker now than in the file take their place there. Sizes beyond
+    max_rows are extrapolated in proportion. num_likely: likeliest ids of a row that drafters ask
+    for.
     """
     if path is not None:
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
-            if plain["version"] == _VERSION:
+            if plain["version"] == _VERSION and not plain.get("doubted", False):
                 known = CostTable.from_dict(plain)
                 table = _improved(known, runner, _short_len(runner))
                 if table.as_dict() != known.as_dict():
                     _write(path, {"version": _VERSION, **table.as_dict()})
+                _watch(table, path)
                 return table
         except FileNotFoundError:
             pass
@@ -188,7 +191,21 @@ def load_or_measure(
     )
     if path is not None:
         _write(path, {"version": _VERSION, **table.as_dict()})
+        _watch(table, path)
     return table
+
+
+def _watch(table: CostTable, path: Path) -> None:
+    """Have served steps say whether the file still holds; the one who doubts it writes that into
+    it."""
+    plain = table.as_dict()
+
+    def doubt(is_doubted: bool) -> None:
+        if is_doubted:
+            _log.warning("steps take other times than %s says: the next start measures anew", path)
+        _write(path, {"version": _VERSION, "doubted": is_doubted, **plain})
+
+    table.watch = TableWatch(CostTable.from_dict(plain), doubt)
 
 
 def _short_len(runner: Runner) -> int:

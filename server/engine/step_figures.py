@@ -55,7 +55,10 @@ class StepFigures:
             return
         if self._cost is not None:
             likely_s = self._cost.likely_s * batch.num_draws if batch.num_likely else 0.0
-            self._cost.observe(batch.num_rows, flight.built.num_keys, model_s - likely_s)
+            of_step = (batch.num_rows, flight.built.num_keys, model_s - likely_s)
+            self._cost.observe(*of_step)
+            if self._cost.watch is not None and len(plan.items) == 1 and not plan.num_prefill_rows:
+                self._cost.watch.observe(*of_step)
         if not flight.is_ahead and not self._flights:  # drafts are priced by steps that wait
             self._budget.observe_host(host_s)
         beside_s = self._flights.beside_s if flight.is_ahead else host_s
