@@ -97,7 +97,12 @@ class LikelySession(DraftSession, Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Makes sessions. Shared state only; safe to use for many sessions at once on one thread."""
+    """Makes sessions. Shared state only; safe to use for many sessions at once on one thread.
+
+    A drafter may have a bool `knows_starts`: whether a session can propose an answer's first tokens
+    from more than its prompt. Where it is False, sessions are opened while the prompt is computed,
+    so that its first token does not wait for them.
+    """
 
     name: str
 

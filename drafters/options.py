@@ -13,6 +13,7 @@ default is None. `__post_init__` may raise OptionError for values that do not fi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -125,6 +126,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@functools.cache
 def options_of(kind: type) -> tuple[Option, ...]:
     """The options of a dataclass, in their order. Raises TypeError for what cannot be one."""
     hints = typing.get_type_hints(kind)

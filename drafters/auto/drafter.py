@@ -46,7 +46,6 @@ from drafters.tree import DraftTree
 if TYPE_CHECKING:
     from drafters.corpus import Corpus
 
-
 RESYNC_TOKENS = 12  # tokens of a prediction that are searched for where the output goes on
 NEAR_TOKENS = 48  # places this near to where the output stands count fully, others less
 FAR_WEIGHT = 0.1
@@ -64,8 +63,7 @@ class AutoDrafter:
     trust: weights and their evidence, shared by the sessions; by default what the corpus' held-out
         examples said.
     min_survival: nodes whose path is accepted more rarely than this are not proposed.
-    eos_token_ids: never proposed, because the bonus token brings an EOS without a draft.
-        By default the id that ends the corpus' outputs.
+    eos_token_ids: never proposed, as the bonus token brings an EOS; by default the corpus' own.
     learn: adapt the trust to the tokens that are emitted.
     num_likely: likeliest ids of a verified row that are kept and drafted from; 0 is off.
     seen: what requests of this scope left behind, shared by its sessions; None: each session has
@@ -131,6 +129,11 @@ class AutoDrafter:
         drafting without them is better."""
         return not self.has_corpus or self.trust.fit.helps
 
+    @property
+    def knows_starts(self) -> bool:
+        """Whether it knows other outputs."""
+        return self.has_corpus or (self.seen is not None and len(self.seen.recent) > 0)
+
     def open(
         self,
         prompt_ids: Sequence[int],
@@ -138,10 +141,8 @@ class AutoDrafter:
         context_span: tuple[int, int] | None = None,
         prediction_ids: Sequence[int] = (),
     ) -> AutoSession:
-        """A session over the whole prompt; `context_span` is not used.
-
-        prediction_ids: the output the client expects, tokenized after the prompt.
-        """
+        """A session over the whole prompt; `context_span` is not used. prediction_ids: the output
+        the client expects, tokenized after the prompt."""
         return AutoSession(self, prompt_ids, prediction_ids)
 
     def warm_up(self) -> None:

@@ -184,7 +184,7 @@ class Admission:
         if request.adapter and self._adapters.vocabulary(request.adapter) is None:
             return None  # not read yet: an error of the drafter's will cost the drafts alone
         try:
-            self._drafters.resolve(request.task, request.speculation)
+            self._drafters.check(request.task, request.speculation)
         except ValueError as error:
             return Refusal(str(error)[:200], "invalid_value")
         except Exception as error:  # a factory's own failure: drafts are off, see DraftSessions

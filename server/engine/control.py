@@ -39,9 +39,11 @@ class TaskControl:
         memory = self._memory
         return {} if memory is None else {"learned": memory.sizes(), "shared": memory.shared()}
 
-    def take_learned(self) -> None:
-        """Make drafters anew where the learned outputs have a new layer."""
+    def take_learned(self, *, gives_way: bool = False) -> None:
+        """Make drafters anew where the learned outputs have a new layer. gives_way: learning waits,
+        for a request's first token does."""
         if self._memory is not None:
+            self._memory.gives_way = gives_way
             for task, scope in self._memory.poll():
                 self._drafters.forget(task, scope)
 
@@ -51,6 +53,7 @@ class TaskControl:
         memory = self._memory
         if memory is None:
             return
+        memory.gives_way = False  # the step is over
         request, num_output = sequence.request, sequence.num_output
         if finished and num_output:
             scope, name = request.scope, sequence.drafter_name

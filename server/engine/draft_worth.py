@@ -279,6 +279,9 @@ class WorthBook:
         self._capacity = capacity
         self._worths: OrderedDict[Hashable, DraftWorth] = OrderedDict()
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._worths
+
     def of(self, key: Hashable) -> DraftWorth:
         """key: all that tells one scope's drafts from another's."""
         worth = self._worths.get(key)

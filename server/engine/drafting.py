@@ -28,6 +28,9 @@ class DraftError(ValueError):
     """A drafter proposed something that is not a tree over the vocabulary."""
 
 
+_MAX_KINDS = 1024  # of drafters that are known to be possible
+
+
 class DrafterRegistry:
     """Resolves a request's speculation to a Drafter."""
 
@@ -43,6 +46,9 @@ class DrafterRegistry:
         }
         self._made: OrderedDict[tuple[object, ...], Drafter] = OrderedDict()
         self._max_made = max_made
+        # (name, task, corpus, options) of drafters that were made -> whether there can be such
+        # that know nothing of how an answer begins.
+        self._kinds: dict[tuple[object, ...], bool] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,17 +65,35 @@ class DrafterRegistry:
             raise ValueError(f"unknown drafter {name!r}; known: {', '.join(self.names)}")
         if name in self._ready:
             return self._ready[name]
-        learns = speculation.learn_tokens > 0
-        key = (name, task, speculation.corpus, speculation.options, speculation.scope, learns)
+        key = self._key(task, speculation)
         drafter = self._made.get(key)
         if drafter is None:
             drafter = cast("DrafterFactory", entry)(task, speculation)
             self._made[key] = drafter
+            if len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            self._kinds[key[:4]] = hasattr(drafter, "knows_starts")
             if len(self._made) > self._max_made:
                 self._made.popitem(last=False)
         else:
             self._made.move_to_end(key)
         return drafter
+
+    def check(self, task: str, speculation: SpeculationParams) -> None:
+        """Raise what `resolve` would, making no drafter if one was made for any scope."""
+        if self._key(task, speculation)[:4] not in self._kinds:
+            self.resolve(task, speculation)
+
+    def may_wait(self, task: str, speculation: SpeculationParams) -> bool:
+        """Whether the drafter has still to be made, and one of its kind without a corpus may know
+        nothing of how an answer begins (its `knows_starts`)."""
+        key = self._key(task, speculation)
+        return not speculation.corpus and key not in self._made and self._kinds.get(key[:4], False)
+
+    @staticmethod
+    def _key(task: str, speculation: SpeculationParams) -> tuple[object, ...]:
+        own = speculation.scope, speculation.learn_tokens > 0
+        return speculation.drafter, task, speculation.corpus, speculation.options, *own
 
     def forget(self, task: str | None = None, scope: str | None = None) -> None:
         """Make a task's drafters anew from now on (None: everyone's). Open sessions keep theirs.
@@ -82,6 +106,8 @@ class DrafterRegistry:
             if (task is None or k[1] == task) and (scope is None or (k[4] == scope and k[5]))
         ]:
             del self._made[key]
+        if scope is None:
+            self._kinds.clear()  # what they are made of may have changed
 
 
 class CheckedTree:

@@ -311,7 +311,7 @@ class Engine:
 
     def _tend_queue(self) -> None:
         """What has to be looked at in every step, those that are launched ahead too."""
-        self.tasks.take_learned()
+        self.tasks.take_learned(gives_way=bool(self.scheduler.waiting))
         for failure in self._admission.expired():
             self._fail(*failure)
 

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +43,10 @@ _PREPARING_MS = 1  # between looks at a grammar or adapter on its way, while not
 _FINAL = (TailorError, ValueError, TypeError, ImportError, NotImplementedError)
 """Errors of a factory after which a restart would not help: a wrong model, a wrong setting. Others
 (memory that another process holds, a device that is not there yet) may pass."""
+
+_SWITCH_S = 0.0005
+"""What the engine's thread waits for at most while another one has the interpreter: a step is a few
+milliseconds, and Python's 5 are one."""
 
 _MAX_STEP_ERRORS = 3  # steps in a row that raise before the engine gives up on itself
 
@@ -225,6 +230,7 @@ def _process_main(factory: EngineFactory, connection: Connection) -> None:
     engine = _build(factory, connection)
     status = 1
     if engine is not None:
+        sys.setswitchinterval(_SWITCH_S)
         gc.freeze()  # what loading has made stays: a collection between steps need not look at it
         wake, waker = os.pipe()
         signal.signal(_STOP_SIGNAL, lambda *_: os.write(waker, b"!"))

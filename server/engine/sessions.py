@@ -2,9 +2,11 @@
 
     seat -> (settle, ask, learn)* -> close
 
-A session is opened when it is first wanted. While a sequence rests (`Sequence.is_resting`) its
-session is told nothing, or is not there yet. What was emitted meanwhile it is told before it is
-next asked, if it ever is.
+Nothing is done for drafts between a request's arrival and the end of its prompt's step that can
+wait until that step is under way: the first drafter of a scope is made while the device works, and
+so is a session opened that knows of no other output. Any other is opened when it is first wanted.
+While a sequence rests (`Sequence.is_resting`) its session is told nothing, or is not there yet.
+What was emitted meanwhile it is told before it is next asked, if it ever is.
 
 If a drafter raises, its session is closed and the request goes on without drafts.
 """
@@ -26,7 +28,7 @@ from server.engine.drafting import CheckedTree, DrafterRegistry
 from server.engine.grammar import FORCED
 from server.engine.plan import Scheduled
 from server.engine.planner import Ask
-from server.engine.sequence import Sequence, SequenceMark
+from server.engine.sequence import Sequence, SequenceMark, Status
 
 _log = logging.getLogger(__name__)
 
@@ -43,18 +45,37 @@ class DraftSessions:
         self._drafters = drafters
         self._logged: set[str] = set()
         self._worths = WorthBook()
+        self._first: list[Sequence] = []  # the first of their scopes, whose drafters wait
 
     def seat(self, sequence: Sequence) -> None:
         """Find a sequence's drafter, unless the request wants no drafts. Called when it is
-        seated."""
+        seated. Where none was made for its scope, and it would know nothing, `settle` makes it."""
+        request, spec = sequence.request, sequence.request.speculation
+        may_wait = not spec.prediction_ids and sequence.grammar is None
+        if (
+            may_wait
+            and self._worth_key(sequence) not in self._worths
+            and spec.max_draft_tokens > 0
+            and self._drafters.may_wait(request.task, spec)
+        ):
+            self._first.append(sequence)
+        else:
+            self._find_drafter(sequence)
+
+    @staticmethod
+    def _worth_key(sequence: Sequence) -> tuple[str, str, str]:
+        request = sequence.request
+        return request.task, request.scope, request.speculation.drafter
+
+    def _find_drafter(self, sequence: Sequence) -> None:
         request = sequence.request
         try:
             drafter = self._drafters.resolve(request.task, request.speculation)
             if drafter is None:
                 return
             sequence.drafter, sequence.drafter_name = drafter, drafter.name
-            key = (request.task, request.scope, drafter.name)
-            sequence.draft_record.worth = worth = self._worths.of(key)
+            worth = self._worths.of(self._worth_key(sequence))
+            sequence.draft_record.worth = worth
             sequence.is_resting = worth.is_resting
             sequence.sources = tuple(getattr(drafter, "sources", ())) or (drafter.name,)
             if sequence.grammar is not None:
@@ -64,6 +85,10 @@ class DraftSessions:
 
     def settle(self, sequences: Iterable[Sequence]) -> None:
         """Let every session do its deferred work; called while the device works."""
+        first, self._first = self._first, []
+        for sequence in first:
+            if sequence.status is not Status.FINISHED:
+                self._find_drafter(sequence)
         began = 0.0
         for sequence in sequences:
             if sequence.is_resting or (sequence.session is None and self.no_draft_reason(sequence)):
@@ -83,13 +108,24 @@ class DraftSessions:
 
     def no_draft_reason(self, sequence: Sequence) -> str:
         """Why the planner does not consider a sequence that draws, or ""."""
-        if sequence.drafter is None or not self._drafts:
+        is_first = sequence in self._first
+        if not self._drafts or (sequence.drafter is None and not is_first):
             return "off"
         if sequence.siblings:
             return "prefill"
         if sequence.rules.max_output - sequence.num_output <= 1:
             return "length"
-        return ""
+        return "prefill" if is_first else ""
+
+    def begins_blank(self, sequence: Sequence) -> bool:
+        """Whether a sequence with a drafter has no output, and nothing is known of how it begins:
+        its session is opened while the device computes its prompt, and is not asked before."""
+        return (
+            not sequence.num_output
+            and sequence.grammar is None
+            and not sequence.request.speculation.prediction_ids
+            and not getattr(sequence.drafter, "knows_starts", True)
+        )
 
     def may_draft(self, sequence: Sequence, is_resting: bool) -> bool:
         """Whether a sequence with a drafter is to be planned for in this step: it does not rest, or

@@ -72,7 +72,10 @@ class StepDrafts:
         trees: list[CheckedTree | None] = [None] * len(plan.items)
         drawing = [(i, item) for i, item in enumerate(plan.items) if item.draws]
         for _, item in drawing:
-            item.sequence.no_draft_reason = self._sessions.no_draft_reason(item.sequence)
+            sequence, reason = item.sequence, self._sessions.no_draft_reason(item.sequence)
+            if not reason and self._sessions.begins_blank(sequence):
+                reason = "prefill"
+            sequence.no_draft_reason = reason
         places = [i for i, item in drawing if not item.sequence.no_draft_reason]
         if not places or is_plain:
             return Proposed(trees)

@@ -14,10 +14,11 @@ unless an Exchange (server/engine/exchange.py) takes what may be written down to
 brings theirs. Then that is where it is kept, and no file of learned outputs is written here.
 
 Nothing here is on a step's path: `learn` puts a copy of the ids into a queue, and a thread of low
-priority keeps the reservoirs, builds their layers (drafters.learned) and writes files. `poll` says
-between two steps which layers are new. Sequences that run keep the drafter they began with.
+priority keeps the reservoirs, writes files, and builds layers (drafters.learned), hardly ever while
+a request waits for its first token (`gives_way`). `poll` says between two steps which layers are
+new. Sequences that run keep the drafter they began with.
 
-Written by the engine's thread: calibrations, the queue. By the worker: reservoirs, files,
+Written by the engine's thread: calibrations, queue, `gives_way`. By the worker: reservoirs, files,
 `_layers`, `_sizes` (whole entries at a time).
 """
 
@@ -57,6 +58,7 @@ Int32 = npt.NDArray[np.int32]
 _log = logging.getLogger(__name__)
 
 _LOOK_MS = 500
+MOST_WAIT_S = 0.5  # that a layer gives way to requests that wait for their first token
 MAX_ROWS = 400  # of a calibration table in a report
 
 
@@ -81,8 +83,7 @@ class TaskStore:
         save_every_s: seconds between writes. build_share: of the time may go into building layers.
         max_scopes, max_held_tokens: reservoirs in memory, and tokens in their layers; those used
         longest ago leave memory (and are read again when they are needed). max_queued: finished
-        outputs that wait for the worker; more are not learned. exchange: with other engines.
-        """
+        outputs that wait for the worker; more are not learned. exchange: with other engines."""
         self._folder = folder
         self._fingerprint_of = (
             (lambda _: fingerprint) if isinstance(fingerprint, str) else fingerprint
@@ -94,6 +95,7 @@ class TaskStore:
         self._max_queued = max_queued
 
         # The engine's thread.
+        self.gives_way = False
         self.num_dropped = 0
         self._exchange = exchange
         self._calibrations = Calibrations(
@@ -122,6 +124,7 @@ class TaskStore:
         self._totals: deque[tuple[Key, Mapping[TableId, Counts]]] = deque()
         self._num_done = 0
         self._next_build_s = 0.0
+        self._gave_way_s = 0.0
         self._thread: threading.Thread | None = None
         self._told_shared: tuple[SharedFigures, ...] = ()
         if exchange is not None:
@@ -172,10 +175,8 @@ class TaskStore:
         rests: bool = False,
     ) -> None:
         """Take a finished output. corpus: the file that the task drafts from, if it has one.
-
         persist: what the scope learns is written to disk, and read from there. rests: drafts do not
-        pay there now, so that a new layer is not urgent.
-        """
+        pay there now, so that a new layer is not urgent."""
         if self._jobs.qsize() >= self._max_queued:
             self.num_dropped += 1
             return
@@ -196,8 +197,7 @@ class TaskStore:
     def learned(
         self, task: str, scope: str, corpus: str | None, max_tokens: int, persist: bool = False
     ) -> Corpus | None:
-        """The layer to draft from if it is built, else None: it is built soon, and `poll` reports
-        it."""
+        """The layer to draft from if it is built, else None: `poll` reports it soon."""
         key = (task, scope)
         generation = self._generations.get(task, 0)
         layer = self._layers.get(key)
@@ -424,7 +424,7 @@ class TaskStore:
         for key, reservoir in list(self._reservoirs.items()):
             # Those used longest ago come first: they get no more, so nobody waits for ever.
             now_s = time.monotonic()
-            if reservoir.is_due and not ending and now_s >= self._next_build_s:
+            if reservoir.is_due and not ending and self._may_build(now_s):
                 self._build(key, reservoir)
             if reservoir.num_unsaved and (
                 ending or now_s - reservoir.saved_at_s >= self._save_every_s
@@ -440,6 +440,16 @@ class TaskStore:
             self._sizes.pop(key, None)
             self._sizes_changed = True
             self._fresh.append(key)
+
+    def _may_build(self, now_s: float) -> bool:
+        """Whether it is time for a layer, and nobody waits for a first token, or somebody has at
+        every look for MOST_WAIT_S."""
+        if now_s < self._next_build_s:
+            return False
+        since_s = self._gave_way_s or now_s
+        waits = self.gives_way and now_s - since_s < MOST_WAIT_S
+        self._gave_way_s = since_s if waits else 0.0
+        return not waits
 
     def _held(self) -> int:
         layers = (layer.corpus.automaton.num_states // 2 for layer in self._layers.values())

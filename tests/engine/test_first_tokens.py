@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from server.engine.batch import Batch
 from server.engine.budget import CostTable, DraftBudget
+from server.engine.engine import Engine
 from server.engine.settings import EngineSettings
 from server.types import Request, SamplingParams, SpeculationParams
 from tests.engine.open_loop import Job, Served, cpu_table, jobs_of, percentile, poisson, serve
-from tests.engine.scenarios import make_engine, random_workload
-from tests.fakes.fake_drafters import LikelyDrafter
+from tests.engine.scenarios import fake_runner, make_engine, random_workload
+from tests.fakes.fake_drafters import LikelyDrafter, LikelySession
+from tests.fakes.fake_runner import FakeModel
 
 SEEDS = (7, 8, 9)
 NUM_JOBS = 60
@@ -111,3 +116,62 @@ def test_the_row_of_a_first_token_is_noted_where_prompts_leave_no_room_for_draft
     assert drafter.sessions[0].num_rows == 1
     while engine.has_work:
         engine.step()
+
+
+class _Sessions:
+    """What is done for drafts, and the launches of steps, in their order."""
+
+    def __init__(self, model: FakeModel, *, knows_starts: bool) -> None:
+        self._model = model
+        self._knows_starts = knows_starts
+        self.events: list[str] = []
+
+    def make(self, task: str, speculation: SpeculationParams) -> LikelyDrafter:
+        outer = self
+        self.events.append("made")
+
+        class Drafter(LikelyDrafter):
+            knows_starts = self._knows_starts
+
+            def open(self, prompt_ids: Sequence[int], **others: Any) -> LikelySession:
+                outer.events.append("opened")
+                return super().open(prompt_ids, **others)
+
+        return Drafter(self._model)
+
+
+@pytest.mark.parametrize("knows_starts", [False, True])
+def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(knows_starts: bool) -> None:
+    work = random_workload(Random(0))
+    sessions = _Sessions(work.model, knows_starts=knows_starts)
+    runner = fake_runner(work)
+    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, max_draft_rows=8)
+    engine = Engine(runner, {"own": sessions.make}, settings)
+    launch = runner.launch
+
+    def launched(batch: Batch) -> None:
+        sessions.events.append("launched")
+        launch(batch)
+
+    runner.launch = launched  # type: ignore[method-assign]
+    found = []
+    for salt in ("a", "b", "b"):
+        sessions.events.clear()
+        engine.submit(
+            Request(
+                "r",
+                "task",
+                "fake",
+                (1, 2, 3),
+                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                SpeculationParams("own", 8),
+                cache_salt=salt,
+            )
+        )
+        engine.step()
+        found.append(tuple(sessions.events))
+        while engine.has_work:
+            engine.step()
+    # The very first drafter is made to find out whether it can be; nothing is known in scope "b".
+    order = ("opened", "launched") if knows_starts else ("launched", "opened")
+    assert found == [("made", *order), ("launched", "made", "opened"), order]

@@ -503,3 +503,27 @@ def test_layers_that_nobody_drafts_from_are_built_seldom(rests: bool) -> None:
     store.wait()
     assert store.poll() == [("task", "scope")], "a corpus that changed is read, drafts or not"
     store.close()
+
+
+def test_layers_are_built_when_nobody_waits_for_a_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = TaskStore(None, fingerprint="f", build_share=1e9)
+    ids = np.arange(5, dtype=np.int32)
+    try:
+        monkeypatch.setattr("server.engine.task_store.MOST_WAIT_S", 3600.0)
+        memory.gives_way = True
+        memory.learn("task", "scope", None, LEARN_TOKENS, ids, ids)
+        memory.wait()
+        assert memory.learned("task", "scope", None, LEARN_TOKENS) is None
+        memory.gives_way = False
+        memory.wait()
+        assert memory.learned("task", "scope", None, LEARN_TOKENS) is not None
+        # Not for ever, where somebody always waits.
+        monkeypatch.setattr("server.engine.task_store.MOST_WAIT_S", 0.0)
+        memory.gives_way = True
+        memory.learn("task", "other", None, LEARN_TOKENS, ids, ids)
+        memory.wait()
+        assert memory.learned("task", "other", None, LEARN_TOKENS) is not None
+    finally:
+        memory.close()
