@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from server import __version__
 from server.errors import TailorError
@@ -312,7 +312,38 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     return 0
 
 
+OPTIONS_OF_OTHERS = {
+    "-m": "--model",
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-t": "--threads",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
+    "--lora": "--adapter",
+    "--lora-modules": "models[].adapters of a server.yaml (--config)",
+    "--enable-lora": "models[].adapters of a server.yaml (--config)",
+    "--quantization": "--weights",
+    "--gpu-memory-utilization": "--kv-cache-memory",
+    "--kv-cache-dtype": "engine.kv_cache_dtype of a server.yaml (--config)",
+    "--cache-type-k": "engine.kv_cache_dtype of a server.yaml (--config)",
+    "--model-path": "--model",
+    "--context-length": "--max-model-len",
+}
+"""What `serve` calls options of vLLM, llama.cpp and SGLang."""
+
+
 def _told(error: CycloptsError) -> str:
+    serves = tuple(error.command_chain or ()) == ("serve",)
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        rest = " ".join(error.unused_tokens)
+        near = f" A model is given as --model {error.unused_tokens[0]}." if serves else ""
+        return f"tailor: No option takes {rest!r}.{near}"
+    if isinstance(error, UnknownOptionError) and serves:
+        name = (error.token.keyword or error.token.value).partition("=")[0]
+        if name in OPTIONS_OF_OTHERS:
+            return f"tailor: Unknown option: {name}. Here it is {OPTIONS_OF_OTHERS[name]}."
     return f"tailor: {error}"
 
 

@@ -47,6 +47,10 @@ def served_model(model: ModelConfig, folder: Path, max_model_len: int | None) ->
         created = int(config_file.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{config_file}: {type(error).__name__}: {str(error)[:200]}") from None
+    if max_model_len is not None and max_model_len > limit:
+        raise ModelError(
+            f"model {model.name}: max_model_len {max_model_len} is above the model's {limit}"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # tokenizers raises bare Exception

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server import __version__
-from server.commands.cli import build_app, main, parse
+from server.commands.cli import OPTIONS_OF_OTHERS, build_app, main, parse
 from server.commands.serve import EngineOptions, ModelChoice, Place, server_config
 from server.config import MemorySize
 from server.errors import ConfigError
@@ -71,6 +71,49 @@ def test_options_that_mean_the_same_have_one_name() -> None:
         assert {"--output", "-o"} <= options[f"tailor {command}"], command
     for command in ("run", "complete", "record", "corpus generate"):
         assert {"--url", "--api-key", "--timeout", "--task"} <= options[f"tailor {command}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serve", "org/name"], "A model is given as --model org/name."),
+        (["serve", "--kv-cache-dtype", "int8"], "Here it is engine.kv_cache_dtype of a"),
+        (["serve", "-m", "file.gguf"], "Here it is --model."),
+        (["serve", "--ctx-size=2048"], "Here it is --max-model-len."),
+        (["serve", "--frobnicate"], "Unknown option: --frobnicate."),
+        (["version", "x"], "No option takes 'x'."),
+    ],
+)
+def test_a_command_line_of_another_server_is_told_what_to_write(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert says in " ".join(told.split()) and told.startswith("tailor: ")
+
+
+def test_the_options_that_are_advised_are_there() -> None:
+    options = COMMANDS["tailor serve"].options
+    for theirs, ours in OPTIONS_OF_OTHERS.items():
+        assert theirs not in options
+        assert ours.startswith(("models[].adapters", "engine.kv_cache_dtype")) or ours in options
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", ""], "--model: it is empty"),
+        (["--weights", "fp8"], "weights: fp8 is for cuda"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_before_anything_is_loaded(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", *words]) == 1
+    told = capsys.readouterr()
+    assert says in told.err and len(told.err.splitlines()) == 1 and not told.out
 
 
 SYNONYMS = {

@@ -164,6 +164,16 @@ def test_rows_that_pad_the_vocabulary_are_no_ids_of_the_api(
     assert model.vocab_size == max(known.values()) + 1
 
 
+def test_more_context_than_the_model_has_is_refused_before_loading(
+    tiny_folder: Path, own_cache: None
+) -> None:
+    most = json.loads((tiny_folder / "config.json").read_text())["max_position_embeddings"]
+    model = ModelConfig(name="tiny", path=str(tiny_folder))
+    assert served_model(model, tiny_folder, most).max_model_len == most
+    with pytest.raises(ModelError, match=f"model tiny: max_model_len .* the model's {most}$"):
+        served_model(model, tiny_folder, most + 1)
+
+
 def test_a_folders_chat_template_is_served_and_a_broken_one_is_told(
     tiny_folder: Path, tmp_path: Path, own_cache: None, caplog: pytest.LogCaptureFixture
 ) -> None:
