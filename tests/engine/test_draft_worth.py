@@ -259,8 +259,8 @@ def test_a_token_saves_little_where_prompts_come_all_the_time() -> None:
         busy.host.observe_mix(True)
     assert quiet.host.mixed == 0.0 and busy.host.mixed > 0.98
     assert sum(quiet.choose(chances, 4, 4, 0.0, 99)) > sum(busy.choose(chances, 4, 4, 0.0, 99))
-    quiet.observe_asking(1e-3, 4)
-    busy.observe_asking(1e-3, 4)
+    quiet.observe_proposing(1e-3, 4)
+    busy.observe_proposing(1e-3, 4)
     assert busy.price(4, 0.0) > 2 * quiet.price(4, 0.0) > 0
 
 
