@@ -32,7 +32,8 @@ from server.model.cpu.lora import (
     add_lora,
     gated_linear_lora,
 )
-from server.model.cpu.records import AttentionLayer, Residual, Work
+from server.model.cpu.records import AttentionLayer, Residual, Rows, Work
+from server.model.cpu.team import barrier
 from server.model.cpu.vector_ir import LANES
 
 _serial = njit(nogil=True, cache=True, error_model="numpy")
@@ -81,9 +82,34 @@ def residual(num_rows, x, y, norms, out, work):
 
 
 @borrows
-def forward_share(thread, rows, layers, memory, shape, adapters, work):
+def _pick_rows(ends, rows, scratch, work):
+    """The wanted ones of the rows. attended[i] = the queries and hidden[i] = the residual stream of
+    wanted row i: nobody needs what lies in either before a last layer's attention."""
+    width, of = scratch.attended.shape[1], ends.table
+    for i in range(work.thread, of.shape[1], work.threads):
+        r = of[0, i]
+        for j in range(width):
+            scratch.attended[i, j] = scratch.qkv[r, j]
+        for j in range(scratch.x.shape[1]):
+            scratch.hidden[i, j] = scratch.x[r, j]
+    barrier(work)
+    return Rows(of.shape[1], of[1], of[2], of[3], of[4], of[5], of[6], rows.path_slots, rows.tables)
+
+
+@borrows
+def _put_rows(ends, scratch, work):
+    """hidden[r] = normed[i] of wanted row i, which is row r of the step."""
+    barrier(work)
+    for i in range(work.thread, ends.table.shape[1], work.threads):
+        for j in range(scratch.hidden.shape[1]):
+            scratch.hidden[ends.table[0, i], j] = scratch.normed[i, j]
+
+
+@borrows
+def forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
     """All layers for the rows of a step, run by every thread of the team: scratch.x in,
-    scratch.hidden out (records.py). adapters: of the rows that have one (lora.py).
+    scratch.hidden out (records.py), of the rows that `ends` (Ends) wants. adapters: of the rows
+    that have one (lora.py).
 
     Sums of a row belong to one thread or, in products and attention, to items; where a thread reads
     what others wrote, they have met before (team.py).
@@ -100,8 +126,10 @@ def forward_share(thread, rows, layers, memory, shape, adapters, work):
         for r in range(thread, num, work.threads):
             for j in range(x.shape[1]):
                 normed[r, j] = x[r, j]
+    picks = False
     for i in range(num_layers):
         norms = layers.norms[i]
+        last = i + 1 == num_layers
         if layers.conv_ids[i] >= 0:
             which = layers.conv_ids[i]
             linear(normed, num, layers.conv_in, i, scratch.conv_projected, work)
@@ -123,7 +151,14 @@ def forward_share(thread, rows, layers, memory, shape, adapters, work):
             linear(normed, num, layers.qkv, i, scratch.qkv, work)
             add_lora(normed, adapters, i, QKV, scratch.qkv, work)
             place(rows, scratch.qkv, layer, shape, work)
-            attend(rows, scratch.qkv, layer, shape, scratch, scratch.attended, work)
+            picks = last and ends.picks and adapters.spans.shape[0] == 0
+            queries = scratch.qkv
+            if picks:
+                if ends.table.shape[1] == 0:
+                    return
+                rows = _pick_rows(ends, rows, scratch, work)
+                num, queries, x = rows.num, scratch.attended, scratch.hidden
+            attend(rows, queries, layer, shape, scratch, scratch.attended, work)
             linear(scratch.attended, num, layers.out, i, y, work)
             add_lora(scratch.attended, adapters, i, OUT, y, work)
         after = Residual(
@@ -140,13 +175,14 @@ def forward_share(thread, rows, layers, memory, shape, adapters, work):
         linear(scratch.inner, num, layers.down, i, y, work)
         add_lora(scratch.inner, adapters, i, DOWN, y, work)
         # The next layer's input norm, or the model's last.
-        last = i + 1 == num_layers
         following = layers.final_norm if last else layers.norms[i + 1, NORM_IN]
         after = Residual(
             layers.out_bias[i, :0], shape.norms_after, norms[NORM_POST_MLP], shape.residual_scale,
             shape.norms_before or last, following, shape.eps,
         )  # fmt: skip
-        residual(num, x, y, after, scratch.hidden if last else normed, work)
+        residual(num, x, y, after, scratch.hidden if last and not picks else normed, work)
+    if picks:
+        _put_rows(ends, scratch, work)
 
 
 @_serial

@@ -16,14 +16,14 @@ from numba import njit, typeof, types
 from server.engine.batch import Batch
 from server.model.cpu.draws import Answers
 from server.model.cpu.jobs import uncounted
-from server.model.cpu.records import Int64, Rows, Work
+from server.model.cpu.records import Ends, Int64, Rows, Work
 from server.model.cpu.step import _GIVEN, KeptStep, Tokens, Wanted
 from server.model.cpu.team import run_at
 from server.model.cpu.vector_ir import I64, intrinsic
 
 _PLACE_BYTES = 8 << 10
 
-StepInput = tuple[bool, Tokens, Rows, Int64, Wanted, Work]
+StepInput = tuple[bool, Tokens, tuple[Rows, Ends], Int64, Wanted, Work]
 """What a step is given beside what is kept: the arguments of KeptStep.compute."""
 
 
@@ -84,7 +84,8 @@ class HeldStep:
         """Write down what the step is given, all of whose arrays stay the same."""
         self._memory = np.zeros(_PLACE_BYTES // 8, np.int64)
         place, work = self._memory.ctypes.data, given[-1]
-        _hold(given, place)
+        embeds, tokens, rows, *rest = given
+        _hold((embeds, tokens, *rows, *rest), place)
         self._kept, self._given = kept, given
         self._call = (
             kept._share,

@@ -36,6 +36,18 @@ class Rows(NamedTuple):
     tables: Int32
 
 
+class Ends(NamedTuple):
+    """The rows that are wanted at the end of a step: of the others the last layer makes keys and
+    values and no more.
+
+    picks: whether they are fewer than all. table int32 [7, n], used if so: their numbers among the
+    step's rows, ascending, then what Rows has of them, from positions to path_len.
+    """
+
+    picks: bool
+    table: Int32
+
+
 class Shape(NamedTuple):
     """Sizes and switches of a model.
 

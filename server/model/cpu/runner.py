@@ -30,6 +30,7 @@ from server.model.cpu.kv_pages import KvPages
 from server.model.cpu.linear import new_work
 from server.model.cpu.records import (
     Cache,
+    Ends,
     Float32,
     Layers,
     Positions,
@@ -53,6 +54,7 @@ BLOCK_SIZE = LANES
 """Slots per block: one vector of keys."""
 
 _NOTHING = np.zeros(0, np.int32)
+_EVERY_ROW = Ends(False, np.zeros((0, 0), np.int32))
 
 VERIFY_ROWS = 48
 """Rows of one product of `verify`: bounds the memory of its logits (1 MB a row at 262,144 ids)."""
@@ -97,6 +99,15 @@ def batch_rows(batch: Batch) -> Rows:
         batch.num_rows, batch.positions, batch.slots, batch.seq_ids, batch.prefix_len,
         batch.path_start, batch.path_len, batch.path_slots, batch.block_tables,
     )  # fmt: skip
+
+
+def _ends(batch: Batch, rows: Rows) -> Ends:
+    """The rows that something is drawn from or scored, where they are less than half of all: most
+    rows of a prompt are there for their keys and values."""
+    if 2 * (batch.num_draws + batch.score_rows.shape[0]) >= batch.num_rows:
+        return _EVERY_ROW
+    numbers = np.unique(np.concatenate((batch.draw_rows, batch.score_rows)))
+    return Ends(True, np.stack((numbers, *(array[numbers] for array in rows[1:7]))))
 
 
 def _scratch(
@@ -309,7 +320,8 @@ class CpuRunner:
         nothing = Wanted(_NOTHING, _NOTHING, *NO_LIKELY, self._clock)
         tokens = Tokens(batch.token_ids, batch.token_from, _NOTHING)
         spans = adapters.spans(batch)
-        KeptStep(kept).compute(False, tokens, batch_rows(batch), spans, nothing, self._work)
+        every = batch_rows(batch), _EVERY_ROW
+        KeptStep(kept).compute(False, tokens, every, spans, nothing, self._work)
 
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
@@ -356,7 +368,8 @@ class CpuRunner:
         self.body_s = after_body - started - head_s
         self.head_s = head_s
         self.draw_s = time.perf_counter() - after_body
-        if plain and not batch.num_likely and self._table.kind != READY:
+        every = batch.num_draws == batch.num_rows  # Ends are made of what the arrays hold now
+        if plain and every and not batch.num_likely and self._table.kind != READY:
             self._held = HeldStep(batch, wanted, answers)
         return drawn
 
@@ -428,7 +441,8 @@ class CpuRunner:
     def _given(self, batch: Batch, wanted: Wanted, *, embeds: bool) -> StepInput:
         tokens = Tokens(batch.token_ids, batch.token_from, self._last_ids)
         spans = self._adapters.spans(batch)
-        return embeds, tokens, batch_rows(batch), spans, wanted, self._work
+        rows = batch_rows(batch)
+        return embeds, tokens, (rows, _ends(batch, rows)), spans, wanted, self._work
 
     def _embed(self, batch: Batch) -> None:
         """Fill the scratch's x with the embeddings of the rows, own ones of adapters included."""

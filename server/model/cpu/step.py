@@ -24,7 +24,7 @@ from server.model.cpu.jobs import ROOM_BYTES, make_kept_job
 from server.model.cpu.kernels import borrows, float_at
 from server.model.cpu.linear import linear
 from server.model.cpu.lora import StepAdapters
-from server.model.cpu.records import Float32, Int32, Int64, Rows, Work
+from server.model.cpu.records import Ends, Float32, Int32, Int64, Rows, Work
 from server.model.cpu.sampler import FAILED, argmax, is_finite_row, likeliest_of
 from server.model.cpu.soft_cap import soft_cap
 from server.model.cpu.team import barrier, declared, run
@@ -246,7 +246,7 @@ def _step_share(thread, kept, given):
     """What every thread of the team runs: see forward.forward_share. A row's embedding is written
     by the thread that norms it first."""
     table, layers, memory, shape, adapters, head = kept
-    embeds, tokens, rows, spans, wanted, work = given
+    embeds, tokens, rows, ends, spans, wanted, work = given
     scratch = memory[2]
     own = Work(work.sync, work.pairs, work.threads, thread)
     if embeds:
@@ -255,7 +255,7 @@ def _step_share(thread, kept, given):
         spans, adapters.inputs, adapters.parts, adapters.alternate, adapters.up, adapters.inner,
         adapters.wide,
     )  # fmt: skip
-    forward_share(thread, rows, layers, memory, shape, of_rows, work)
+    forward_share(thread, rows, ends, layers, memory, shape, of_rows, work)
     if wanted.rows.shape[0] > 0:
         barrier(own)
         if thread == 0:
@@ -279,6 +279,7 @@ _GIVEN = (
     True,
     Tokens(_IDS, _IDS, _IDS),
     Rows(0, _IDS, _IDS, _IDS, _IDS, _IDS, _IDS, _IDS, _TABLE),
+    Ends(False, _TABLE),
     np.zeros((0, 3), np.int64),
     Wanted(_IDS, _IDS, _TABLE, _FLOATS.reshape(0, 0), _COUNTS),
     Work(_COUNTS, _FLOATS.reshape(0, 0), 1, 0),
@@ -291,7 +292,7 @@ _GIVEN = (
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 def _compute(share, room, given):
-    _, tokens, rows, _, wanted, work = given
+    _, tokens, rows, _, _, wanted, work = given
     for r in range(rows.num):
         if tokens.taken[r] >= tokens.drawn.shape[0]:
             raise IndexError("a row takes its token from a draw that the previous batch lacks")
@@ -320,14 +321,15 @@ class KeptStep:
         return all(map(operator.is_, self._kept, kept))
 
     def compute(
-        self, embeds: bool, tokens: Tokens, rows: Rows, spans: Int64, wanted: Wanted, work: Work
-    ) -> int:
-        """A whole step: Scratch.hidden of all rows, logits of the wanted ones, and what is drawn of
-        them; returns how many draws failed.
+        self, embeds: bool, tokens: Tokens, rows: tuple[Rows, Ends], spans: Int64, wanted: Wanted,
+        work: Work,
+    ) -> int:  # fmt: skip
+        """A whole step: Scratch.hidden of the rows that Ends has, logits of the wanted ones, and
+        what is drawn of them; returns how many draws failed.
 
         embeds: whether rows have their embeddings from the table; else they are in Scratch.x.
         spans: of the rows that have an adapter (lora.StepAdapters). Raises IndexError for a row
         that takes an id that was not drawn, TypeError for arrays of other types than Batch's.
         """
-        given = (embeds, tokens, rows, spans, wanted, work)
+        given = (embeds, tokens, *rows, spans, wanted, work)
         return int(_compute(self._share, self._room, given))

@@ -109,6 +109,22 @@ def test_neighbours_change_nothing(runner: CpuRunner) -> None:
     assert np.array_equal(got, np.concatenate(want))
 
 
+def test_rows_that_nobody_asks_for_change_nothing(runner: CpuRunner) -> None:
+    """Of most rows of a prompt a last layer makes keys and values alone."""
+    prompts = [tokens(n, 30 + n) for n in (33, 5, 40)]
+    want = [one_by_one(runner, ids, i) for i, ids in enumerate(prompts)]
+    pages = Pages(64, seed=9)
+    tables = [pages.sequence(len(ids)) for ids in prompts]
+    builder = BatchBuilder()
+    rows = [builder.add_rows(t, ids[:-1], 0) for t, ids in zip(tables, prompts, strict=True)]
+    got = step(runner, builder, [rows[0][10], rows[0][-1], rows[2][-1]])
+    assert np.array_equal(got, [want[0][10], want[0][-2], want[2][-2]])
+    for table, ids, truth in zip(tables, prompts, want, strict=True):
+        builder = BatchBuilder()
+        last = builder.add_rows(table, ids[-1:], len(ids) - 1)
+        assert np.array_equal(step(runner, builder, last), truth[-1:])
+
+
 @pytest.mark.parametrize("root", [0, 6, 7, 14, 15, 16, 31])
 def test_tree_rows_and_what_follows_an_accepted_path(runner: CpuRunner, root: int) -> None:
     parents = [-1, 0, -1, 2, 3, 3, 1, 4]

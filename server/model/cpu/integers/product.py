@@ -17,6 +17,7 @@ import numpy.typing as npt
 from server.model.cpu.arena import Arena
 from server.model.cpu.integers.forms import BLOCK, PANEL, Form, padded_inputs, panels_of
 from server.model.cpu.integers.kernels import JOB_ITEMS, call_kernel, kernel_address
+from server.model.cpu.integers.tile_kernels import TILES
 from server.model.cpu.integers.weights import Stored, pack_rows
 from server.model.cpu.kernels import borrows, float_at
 from server.model.cpu.team import own_words, take_near, take_run
@@ -28,6 +29,9 @@ __all__ = [
 
 ROW_SPAN = 96
 """Most rows of one work item: their inputs stay in a core's L2."""
+
+_WHOLE_ROWS = 32 if TILES else 12
+"""Of the largest kernels, or a multiple; ROW_SPAN is one of it."""
 
 FEW_ROWS = 4
 """So many rows are multiplied faster than a panel comes from memory: the core's own prefetcher is
@@ -114,9 +118,13 @@ def set_rows(job, q, figures, first, num):
 
 @borrows
 def even_span(num_rows):
-    """(rows of a span, spans): at most ROW_SPAN rows, all spans alike."""
+    """(rows of a span, spans): at most ROW_SPAN rows, all but the last alike and of whole kernels:
+    the fewer rows of a kernel, the longer its sums wait for each other."""
     spans = (num_rows + ROW_SPAN - 1) // ROW_SPAN
-    return (num_rows + spans - 1) // spans, spans
+    span = (num_rows + spans - 1) // spans
+    if spans > 1:
+        span = (span + _WHOLE_ROWS - 1) // _WHOLE_ROWS * _WHOLE_ROWS
+    return span, (num_rows + span - 1) // span
 
 
 @borrows

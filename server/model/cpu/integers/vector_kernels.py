@@ -299,6 +299,13 @@ def share_of(b: Any, tile: Any, tiles: Any, following: Any) -> Any:
     return quarters
 
 
+def _is_twice(b: Any, left: Any, num_rows: Any, rows: int, less: int) -> Any:
+    """Whether one kernel of `rows` takes the last rows, fewer than that but too many for the next
+    smaller kernel, and some before them a second time: small kernels wait for their own sums."""
+    few = b.and_(b.icmp_signed("<", left, i64(rows)), b.icmp_signed(">", left, i64(less)))
+    return b.and_(few, b.icmp_signed(">=", num_rows, i64(rows)))
+
+
 def define_rows(module: Any, form: Form) -> Any:
     """A function of the module: all rows against one panel, the largest kernels first."""
     name = f"tailor_integers_{form.name}"
@@ -311,13 +318,16 @@ def define_rows(module: Any, form: Form) -> Any:
     x, ldx, figures, ldf, num_rows, panel, count, out, ldo, following = fn.args
     b = ir.IRBuilder(fn.append_basic_block("entry"))
     sizes = _CHANNEL_SIZES if form.per_output else _BLOCK_SIZES
+    smaller = [*(rows for rows, _ in sizes[1:]), 0]
     tiles: Any = i64(0)
     left = num_rows
-    for rows, _ in sizes:
-        tiles = b.add(tiles, b.sdiv(left, i64(rows)))
-        left = b.srem(left, i64(rows))
+    for (rows, _), less in zip(sizes, smaller, strict=True):
+        whole, rest = b.sdiv(left, i64(rows)), b.srem(left, i64(rows))
+        twice = _is_twice(b, rest, num_rows, rows, less)
+        tiles = b.add(b.add(tiles, whole), b.zext(twice, I64))
+        left = b.select(twice, i64(0), rest)
     done, tile = i64(0), i64(0)
-    for rows, vectors in sizes:
+    for (rows, vectors), less in zip(sizes, smaller, strict=True):
         kernel = _Kernel(form, rows, vectors).define(module)
         before = b.block
         test, body, after = (b.append_basic_block(n) for n in ("test", "rows", "after"))
@@ -326,15 +336,18 @@ def define_rows(module: Any, form: Form) -> Any:
         m, number = b.phi(I64), b.phi(I64)
         m.add_incoming(done, before)
         number.add_incoming(tile, before)
-        b.cbranch(b.icmp_signed(">=", b.sub(num_rows, m), i64(rows)), body, after)
+        left = b.sub(num_rows, m)
+        twice = _is_twice(b, left, num_rows, rows, less)
+        b.cbranch(b.or_(b.icmp_signed(">=", left, i64(rows)), twice), body, after)
         b.position_at_end(body)
-        own = [b.add(base, b.mul(m, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
+        first = b.select(twice, b.sub(num_rows, i64(rows)), m)
+        own = [b.add(base, b.mul(first, ld)) for base, ld in ((x, ldx), (figures, ldf), (out, ldo))]
         quarters = share_of(b, number, tiles, following)
         for column in range(0, PANEL, LANES * vectors):
             last = column + LANES * vectors == PANEL
             arguments = [own[0], ldx, own[1], ldf, panel, i64(column), count, own[2], ldo]
             b.call(kernel, [*arguments, following, quarters if last else i64(0)])
-        m.add_incoming(b.add(m, i64(rows)), b.block)
+        m.add_incoming(b.add(first, i64(rows)), b.block)
         number.add_incoming(b.add(number, i64(1)), b.block)
         b.branch(test)
         b.position_at_end(after)
