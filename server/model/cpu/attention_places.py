@@ -26,6 +26,7 @@ from server.model.cpu.vector_ir import (
     i64,
     intrinsic,
     load,
+    splat,
     store,
 )
 
@@ -34,37 +35,80 @@ __all__ = ["rotate", "store_key", "store_value"]
 _MOST_HALF = 65504.0
 
 
+def _stored(b: Any, kind: Any, x: Any, factor: Any) -> Any:
+    """A float32, or a vector of them, as a plane keeps it: itself; the bits of the nearest float16,
+    at most 65504; or round_to_even(x * factor), 0 where factor is."""
+    wide = isinstance(x.type, ir.VectorType)
+
+    def of(scalar: Any) -> Any:
+        return ir.VectorType(scalar, LANES) if wide else scalar
+
+    def same(value: float) -> Any:
+        return ir.Constant(of(F32), [value] * LANES if wide else value)
+
+    if kind == types.float32:
+        return x
+    if kind == types.uint16:
+        for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
+            x = b.select(b.fcmp_ordered(sign, x, same(most)), same(most), x)
+        return b.bitcast(b.fptrunc(x, of(HALF)), of(I16))
+    scaled = b.fmul(x, splat(b, factor) if wide else factor)
+    unknown = b.fcmp_ordered("==", factor, ir.Constant(F32, 0.0))
+    scaled = b.select(unknown, same(0.0), scaled)
+    name = f"llvm.rint.v{LANES}f32" if wide else "llvm.rint.f32"
+    fn = b.module.globals.get(name)
+    if fn is None:
+        fn = ir.Function(b.module, ir.FunctionType(of(F32), [of(F32)]), name)
+    return b.trunc(b.fptosi(b.call(fn, [scaled]), of(I32)), of(I8))
+
+
 @intrinsic
 def _put(typingctx: Any, plane: Any, index: Any, x: Any, factor: Any) -> Any:
-    """Number `index` of a Plane = x: itself; the bits of the nearest float16, at most 65504; or
-    round_to_even(x * factor), 0 where factor is."""
+    """Number `index` of a Plane = x, as it keeps it."""
     sig = types.void(plane, types.intp, types.float32, types.float32)
     kind = plane.types[3]
 
-    def stored(b: Any, x: Any, factor: Any) -> Any:
-        if kind == types.float32:
-            return x
-        if kind == types.uint16:
-            for sign, most in (("<", -_MOST_HALF), (">", _MOST_HALF)):
-                end = ir.Constant(F32, most)
-                x = b.select(b.fcmp_ordered(sign, x, end), end, x)
-            return b.bitcast(b.fptrunc(x, HALF), I16)
-        zero = ir.Constant(F32, 0.0)
-        scaled = b.select(b.fcmp_ordered("==", factor, zero), zero, b.fmul(x, factor))
-        name = "llvm.rint.f32"
-        fn = b.module.globals.get(name)
-        if fn is None:
-            fn = ir.Function(b.module, ir.FunctionType(F32, [F32]), name)
-        return b.trunc(b.fptosi(b.call(fn, [scaled]), I32), I8)
-
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         plane, index, x, factor = args
-        value = stored(b, x, factor)
+        value = _stored(b, kind, x, factor)
         at = b.add(b.extract_value(plane, 0), b.mul(index, i64(size_of(kind))))
         b.store(value, b.inttoptr(at, value.type.as_pointer()))
         return context.get_dummy_value()
 
     return sig, codegen
+
+
+def _make_put_vectors(stride: int) -> Any:
+    """As _put for 16 * num floats at address x: numbers `stride` apart, from `first` on."""
+
+    @intrinsic
+    def put(typingctx: Any, plane: Any, first: Any, x: Any, num: Any, factor: Any) -> Any:
+        sig = types.void(plane, types.intp, types.intp, types.intp, types.float32)
+        kind = plane.types[3]
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            plane, first, x, num, factor = args
+            size = size_of(kind)
+            start = b.add(b.extract_value(plane, 0), b.mul(first, i64(size)))
+            loop = Loop(b, num, [])
+            at = b.mul(loop.index, i64(LANES))
+            value = _stored(b, kind, load(b, floats(b, x), at), factor)
+            to = b.add(start, b.mul(at, i64(stride * size)))
+            parts = [value]
+            if stride > 1:
+                parts = [b.extract_element(value, ir.Constant(I32, i)) for i in range(LANES)]
+            for i, part in enumerate(parts):
+                where = b.add(to, i64(i * stride * size))
+                b.store(part, b.inttoptr(where, part.type.as_pointer())).align = size
+            loop.close([])
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return put
+
+
+_put_keys, _put_values = _make_put_vectors(LANES), _make_put_vectors(1)
 
 
 @intrinsic
@@ -122,7 +166,10 @@ def store_key(keys, scaled, slot, x, num):
     """`num` floats at address x into their slot of a Plane of keys; scaled: it has scales."""
     factor = _factor(keys, slot, x, num) if scaled else np.float32(1.0)
     first = slot // LANES * num * LANES + slot % LANES
-    for i in range(num):
+    whole = num // LANES
+    if whole > 0:
+        _put_keys(keys, first, x, whole, factor)
+    for i in range(whole * LANES, num):
         _put(keys, first + i * LANES, float_at(x, i), factor)
 
 
@@ -130,5 +177,8 @@ def store_key(keys, scaled, slot, x, num):
 def store_value(values, scaled, slot, x, num):
     """`num` floats at address x into their slot of a Plane of values; scaled: it has scales."""
     factor = _factor(values, slot, x, num) if scaled else np.float32(1.0)
-    for i in range(num):
+    whole = num // LANES
+    if whole > 0:
+        _put_values(values, slot * values.width, x, whole, factor)
+    for i in range(whole * LANES, num):
         _put(values, slot * values.width + i, float_at(x, i), factor)

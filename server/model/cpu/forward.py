@@ -82,6 +82,20 @@ def residual(num_rows, x, y, norms, out, work):
 
 
 @borrows
+def _convolve_share(i, rows, layers, cache, scratch, adapters, work):
+    """What layer i, a short convolution, adds to the residual stream, into scratch.projected."""
+    which, num = layers.conv_ids[i], rows.num
+    linear(scratch.normed, num, layers.conv_in, i, scratch.conv_projected, work)
+    add_lora(scratch.normed, adapters, i, CONV_IN, scratch.conv_projected, work)
+    convolve(
+        rows, scratch.conv_projected, layers.taps[which], cache.inputs[which], scratch.convolved,
+        work,
+    )  # fmt: skip
+    linear(scratch.convolved, num, layers.conv_out, i, scratch.projected, work)
+    add_lora(scratch.convolved, adapters, i, CONV_OUT, scratch.projected, work)
+
+
+@borrows
 def _pick_rows(ends, rows, scratch, work):
     """The wanted ones of the rows. attended[i] = the queries and hidden[i] = the residual stream of
     wanted row i: nobody needs what lies in either before a last layer's attention."""
@@ -131,15 +145,7 @@ def forward_share(thread, rows, ends, layers, memory, shape, adapters, work):
         norms = layers.norms[i]
         last = i + 1 == num_layers
         if layers.conv_ids[i] >= 0:
-            which = layers.conv_ids[i]
-            linear(normed, num, layers.conv_in, i, scratch.conv_projected, work)
-            add_lora(normed, adapters, i, CONV_IN, scratch.conv_projected, work)
-            convolve(
-                rows, scratch.conv_projected, layers.taps[which], cache.inputs[which],
-                scratch.convolved, work,
-            )  # fmt: skip
-            linear(scratch.convolved, num, layers.conv_out, i, y, work)
-            add_lora(scratch.convolved, adapters, i, CONV_OUT, y, work)
+            _convolve_share(i, rows, layers, cache, scratch, adapters, work)
         else:
             table, which = positions.rope_ids[i], layers.kv_ids[i]
             layer = AttentionLayer(

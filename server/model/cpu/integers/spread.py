@@ -26,7 +26,8 @@ from numba import njit, types
 
 from server.model.cpu.integers.emit import F32, I32, Loop, at, call, i64
 from server.model.cpu.integers.forms import BLOCK
-from server.model.cpu.vector_ir import LANES, intrinsic
+from server.model.cpu.kernels import has_avx512
+from server.model.cpu.vector_ir import LANES, fma, intrinsic
 
 __all__ = ["FLOATS", "INTS", "larger", "largest", "spread", "spread_blocks", "spread_weights"]
 
@@ -51,8 +52,11 @@ def largest(b: Any, bits: Any) -> Any:
 def _mixed(b: Any, value: Any, stride: int) -> Any:
     """Sums and differences of lanes that are `stride` apart."""
     swapped = ir.Constant(INTS, [i ^ stride for i in range(LANES)])
-    signs = ir.Constant(INTS, [-(1 << 31) if i & stride else 0 for i in range(LANES)])
     other = b.shuffle_vector(value, ir.Constant(FLOATS, ir.Undefined), swapped)
+    if has_avx512():  # the same numbers: a product with 1 or -1 rounds nothing
+        ones = ir.Constant(FLOATS, [-1.0 if i & stride else 1.0 for i in range(LANES)])
+        return fma(b, value, ones, other)
+    signs = ir.Constant(INTS, [-(1 << 31) if i & stride else 0 for i in range(LANES)])
     return b.fadd(other, b.bitcast(b.xor(b.bitcast(value, INTS), signs), FLOATS))
 
 
