@@ -202,6 +202,10 @@ def _folder_of(model: str) -> Path:
     folder = cached_file_folder(model) or cached_folder(model)
     if folder is None:
         folder = next((one.folder for one in _all_here() if one.name == model), None)
+    if folder is None and Path(model).is_file():
+        raise ConfigError(
+            f"{model} was not served on this machine yet; `tailor models fetch {model}` reads it"
+        )
     if folder is None:
         raise ConfigError(
             f"{model}: not on this machine; `tailor models list` says which are, "

@@ -102,7 +102,9 @@ class GgufIndex:
                 raise ModelError(f"{path.name} is empty") from None
         try:
             self.fields, self.tensors = self._read()
-        except (ValueError, struct.error, OverflowError, KeyError) as error:
+        except struct.error:
+            raise ModelError(f"{path.name} is no complete GGUF: it ends in its header") from None
+        except (ValueError, OverflowError, KeyError) as error:
             raise ModelError(f"{path.name} is no complete GGUF: {error}") from None
 
     def release_pages(self) -> None:

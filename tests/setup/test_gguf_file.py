@@ -193,7 +193,7 @@ def own_norm(reader: gguf.GGUFReader) -> np.ndarray:
     ("change", "words"),
     [
         (lambda raw: raw[: len(raw) // 2], "past the file's end"),
-        (lambda raw: raw[:100], "no complete GGUF"),
+        (lambda raw: raw[:100], "no complete GGUF: it ends in its header"),
         (lambda raw: b"", "is empty"),
         (lambda raw: b"PK" + raw[2:], "does not begin with GGUF"),
         (lambda raw: raw[:4] + b"\x01\0\0\0" + raw[8:], "version 1"),

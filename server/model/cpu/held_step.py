@@ -17,7 +17,7 @@ from server.engine.batch import Batch
 from server.model.cpu.draws import Answers
 from server.model.cpu.jobs import uncounted
 from server.model.cpu.records import Ends, Int64, Rows, Work
-from server.model.cpu.step import _GIVEN, KeptStep, Tokens, Wanted
+from server.model.cpu.step import GIVEN, KeptStep, Tokens, Wanted
 from server.model.cpu.team import run_at
 from server.model.cpu.vector_ir import I64, intrinsic
 
@@ -52,7 +52,7 @@ def _point(typingctx: Any, address: Any, to: Any) -> Any:
     return types.void(types.intp, types.intp), codegen
 
 
-@njit(types.void(typeof(_GIVEN), types.intp), nogil=True, cache=True, error_model="numpy")
+@njit(types.void(typeof(GIVEN), types.intp), nogil=True, cache=True, error_model="numpy")
 def _hold(given, place):
     _put(given, place)
 
@@ -88,8 +88,8 @@ class HeldStep:
         _hold((embeds, tokens, *rows, *rest), place)
         self._kept, self._given = kept, given
         self._call = (
-            kept._share,
-            kept._room.ctypes.data,
+            kept.share,
+            kept.room.ctypes.data,
             place,
             work.sync.ctypes.data,
             work.threads,

@@ -275,7 +275,7 @@ def _keep_step(kept, given, room):
 
 _IDS, _FLOATS, _COUNTS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int64)
 _TABLE = np.zeros((0, 0), np.int32)
-_GIVEN = (
+GIVEN = (
     True,
     Tokens(_IDS, _IDS, _IDS),
     Rows(0, _IDS, _IDS, _IDS, _IDS, _IDS, _IDS, _IDS, _TABLE),
@@ -288,7 +288,7 @@ _GIVEN = (
 
 
 @njit(
-    types.intp(types.intp, typeof(_COUNTS), typeof(_GIVEN)),
+    types.intp(types.intp, typeof(_COUNTS), typeof(GIVEN)),
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 def _compute(share, room, given):
@@ -309,12 +309,13 @@ class KeptStep:
     """What is the same in every step, as compiled code reads it.
 
     kept: (Table, Layers, (Positions, Cache, Scratch), Shape, StepAdapters of whatever spans, Head).
+    share: address of what each thread runs. room: memory of what it reads, for HeldStep too.
     """
 
     def __init__(self, kept: tuple[Any, ...]) -> None:
         self._kept = kept
-        self._room = np.zeros(ROOM_BYTES // 8, np.int64)
-        self._share = _keep_step(kept, _GIVEN, self._room)
+        self.room = np.zeros(ROOM_BYTES // 8, np.int64)
+        self.share = _keep_step(kept, GIVEN, self.room)
 
     def is_of(self, kept: tuple[Any, ...]) -> bool:
         """Whether it was made of these very objects."""
@@ -332,4 +333,4 @@ class KeptStep:
         that takes an id that was not drawn, TypeError for arrays of other types than Batch's.
         """
         given = (embeds, tokens, *rows, spans, wanted, work)
-        return int(_compute(self._share, self._room, given))
+        return int(_compute(self.share, self.room, given))
