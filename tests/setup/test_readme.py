@@ -215,6 +215,22 @@ def test_constraints_hold_every_dependency() -> None:
     assert project["requires-python"] == ">=3.11"
 
 
+def test_every_pin_takes_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2: pins are chosen on a newer one, where pip does not say so."""
+    from importlib.metadata import distributions
+
+    from packaging.specifiers import SpecifierSet
+
+    pinned = set((ROOT / "constraints.txt").read_text().splitlines())
+    asked = {
+        pin: found.metadata.get("Requires-Python") or ""
+        for found in distributions()
+        if (pin := f"{found.name.lower().replace('_', '-')}=={found.version}") in pinned
+    }
+    assert len(asked) > 50
+    assert [pin for pin, python in asked.items() if "3.11.0" not in SpecifierSet(python)] == []
+
+
 def test_task_example_is_a_task(tmp_path: Path) -> None:
     blocks = pages.blocks("yaml")
     assert blocks
