@@ -73,7 +73,7 @@ def speculation_of(
         if asked.corpus is not None:
             corpus = _corpus_of(asked.corpus, task, drafter, known)
     if drafter == "off" or num_draft == 0:
-        return SpeculationParams()
+        return SpeculationParams(max_draft_tokens=0)
     # Outputs are learned where they can be drafted from: by the task, or by this request.
     able_to_learn = {drafter, own.drafter} & set(that_use(Need.LEARNED))
     learns = own.learn and able_to_learn and (asked is None or asked.corpus in (None, task.name))
