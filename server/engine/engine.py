@@ -118,7 +118,9 @@ class Engine:
         self.planner = DraftPlanner(self.budget, info.vocab_size)
         control = settings.exact_control(info.vocab_size)
         self.slices = SliceBook(runner, profiles, control, capacity=settings.slice_cache_rows)
-        self.sessions = DraftSessions(self.drafters, drafts=settings.max_draft_rows > 0)
+        self.sessions = DraftSessions(
+            self.drafters, drafts=settings.max_draft_rows > 0, is_beside=info.device != "cpu"
+        )
         self.recovery = Recovery(settings.max_failures)
         self._cost = cost
         self._grammars = grammars
@@ -142,12 +144,11 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Delta]:
-        """One step of every sequence that has rows; the Deltas since the last call.
-
-        meanwhile: called once while the device works, e.g. to send the last Deltas. Raises
-        RunnerBrokenError, and what `meanwhile` raises.
-        """
+        """One step of every sequence that has rows; the Deltas since the last call. meanwhile:
+        called once while the device works, e.g. to send the last Deltas. Raises RunnerBrokenError,
+        and what `meanwhile` raises."""
         began = time.perf_counter()
+        self.sessions.settle_rest()
         flight = self.flights.oldest or self._steady.launch() or self._begin()
         if flight is None:
             return self.take_deltas()
@@ -358,7 +359,8 @@ class Engine:
             return results
         self._go_ahead(flight)
         meanwhile()
-        self.sessions.settle(item.sequence for item in flight.plan.items)
+        sequences = [item.sequence for item in flight.plan.items]
+        self.sessions.settle(sequences, draws_first=flight.plan.num_prefill_rows > 0)
         results = self.flights.wait()
         self._accept(flight, results)
         self.flights.accepted(flight, results, self._drafts)

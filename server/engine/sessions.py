@@ -4,7 +4,8 @@
 
 Nothing is done for drafts between a request's arrival and the end of its prompt's step that can
 wait until that step is under way: the first drafter of a scope is made while the device works, and
-so is a session opened that knows of no other output. Any other is opened when it is first wanted.
+so is a session opened that knows of no other output; on a CPU, whose cores the step computes on,
+both once the first tokens are told. Any other is opened when it is first wanted.
 While a sequence rests (`Sequence.is_resting`) its session is told nothing, or is not there yet.
 What was emitted meanwhile it is told before it is next asked, if it ever is.
 
@@ -37,15 +38,20 @@ class DraftSessions:
     """Writes the sequences' `drafter`, `session`, `drafter_name`, `sources`, `num_told` and
     `is_resting`."""
 
-    def __init__(self, drafters: DrafterRegistry, *, drafts: bool = True) -> None:
-        """drafts: whether the engine has rows for drafts at all."""
+    def __init__(
+        self, drafters: DrafterRegistry, *, drafts: bool = True, is_beside: bool = True
+    ) -> None:
+        """drafts: whether the engine has rows for drafts at all. is_beside: whether the host works
+        beside a step that computes, and not on its cores."""
         self.num_errors = 0
         self._spent_s = 0.0
         self._drafts = drafts
         self._drafters = drafters
         self._logged: set[str] = set()
         self._worths = WorthBook()
+        self._is_beside = is_beside
         self._first: list[Sequence] = []  # the first of their scopes, whose drafters wait
+        self._unsettled: list[Sequence] = []  # of a step with prompts
 
     def seat(self, sequence: Sequence) -> None:
         """Find a sequence's drafter, unless the request wants no drafts. Called when it is
@@ -83,8 +89,24 @@ class DraftSessions:
         except Exception as error:
             self.disable(sequence, error)
 
-    def settle(self, sequences: Iterable[Sequence]) -> None:
-        """Let every session do its deferred work; called while the device works."""
+    def settle(self, sequences: Iterable[Sequence], *, draws_first: bool) -> None:
+        """Let every session do its deferred work; called while the device works. Where that takes
+        the host's cores away from first tokens, settle_rest() does it instead.
+
+        draws_first: whether the step computes prompts.
+        """
+        if draws_first and not self._is_beside:
+            self._unsettled = list(sequences)
+        else:
+            self._settle(sequences)
+
+    def settle_rest(self) -> None:
+        """Do what settle() left, if anything. Called before a step, the last one's Deltas told."""
+        if self._unsettled:
+            unsettled, self._unsettled = self._unsettled, []
+            self._settle(s for s in unsettled if s.status is Status.RUNNING)
+
+    def _settle(self, sequences: Iterable[Sequence]) -> None:
         first, self._first = self._first, []
         for sequence in first:
             if sequence.status is not Status.FINISHED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -141,10 +142,15 @@ class _Sessions:
 
 
 @pytest.mark.parametrize("knows_starts", [False, True])
-def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(knows_starts: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(
+    device: str, knows_starts: bool
+) -> None:
+    """On a device of its own while it computes; on the host's cores once the first token is out."""
     work = random_workload(Random(0))
     sessions = _Sessions(work.model, knows_starts=knows_starts)
     runner = fake_runner(work)
+    runner.info = replace(runner.info, device=device)
     settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, max_draft_rows=8)
     engine = Engine(runner, {"own": sessions.make}, settings)
     launch = runner.launch
@@ -168,10 +174,19 @@ def test_what_can_wait_is_done_for_drafts_once_a_prompt_is_under_way(knows_start
                 cache_salt=salt,
             )
         )
+        assert engine.step()
+        sessions.events.append("told")
         engine.step()
         found.append(tuple(sessions.events))
         while engine.has_work:
             engine.step()
     # The very first drafter is made to find out whether it can be; nothing is known in scope "b".
-    order = ("opened", "launched") if knows_starts else ("launched", "opened")
-    assert found == [("made", *order), ("launched", "made", "opened"), order]
+    order = ("launched", "told", "opened", "launched")
+    if knows_starts:
+        order = ("opened", "launched", "told", "launched")
+    elif device == "cuda":
+        order = ("launched", "opened", "told", "launched")
+    first = ("launched", "made", "opened", "told", "launched")
+    if device == "cpu":
+        first = ("launched", "told", "made", "opened", "launched")
+    assert found == [("made", *order), first, order]
